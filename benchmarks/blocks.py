@@ -49,6 +49,9 @@ class Cell:
     block: int
     density: float
     pattern: str
+    trans_a: bool = False
+    trans_b: bool = False
+    packed: bool = False
 
     def bitmap(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """``random``: blocks drawn independently; ``banded``: as many of each row, round the diagonal."""
@@ -90,10 +93,15 @@ def steps() -> list[Step]:
         ("attention", block_attention.cells(), block_attention.measured),
     )
     return [
-        Step(name, vars(cell), partial(_rows, name, measure, cell))
+        Step(name, _named(name, cell), partial(_rows, name, measure, cell))
         for name, chosen, measure in parts
         for cell in chosen
     ]
+
+
+def _named(name: str, cell: Any) -> Record:
+    """The cell's own fields that name its row in a list of the record."""
+    return {key: value for key, value in vars(cell).items() if key in LISTS[name]}
 
 
 def _rows(name: str, measure: Callable[[Any, set[str]], Record], cell: Any, sources: set[str]) -> Record:
@@ -112,9 +120,17 @@ class Problem:
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         self.layout = BlockSparseLayout(cell.bitmap()[None], cell.block)
-        self.desc = BlockSparseMatmulDescriptor(op=cell.op, layout=self.layout, n=cell.n, element=ELEMENT)
+        self.desc = BlockSparseMatmulDescriptor(
+            op=cell.op,
+            layout=self.layout,
+            n=cell.n,
+            element=ELEMENT,
+            trans_a=cell.trans_a,
+            trans_b=cell.trans_b,
+            packed=cell.packed,
+        )
         shapes = {one.name: one.shape for one in self.desc.operands()}
-        self.sparse = {"sdd": "c", "dsd": "a", "dds": "b"}[cell.op]
+        self.sparse = self.desc.sparse
         self.made = {name: random(shapes[name]) for name in ("a", "b", "c") if name != self.sparse}
         nbytes = self.layout.shape.blocks * cell.block**2 * ELEMENT.itemsize
         self.values = [random(shapes[self.sparse]) for _ in range(copies_beyond_l2(nbytes))]
@@ -125,7 +141,8 @@ class Problem:
         ours = self.ours(plan)
         self.check(ours)
         time, cell = time_alone([ours])[ours.name], self.cell
-        dense = timed_once((cell.op, cell.m, cell.k, cell.n), lambda: time_alone([self.dense()])["dense"])
+        key = cell.op, cell.m, cell.k, cell.n, cell.trans_a, cell.trans_b
+        dense = timed_once(key, lambda: time_alone([self.dense()])["dense"])
         sources.update(sources_of(plan))
         return {
             **{name: getattr(cell, name) for name in ("m", "k", "n", "block", "density", "pattern")},
@@ -138,18 +155,37 @@ class Problem:
             **(time.fields() | dense.fields("dense_us") if cell.n >= MANY_TOKENS else {}),
         }
 
+    def measured_alone(self, sources: set[str]) -> dict[str, Any]:
+        """Time and kernel of what select chooses, without a peer."""
+        plan = BlockSparseMatmulPlan.select(self.desc, device=0)
+        ours = self.ours(plan)
+        self.check(ours)
+        sources.update(sources_of(plan))
+        return {"us": rounded(time_alone([ours])["ours"].us), "backend": plan.explain().chosen}
+
     def ours(self, plan: BlockSparseMatmulPlan) -> Contender:
         """The plan's launches, one for each copy of the values."""
-        tables = plan.pack(self.layout)
         size = plan.workspace_size()
         space = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
-        bound = [
-            plan.bind(
-                BlockSparseMatmulArgs(layout=tables, **{**self.made, self.sparse: values}), workspace=space
-            )
-            for values in self.values
-        ]
+        bound = [plan.bind(args, workspace=space) for args in self._arguments(plan)]
         return Contender("ours", [one.launch for one in bound])
+
+    def _arguments(self, plan: BlockSparseMatmulPlan) -> list[BlockSparseMatmulArgs]:
+        """The operands, with each copy of the values; packed ones rotate over copies beyond L2, too."""
+        if not self.desc.packed:
+            tables = plan.pack(self.layout)
+            return [
+                BlockSparseMatmulArgs(layout=tables, **self.made, **{self.sparse: values})
+                for values in self.values
+            ]
+        packed = [plan.pack(self.layout, values) for values in self.values[:1]]
+        packed += [
+            plan.pack(self.layout, self.values[at % len(self.values)])
+            for at in range(1, copies_beyond_l2(packed[0].nbytes))
+        ]
+        return [
+            BlockSparseMatmulArgs(layout=None, **self.made, **{self.sparse: operand}) for operand in packed
+        ]
 
     def check(self, ours: Contender) -> None:
         """Against a dense product in float32 of the same 16-bit operands."""
@@ -158,6 +194,7 @@ class Problem:
         ours.launches[0](torch.cuda.current_stream().cuda_stream)
         layout, values = self.layout, self.values[0][0]
         a, b = (dense_of(layout, values) if name == self.sparse else self.made[name][0, 0] for name in "ab")
+        a, b = self._as_multiplied(a, b)
         exact = a.float() @ b.float()
         got = result[0, 0].float()
         if self.sparse == "c":
@@ -168,7 +205,7 @@ class Problem:
         """cuBLAS, of matrices without a zero block."""
         cell = self.cell
         if self.sparse == "c":
-            a, b = self.made["a"][0, 0], self.made["b"][0, 0]
+            a, b = self._as_multiplied(self.made["a"][0, 0], self.made["b"][0, 0])
             out = random((cell.m, cell.k))
             return Contender("dense", [on_torch_stream(lambda: torch.mm(a, b, out=out))])
         copies = copies_beyond_l2(cell.m * cell.k * ELEMENT.itemsize)
@@ -176,11 +213,17 @@ class Problem:
 
     def _product(self, matrix: Any) -> Callable[[int], None]:
         given = {name: one[0, 0] for name, one in self.made.items()} | {self.sparse: matrix}
-        return on_torch_stream(lambda: torch.mm(given["a"], given["b"], out=given["c"]))
+        a, b = self._as_multiplied(given["a"], given["b"])
+        return on_torch_stream(lambda: torch.mm(a, b, out=given["c"]))
+
+    def _as_multiplied(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """The stored matrices as they enter the product."""
+        return a.t() if self.cell.trans_a else a, b.t() if self.cell.trans_b else b
 
     def _bsr_us(self) -> float | None:
         """PyTorch's BSR in Triton, in a CUDA graph of its own; None where it isn't asked or can't."""
-        if self.cell.op is not BlockSparseOp.DSD or self.cell.pattern == "banded":
+        cell = self.cell
+        if cell.op is not BlockSparseOp.DSD or cell.pattern == "banded" or cell.trans_a or cell.trans_b:
             return None
         one = self.layout.shape
         crow, col = (torch.from_numpy(np.asarray(part)).cuda().reshape(-1) for part in self.layout.to_bsr())

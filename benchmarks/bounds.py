@@ -381,6 +381,44 @@ _RANDOM = [
     *_ERRORS,
 ]
 
+_LARGE_EXPERTS = 64 << 20
+"""Bytes of the active experts' dense weights from which they, and not launches, take the time."""
+_TOKENS_OF_EXPERT: dict[str, tuple[float, float, float]] = {
+    "up to 4 tokens": (0, 4, 1.6),
+    "16 to 64": (16, 64, 1.45),
+    "from 256": (256, 1 << 20, 1.45),
+}
+
+
+def _grouped(element: str, large: bool, first: float, last: float, record: Record) -> Values:
+    """Over the fastest dense product, by an active expert's mean tokens and by the size of these experts."""
+    found = []
+    for row in chosen(record["products"], element=element):
+        size = row["active_experts"] * row["m"] * row["k"] * (1 if element == "fp8_e4m3" else 2)
+        tokens = row["tokens"] / row["active_experts"]
+        if row["dense_us"] and large == (size >= _LARGE_EXPERTS) and first <= tokens <= last:
+            name = f"{row['model']} {cell_of(row)} of {row['groups']} {row['tokens']} {row['spread']}"
+            found.append((name, row["dense_us"] / row["us"]))
+    return found
+
+
+_GROUPED = [
+    *(
+        _least_mean(f"bf16 over dense, {words}", partial(_grouped, "bf16", True, first, last), least)
+        for words, (first, last, least) in _TOKENS_OF_EXPERT.items()
+    ),
+    Bound("bf16 over dense, each", partial(_grouped, "bf16", True, 0, 1 << 20), 1.0),
+    _least_mean("fp8_e4m3 over dense", partial(_grouped, "fp8_e4m3", True, 0, 1 << 20), 1.3),
+    Bound("fp8_e4m3 over dense, each", partial(_grouped, "fp8_e4m3", True, 0, 1 << 20), 1.0),
+    *(
+        Bound(
+            f"{element}, small experts over dense, each", partial(_grouped, element, False, 0, 1 << 20), 0.85
+        )
+        for element in ("bf16", "fp8_e4m3")
+    ),
+    Bound("worst error, bf16", figure("products", "rel_error", element="bf16"), most=5e-3),
+]
+
 _BLOCK_SPEED = {
     128: {0.5: 1.4, 0.2: 3.4, 0.1: 6.3, 0.05: 9.5},
     64: {0.2: 2.0, 0.1: 4.0, 0.05: 7.0},
@@ -523,10 +561,95 @@ _EXPORT = [
     Bound("s24_run of new addresses, us", figure("calls", "run_new_args_us"), most=6.0),
 ]
 
+# Random block-sparse products ---------------------------------------------------------------------
+
+_FEW_BLOCKS, _MANY_BLOCKS, _SPARSE = (1, 200), (201, 8192), (0.05, 0.25)
+"""Ranges of tokens, and the densities whose means are bounded."""
+_RANDOM_BLOCK_SPEED = {(128, 64): (2.8, 3.2), (32,): (1.8, 2.1), (16,): (1.3, 1.5)}
+"""Over dense cuBLAS, of rows that are alike: blocks -> at least for few and for many tokens."""
+_UNEVEN = 0.8
+"""What uneven rows must reach of that."""
+
+
+def _of_blocks(span: tuple[int, int] = ALL, /, **fields: Any) -> Callable[[Record], Values]:
+    """Over dense, of random products with these fields; of sparse ones alone if a pattern is given."""
+    over = ratios("products", "dense_us", span=span, **fields)
+    if "pattern" not in fields:
+        return over
+
+    def values(record: Record) -> Values:
+        rows = [row for row in record["products"] if _SPARSE[0] <= row["density"] <= _SPARSE[1]]
+        return over({**record, "products": rows})
+
+    return values
+
+
+def _share_below(values: Callable[[Record], Values], least: float) -> Callable[[Record], Values]:
+    def share(record: Record) -> Values:
+        found = values(record)
+        return [("share", sum(one < least for _, one in found) / len(found))] if found else []
+
+    return share
+
+
+def _cliffs(record: Record) -> Values:
+    """Time of each n of a sweep over the least time of a larger n."""
+    sweeps: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    names = ("op", "m", "k", "block", "density", "pattern", "transposed", "packed")
+    for row in record["sweep"]:
+        sweeps[tuple(row[name] for name in names)].append(row)
+    found = []
+    for rows in sweeps.values():
+        least = float("inf")
+        for row in sorted(rows, key=lambda one: -one["n"]):
+            if least < float("inf"):
+                found.append((cell_of(row), row["us"] / least))
+            least = min(least, row["us"])
+    return found
+
+
+def _counts(record: Record) -> Values:
+    """The number of sparse cells of each class."""
+    return [
+        (f"{blocks} {pattern} N {span[0]}-{span[1]}", float(len(values(record))))
+        for blocks, pattern, span in product(
+            _RANDOM_BLOCK_SPEED, ("random", "uneven"), (_FEW_BLOCKS, _MANY_BLOCKS)
+        )
+        for values in [_of_blocks(span, block=blocks, pattern=pattern)]
+    ]
+
+
+_PACKED = _of_blocks(op=_PRODUCTS, packed=True)
+_UNPACKED = _of_blocks(op=_PRODUCTS, packed=False)
+_SAMPLED = _of_blocks(op="sdd")
+_RANDOM_BLOCKS = [
+    Bound("packed over dense, each", _PACKED, 0.95),
+    Bound("not packed over dense, each", _UNPACKED, 0.7),
+    Bound("not packed: share under 0.97 of dense", _share_below(_UNPACKED, 0.97), most=0.08),
+    Bound("sdd over dense, each", _SAMPLED, 0.75),
+    Bound("sdd: share under 0.97 of dense", _share_below(_SAMPLED, 0.97), most=0.08),
+    *(
+        _least_mean(
+            f"{', '.join(map(str, blocks))} {pattern}, N {span[0]}-{span[1]}",
+            _of_blocks(span, block=blocks, pattern=pattern),
+            round(least * (_UNEVEN if pattern == "uneven" else 1.0), 2),
+        )
+        for blocks, limits in _RANDOM_BLOCK_SPEED.items()
+        for span, least in zip((_FEW_BLOCKS, _MANY_BLOCKS), limits, strict=True)
+        for pattern in ("random", "uneven")
+    ),
+    Bound("n over a larger n, each", _cliffs, most=1.08),
+    Bound("products", lambda record: [("all", float(len(record["products"])))], 400),
+    Bound("sparse products of a class", _counts, 8),
+    Bound("attention over the fastest dense, each", ratios("attention", "sdpa_us")),
+]
+
 BOUNDS = {
     "grid": _GRID,
     "random": _RANDOM,
+    "grouped": _GROUPED,
     "blocksparse": _BLOCKSPARSE,
+    "blocksparse-random": _RANDOM_BLOCKS,
     "torch": _TORCH,
     "tests": _TESTS,
     "export": _EXPORT,

@@ -18,7 +18,7 @@ from sparse24_plans.bench.record import GRID, Lists, Record, is_current, kernel_
 from sparse24_plans.plan.families import backends
 
 from .bounds import BOUNDS, Verdict, judged
-from .kinds import kind_of
+from .kinds import SEEDED, kind_of
 
 RESULTS = Path(__file__).parent / "results"
 _Test = Callable[[Any], bool]
@@ -66,6 +66,14 @@ _BLOCKS = (
     | _fields(_is_size, "block")
     | _fields(_is_time, "density us dense_us")
 )
+_RANDOM_BLOCKS = (
+    _PRODUCT
+    | _fields(_is_text, "shape op pattern backend")
+    | _fields(lambda value: isinstance(value, str), "transposed")
+    | _fields(lambda value: isinstance(value, bool), "packed")
+    | _fields(_is_size, "block")
+    | _fields(_is_time, "density us")
+)
 _HEAD = {
     **_fields(_is_text, "gpu driver cuda kernels_sha256"),
     **_fields(lambda value: isinstance(value, dict), "versions"),
@@ -85,6 +93,13 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
     "random": {
         "gemm": {**_GEMM, **_fields(_is_text, "shape row"), **_fields(_IS_TIME_OR_NONE, "best_us")},
     },
+    "grouped": {
+        "products": _fields(_is_text, "model spread element")
+        | _fields(_is_size, "groups active_experts m k tokens")
+        | _fields(_is_time, "us")
+        | _fields(_IS_TIME_OR_NONE, "dense_us")
+        | _fields(_is_number, "rel_error"),
+    },
     "torch": {
         "decoder": {
             **_fields(_is_text, "kind weights"),
@@ -102,6 +117,17 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
             **_fields(_is_size, "tokens heads head_size block"),
             **_fields(_is_text, "direction"),
             **_fields(_is_time, "density us dense_us tflops"),
+        },
+    },
+    "blocksparse-random": {
+        "products": _RANDOM_BLOCKS
+        | _fields(_is_time, "dense_us")
+        | _fields(_IS_TIME_OR_NONE, "torch_bsr_us"),
+        "sweep": _RANDOM_BLOCKS,
+        "attention": {
+            **_fields(_is_size, "tokens heads head_size block"),
+            **_fields(_is_text, "direction"),
+            **_fields(_is_time, "density us sdpa_us tflops"),
         },
     },
     "compile": {
@@ -139,7 +165,7 @@ def faults(kind: str, record: Any) -> list[str]:
         found.append(f"record: schema is {record.get('schema')!r}")
     if not isinstance(record.get("kernel_files"), list):
         found.append("record: kernel_files is no list")
-    if kind == "random" and not _is_size(record.get("seed")):
+    if kind in SEEDED and not _is_size(record.get("seed")):
         found.append("record: seed is no number")
     for part, fields in FIELDS[kind].items():
         rows = record.get(part)

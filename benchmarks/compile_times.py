@@ -50,7 +50,7 @@ from sparse24_plans.vocab import (
 )
 
 _M, _K = 4096, 4096
-_TOKENS, _TURNED = (16, 4096), 17
+_TOKENS, _TURNED, _PADDED = (16, 4096), 17, 63
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
 _KEPT = 2
@@ -68,6 +68,8 @@ _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (prepare.CompressSparse24Descriptor, {}),
     (prepare.DecompressSparse24Descriptor, {}),
     (prepare.PackSparse24Descriptor, {}),
+    (prepare.QuantizeSparse24Descriptor, {}),
+    (prepare.QuantizeSparse24Descriptor, {"out_element": ElementKind.S8}),
     (prepare.TilePruneSparse24Descriptor, {"rule": TileRule.GREEDY_MAGNITUDE}),
     (prepare.TilePruneSparse24Descriptor, {"rule": TileRule.OPTIMAL}),
 )
@@ -86,7 +88,8 @@ def problems(row: KernelEntry) -> Iterator[Descriptor]:
         yield from block_problems(row)
         return
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
-        yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue)
+        groups = row.least_groups if isinstance(row, GemmEntry) else 0
+        yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue, groups=groups)
     if isinstance(row, GemmEntry) and row.column_order:
         for element in row.elements:
             yield GemmSparse24Descriptor(n=_TURNED, m=_M, k=_K, element=element, x_order=MatrixOrder.COLUMN)
@@ -96,7 +99,7 @@ def block_problems(row: KernelEntry) -> Iterator[Descriptor]:
     """Problems of a kernel entry for block-sparse matrices."""
     if isinstance(row, blocks_table.MatmulEntry):
         blocks = [block for block in _BLOCKS if block in row.blocks]
-        for block, element, n, epilogue in product(blocks, row.elements, _TOKENS, _EPILOGUES):
+        for block, element, n, epilogue in product(blocks, row.elements, (*_TOKENS, _PADDED), _EPILOGUES):
             layout = _layout(block, (_M // block) * (_K // block) // _KEPT)
             yield BlockSparseMatmulDescriptor(
                 op="dsd", layout=layout, n=n, element=element, epilogue=epilogue, inner=row.inners[0]

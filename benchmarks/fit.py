@@ -40,7 +40,7 @@ from sparse24_plans import (
     BlockSparseShape,
     GemmSparse24Descriptor,
 )
-from sparse24_plans.blocksparse.schedules import blocks_wgmma
+from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
 from sparse24_plans.gemm.schedules.wgmma_cost_model import (
     CLASSES,
     CostConstants,
@@ -58,7 +58,7 @@ Array = Any
 Constants = dict[str, Any]
 SCHEDULES = Path(__file__).parent / "schedules"
 SMS = 132
-FRESH = "fresh-times"
+FRESH, PACKED = "fresh-times", "packed-times"
 FOLDS = 4
 NEAR, FAR, OFF, WORST = 0.01, 0.05, 0.1, 0.2
 """Relative times told apart in a softened choice; relative errors of a predicted time that count in full; the
@@ -83,6 +83,11 @@ KEPT = {"wgmma_sp_8bit_some"}
 """Models that keep their start: descents from it lose 15% on one fp8_e4m3 problem, the start loses 12."""
 NAMES = [field.name for field in fields(CostConstants)]
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
+PACKED_BOUNDS = {
+    "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
+    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "weight_bytes": (1e-7, 1e-6),
+    "token_bytes": (1e-8, 1e-6), "cells": (1e-9, 1e-8),
+}  # fmt: skip
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
 
 
@@ -360,19 +365,95 @@ def block_fit(model: str, gpu: str) -> Fit:
     return fit._replace(choices=small_choices, bounds=small_bounds(int(block)), steps=3000, descents=8)
 
 
+def packed_problems(model: str, gpu: str) -> list[Any]:
+    """Descriptors of measured products of packed operands, each with the time that the model predicts."""
+    found = []
+    for row in lines_of(gpu, PACKED):
+        about = {"heads": 1, "rows": row["m"], "cols": row["k"], "block": row["block"]}
+        desc = BlockSparseMatmulDescriptor(
+            op=row["op"],
+            layout=BlockSparseShape(**about, blocks=row["blocks"]),
+            n=row["n"],
+            element=row["element"],
+            trans_a="a" in row["transposed"],
+            trans_b="b" in row["transposed"],
+            packed=True,
+            longest_panel=row["longest_panel"],
+        )
+        if model == packed.DENSE:
+            found.append((desc, row["dense_us"]))
+        elif model == packed.model_of(desc):
+            found.append((desc, row["us"]))
+    return found
+
+
+def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
+    """Each problem has one candidate: what is fitted are times, which two models are compared by."""
+    count = packed.dense_work if dense else packed.blocks_work
+    factor = np.array([packed.unaligned_factor(desc) if dense else 1.0 for desc, _ in problems])
+    work = np.array([count(desc) for desc, _ in problems])
+    before = np.array([0.0 if dense else packed.pre_pass_us(desc) for desc, _ in problems])
+    taken = np.array([us for _, us in problems])
+
+    def predict(constants: Array) -> Array:
+        launch, exponent, *costs = constants
+        norm = ((np.array(costs) * work) ** exponent).sum(axis=1)
+        return (launch + norm ** (1 / exponent)) * factor + before
+
+    return Choices(predict, taken, np.arange(len(taken)), taken, np.ones(len(taken)), True)
+
+
+def packed_entry(model: str, gpu: str) -> Constants:
+    """The entry of a model of packed operands, with its errors in place of losses."""
+    dense, problems = model == packed.DENSE, packed_problems(model, gpu)
+    terms = packed.DENSE_TERMS if dense else packed.TERMS
+    bounds = {"launch": (1, 8), "exponent": (1.05, 8), **{term: PACKED_BOUNDS[term] for term in terms}}
+    fit = Fit(
+        problems,
+        lambda one: (one[0].layout.rows, one[0].layout.cols),
+        partial(packed_choices, dense=dense),
+        bounds,
+        steps=6000,
+        descents=1,
+    )
+    order = {one: place for place, one in enumerate(dict.fromkeys(map(fit.matrix, problems)))}
+    parts = [
+        [one for one in problems if (order[fit.matrix(one)] % FOLDS > 0) is held] for held in (True, False)
+    ]
+    found, elsewhere = descend(fit, problems), descend(fit, parts[0])
+
+    def errors(constants: Array, some: Sequence[Any]) -> dict[str, float]:
+        choices = fit.choices(some)
+        return summary(np.exp(np.abs(np.log(choices.predict(constants) / choices.taken))))
+
+    measured = {
+        "file": file_of(gpu, PACKED),
+        "problems": len(problems),
+        "error": errors(found, problems),
+        "held_out": {"problems": len(parts[1]), "error": errors(elsewhere, parts[1])},
+    }
+    return {"constants": dict(zip(bounds, map(plain, found.tolist()), strict=True)), "measured": measured}
+
+
 # The data file -------------------------------------------------------------------------------------
 
 GEMM_MODELS = [f"wgmma_sp_{bits}bit_{size}" for bits in (16, 8) for size in CLASSES]
 SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
+PACKED_MODELS = [
+    packed.DENSE,
+    *(f"packed_blocks_{kind}_last_{block}" for kind in ("k", "n") for block in (16, 32, 64, 128)),
+]
 STREAM_K = "wgmma_sp_stream_k"
-FITTED = [STREAM_K, *GEMM_MODELS, *SMALL_MODELS, *SDD_MODELS]
+FITTED = [STREAM_K, *GEMM_MODELS, *SMALL_MODELS, *SDD_MODELS, *PACKED_MODELS]
 
 
 def entry(model: str, gpu: str) -> Constants:
     """The data file's entry of a fitted model."""
     if model == STREAM_K:
         return stream_k_entry(gpu)
+    if model in PACKED_MODELS:
+        return packed_entry(model, gpu)
     gemm = model in GEMM_MODELS
     fit = gemm_fit(model, gpu) if gemm else block_fit(model, gpu)
     order = {one: place for place, one in enumerate(dict.fromkeys(map(fit.matrix, fit.problems)))}

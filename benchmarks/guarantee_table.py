@@ -112,7 +112,9 @@ def _text(entry: GemmEntry, problem: _Problem, field: str) -> str:
 def _promise(entry: GemmEntry, problem: _Problem) -> PrecisionGuarantee:
     """Return the promise on Hopper or the host. A kernel on request gets an arithmetic that it has."""
     element, op, epilogue = problem
-    desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element=element, op=op, epilogue=epilogue)
+    desc = GemmSparse24Descriptor(
+        n=16, m=4096, k=4096, element=element, op=op, epilogue=epilogue, groups=entry.least_groups
+    )
     name = str(Arithmetic.hopper(element, 1)) if entry.on_request else None
     preference = PlanPreference(require={"arithmetic": name})
     return entry.promises(Choice(desc, HOST_PROPERTIES if entry.on_host else _HOPPER, entry, preference, {}))

@@ -19,6 +19,8 @@ class Kind(NamedTuple):
 
     lists: Callable[[], Lists]
     steps: Callable[[argparse.Namespace], list[Step]]
+    is_seeded: bool = False
+    """Whether a seed draws the record's problems."""
 
 
 def _grid(options: argparse.Namespace) -> list[Step]:
@@ -60,6 +62,32 @@ def _blocks(options: argparse.Namespace) -> list[Step]:
     return blocks.steps()
 
 
+def _grouped_lists() -> Lists:
+    from . import grouped
+
+    return grouped.LISTS
+
+
+def _grouped(options: argparse.Namespace) -> list[Step]:
+    """Layers of experts, and random ones."""
+    from . import grouped
+
+    return grouped.steps(options.seed, tuple(options.element or grouped.ELEMENTS))
+
+
+def _random_block_lists() -> Lists:
+    from . import random_blocks
+
+    return random_blocks.LISTS
+
+
+def _random_blocks(options: argparse.Namespace) -> list[Step]:
+    """Block-sparse products of other models' shapes, any density and any number of tokens."""
+    from . import random_blocks
+
+    return random_blocks.steps(options.seed)
+
+
 def _torch_lists() -> Lists:
     from . import torch_end_to_end
 
@@ -75,10 +103,14 @@ def _torch(options: argparse.Namespace) -> list[Step]:
 
 KINDS = {
     "grid": Kind(lambda: GRID, _grid),
-    "random": Kind(_random_lists, _random),
+    "random": Kind(_random_lists, _random, is_seeded=True),
     "blocksparse": Kind(_block_lists, _blocks),
+    "grouped": Kind(_grouped_lists, _grouped, is_seeded=True),
+    "blocksparse-random": Kind(_random_block_lists, _random_blocks, is_seeded=True),
     "torch": Kind(_torch_lists, _torch),
 }
+SEEDED = tuple(name for name, kind in KINDS.items() if kind.is_seeded)
+"""Kinds of records with random cells, which a seed draws."""
 
 
 def kind_of(file_name: str) -> str:

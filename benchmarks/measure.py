@@ -72,16 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("kind", choices=kinds.KINDS)
     parser.add_argument("out", type=Path, metavar="OUT.json", help="written, or added to")
     parser.add_argument("--part", action="append", help="a list of the record, or host; repeatable")
-    parser.add_argument("--element", action="append", type=ElementKind, help="grid, random; repeatable")
+    parser.add_argument(
+        "--element", action="append", type=ElementKind, help="grid, random, grouped; repeatable"
+    )
     parser.add_argument("--n", action="append", type=int, help="grid: tokens; repeatable")
-    parser.add_argument("--seed", type=int, help="random: by default the file's, or the date of the run")
+    parser.add_argument(
+        "--seed", type=int, help="kinds with random cells: by default the file's, or the date of the run"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="torch: GPUs that share the decoder")
     parser.add_argument("--seconds", type=float, help="begin no step after this many seconds")
     options = parser.parse_args(arguments)
     kind = kinds.KINDS[options.kind]
     before = record.to_extend(options.out, kind.lists())
     about = record.machine()
-    if options.kind == "random":
+    if kind.is_seeded:
         if options.seed is None:
             options.seed = before["seed"] if before else int(date.today().strftime("%Y%m%d"))
         about["seed"] = options.seed

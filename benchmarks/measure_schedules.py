@@ -6,7 +6,9 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
 
 - ``gemm``: wgmma_sp with elements of 16 and 8 bits, in ``<gpu>-times.jsonl``;
 - ``f32``: float32 in bf16 terms, in ``<gpu>-f32-times.jsonl``, whose lines also name the ``terms``;
-- ``blocks``: blocks_wgmma, in ``<gpu>-block-times.jsonl``.
+- ``blocks``: blocks_wgmma, in ``<gpu>-block-times.jsonl``;
+- ``packed``: packed operands of block-sparse products as kept blocks and as a dense copy, in
+  ``<gpu>-packed-times.jsonl``.
 
 A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
 Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix, for the density limits.
@@ -15,14 +17,16 @@ Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +63,7 @@ from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.tuning.data import Matrix, free_memory
 from sparse24_plans.tuning.timing import time_contenders
 
-from . import blocks
+from . import blocks, random_blocks
 
 FOLDER = Path(__file__).parent / "schedules"
 Row = dict[str, Any]
@@ -241,7 +245,45 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         free_memory()
 
 
-FILES = {"gemm": "times", "f32": "f32-times", "blocks": "block-times"}
+def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
+    """The cells of a seed and of those that follow."""
+    for one in itertools.count(seed):
+        for cell in random_blocks.drawn(one):
+            if cell.op is not BlockSparseOp.SDD and cell.m * cell.k <= MOST_CELLS:
+                yield cell
+
+
+def packed_times(problem: blocks.Problem) -> dict[str, float]:
+    """Microseconds of a packed product by its kept blocks, and as a dense copy."""
+    contenders = []
+    for name, backend in (("us", "blocks_wgmma"), ("dense_us", "inflate_cublas")):
+        wanted = {"prefer_backend": backend}
+        plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted)
+        contenders.append(problem.ours(plan))
+        problem.check(contenders[-1])
+        contenders[-1].name = name
+    return time_contenders(contenders, rounds=5, round_ms=0.7)
+
+
+def measure_packed(seed: int, end: float) -> Iterator[Row]:
+    """Random cells of dsd and dds, even and uneven, of matrices that are made quickly."""
+    for cell in packed_cells(seed):
+        if time.monotonic() > end:
+            return
+        problem = blocks.Problem(replace(cell, packed=True))
+        try:
+            times = packed_times(problem)
+        except Sparse24Error as error:  # a wrong result
+            print(f"{cell}: {error}", file=sys.stderr, flush=True)
+            continue
+        about = {"blocks": problem.layout.shape.blocks, "longest_panel": problem.desc.longest_panel}
+        yield {**cell.fields, **about, **{name: round(one, 2) for name, one in times.items()}}
+        free_memory()
+
+
+FILES = {"packed": "packed-times", "gemm": "times", "f32": "f32-times", "blocks": "block-times"}
+MOST_CELLS = 1 << 27
+"""Cells of a matrix for packed operands, whose tables the host makes quickly."""
 ELEMENTS = {"gemm": ["bf16", "s8", "fp8_e4m3"], "f32": ["f32"]}
 
 
@@ -255,6 +297,8 @@ def main() -> None:
     rng, end = random.Random(wish.seed), time.monotonic() + wish.seconds
     if wish.family == "blocks":
         rows = measure_blocks(rng, end)
+    elif wish.family == "packed":
+        rows = measure_packed(wish.seed, end)
     else:
         rows = measure_gemm(wish.family, rng, ELEMENTS[wish.family], end)
     with (FOLDER / f"{gpu}-{FILES[wish.family]}.jsonl").open("a") as file:

@@ -15,6 +15,7 @@ from .blocksparse.descriptor import BlockSparseMatmulDescriptor as BlockSparseMa
 from .blocksparse.descriptor import BlockSparseSoftmaxDescriptor as BlockSparseSoftmaxDescriptor
 from .blocksparse.layout import BlockSparseLayout as BlockSparseLayout
 from .blocksparse.lookup_tables import BlockSparseTables as BlockSparseTables
+from .blocksparse.packed import PackedBlocks as PackedBlocks
 from .blocksparse.pattern24 import compress_blocks as compress_blocks
 from .blocksparse.pattern24 import decompress_blocks as decompress_blocks
 from .blocksparse.pattern24 import prune_blocks as prune_blocks
@@ -75,6 +76,7 @@ from .prepare.args import MaskSparse24Args as MaskSparse24Args
 from .prepare.args import PackSparse24Args as PackSparse24Args
 from .prepare.args import PruneCompressSparse24Args as PruneCompressSparse24Args
 from .prepare.args import PruneSparse24Args as PruneSparse24Args
+from .prepare.args import QuantizeSparse24Args as QuantizeSparse24Args
 from .prepare.args import TilePruneSparse24Args as TilePruneSparse24Args
 from .prepare.args import UnpackSparse24Args as UnpackSparse24Args
 from .prepare.descriptor import CompressSparse24Descriptor as CompressSparse24Descriptor
@@ -83,6 +85,7 @@ from .prepare.descriptor import MaskSparse24Descriptor as MaskSparse24Descriptor
 from .prepare.descriptor import PackSparse24Descriptor as PackSparse24Descriptor
 from .prepare.descriptor import PruneCompressSparse24Descriptor as PruneCompressSparse24Descriptor
 from .prepare.descriptor import PruneSparse24Descriptor as PruneSparse24Descriptor
+from .prepare.descriptor import QuantizeSparse24Descriptor as QuantizeSparse24Descriptor
 from .prepare.descriptor import TilePruneSparse24Descriptor as TilePruneSparse24Descriptor
 from .prepare.plan import CompressSparse24Plan as CompressSparse24Plan
 from .prepare.plan import DecompressSparse24Plan as DecompressSparse24Plan
@@ -90,6 +93,7 @@ from .prepare.plan import MaskSparse24Plan as MaskSparse24Plan
 from .prepare.plan import PackSparse24Plan as PackSparse24Plan
 from .prepare.plan import PruneCompressSparse24Plan as PruneCompressSparse24Plan
 from .prepare.plan import PruneSparse24Plan as PruneSparse24Plan
+from .prepare.plan import QuantizeSparse24Plan as QuantizeSparse24Plan
 from .prepare.plan import TilePruneSparse24Plan as TilePruneSparse24Plan
 from .tuning.search import tune as tune
 from .vocab import ArchSku as ArchSku

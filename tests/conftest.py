@@ -60,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[FOR_GPUS] = len(for_gpus)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """The whole suite runs on every core; a part of it, or tests that share a GPU, in one process."""
     asked_for_all = config.args == config.getini("testpaths")

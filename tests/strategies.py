@@ -31,6 +31,7 @@ from sparse24_plans import (
     PlanPreference,
     PruneCompressSparse24Descriptor,
     PruneSparse24Descriptor,
+    QuantizeSparse24Descriptor,
     ScaleKind,
     Tier,
     TilePruneSparse24Descriptor,
@@ -80,6 +81,16 @@ def gemm_descriptors(
         m = m // 16 * 16
         if optional.get("out_element", results_of(element)[0]) == "i32":
             optional["out_element"] = "f32"
+    elif op is GemmOp.FORWARD and draw(st.booleans()):
+        optional["beta"] = draw(st.floats(-(2.0**127), 2.0**127))
+        optional["c_element"] = draw(
+            st.sampled_from([optional.get("out_element", results_of(element)[0]), "f32"])
+        )
+    if optional.get("epilogue", EpilogueKind.IDENTITY).activation is EpilogueKind.RELU and draw(
+        st.booleans()
+    ):
+        optional["relu_threshold"] = draw(st.floats(-100, 100))
+        optional["relu_upper_bound"] = draw(st.none() | st.floats(101, 2.0**127))
     return GemmSparse24Descriptor(n=n, m=m, k=draw(depths), element=element, op=op, alpha=alpha, **optional)
 
 
@@ -91,6 +102,10 @@ _PREPARE = {
     PackSparse24Descriptor: {"direction": st.sampled_from(["pack", "unpack"])},
     TilePruneSparse24Descriptor: {"rule": st.sampled_from(TileRule)},
     MaskSparse24Descriptor: {"layout": st.sampled_from(MaskLayout)},
+    QuantizeSparse24Descriptor: {
+        "out_element": st.sampled_from(["fp8_e4m3", "s8"]),
+        "static_scale": st.booleans(),
+    },
 }
 
 
@@ -101,6 +116,8 @@ def prepare_descriptors(draw: st.DrawFn):
     more = draw(st.fixed_dictionaries(_PREPARE[kind]))
     eighths = st.sampled_from([0, 1, 7, 512, 2**20, 2**26])
     elements = ("f32", "f16", "bf16", "s8", "u8", "fp8_e4m3", "fp8_e5m2")
+    if kind is QuantizeSparse24Descriptor:
+        elements = elements[:3]
     return kind(m=8 * draw(eighths), k=8 * draw(eighths), element=draw(st.sampled_from(elements)), **more)
 
 

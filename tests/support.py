@@ -132,6 +132,7 @@ class Case:
     bias: np.ndarray | None
     scale: np.ndarray | float = 1.0
     """scale_x times scale_w, float64."""
+    c: np.ndarray | None = None
 
     def run(self, stream: Any = None) -> np.ndarray:
         self.plan.run(self.args, workspace=self.workspace and self.workspace.view, stream=stream)
@@ -147,7 +148,7 @@ class Case:
 
     def check(self, got: np.ndarray) -> float:
         """Assert that ``got`` is inside the guarantee's bound; returns the worst error / tolerance."""
-        exact, tolerance = reference(self.plan, self.x, self.dense, self.bias, self.scale)
+        exact, tolerance = reference(self.plan, self.x, self.dense, self.bias, self.scale, self.c)
         error = np.abs(got.astype(np.float64) - exact)
         assert not np.isnan(error).any(), "the result holds NaN"
         ratio = error / tolerance
@@ -186,6 +187,7 @@ class Data:
     bias: np.ndarray | None = None
     scale_x: np.ndarray | None = None
     scale_w: np.ndarray | None = None
+    c: np.ndarray | None = None
 
     def scale(self) -> np.ndarray:
         """scale_x times scale_w as float64, which broadcasts to [N, M]."""
@@ -205,7 +207,9 @@ def random_data(rng: np.random.Generator, desc: GemmSparse24Descriptor) -> Data:
     dense = random_values(rng, (desc.m, desc.k), desc.element)
     x = random_values(rng, (desc.n, desc.reduction), desc.element)
     bias = random_values(rng, (desc.m,), desc.bias_element) if desc.epilogue.has_bias else None
-    return Data(dense, x, bias, scales(desc.scale_x, desc.n), scales(desc.scale_w, desc.m))
+    scale_x, scale_w = scales(desc.scale_x, desc.n), scales(desc.scale_w, desc.m)
+    c = random_values(rng, (desc.n, desc.outputs), desc.c_element) if desc.has_c else None
+    return Data(dense, x, bias, scale_x, scale_w, c)
 
 
 def make_case(
@@ -233,9 +237,17 @@ def make_case(
 
 
 def case_of(
-    plan: GemmSparse24Plan, data: Data, pads: tuple[int, int] = (0, 0), offsets: tuple[int, int] = (0, 0)
+    plan: GemmSparse24Plan,
+    data: Data,
+    pads: tuple[int, ...] = (0, 0),
+    offsets: tuple[int, ...] = (0, 0),
+    *,
+    in_place: bool = False,
 ) -> Case:
-    """``pads`` and ``offsets`` are of x and of y, in elements."""
+    """``pads`` and ``offsets`` are of x, of y and, if there are three, of c, in elements.
+
+    ``in_place``: c is y.
+    """
     desc, device = plan.descriptor, place_name(plan)
     weight = Sparse24Weight.prune_compress(data.dense).to(device)
     shapes = (desc.n, desc.reduction), (desc.n, desc.outputs)
@@ -243,7 +255,7 @@ def case_of(
     source, result = (
         Guarded(shape, element, device, shape[not column] + pad, column=column, offset=offset)
         for shape, element, column, pad, offset in zip(
-            shapes, (desc.element, desc.out_element), columns, pads, offsets, strict=True
+            shapes, (desc.element, desc.out_element), columns, pads[:2], offsets[:2], strict=True
         )
     )
     inputs = {"x": source.fill(data.x)}
@@ -255,7 +267,17 @@ def case_of(
         values = getattr(data, name)
         if values is not None:
             inputs[name] = Guarded(values.shape, element, device).fill(values)
+    if data.c is not None and in_place:
+        result.fill(data.c)
+    elif data.c is not None:
+        pad, offset = (*pads, 0)[2], (*offsets, 0)[2]
+        shape, column = (desc.n, desc.outputs), desc.y_order == "column"
+        inputs["c"] = Guarded(
+            shape, desc.c_element, device, shape[not column] + pad, column=column, offset=offset
+        ).fill(data.c)
     views = {name: operand.view for name, operand in inputs.items()}
+    if data.c is not None and in_place:
+        views["c"] = result.view
     packed = plan.pack(weight)
     args: GemmSparse24Args | DgradSparse24Args
     if desc.op == "forward":
@@ -265,7 +287,9 @@ def case_of(
     with np.errstate(invalid="ignore"):  # signalling NaNs among hostile values
         dense64 = weight.to("host").decompress().astype(np.float64)
     space = scratch(plan.workspace_size(), device)
-    return Case(plan, args, result, space, tuple(inputs.values()), data.x, dense64, data.bias, data.scale())
+    return Case(
+        plan, args, result, space, tuple(inputs.values()), data.x, dense64, data.bias, data.scale(), data.c
+    )
 
 
 def place_name(plan: Plan) -> int | str:
@@ -301,27 +325,39 @@ def check_that_nothing_is_allocated(run: Callable[[], None]) -> None:
 
 
 def random_values(rng: np.random.Generator, shape: tuple[int, ...], element: ElementKind) -> np.ndarray:
-    if element == "s8":
-        return rng.integers(-128, 128, shape).astype(np.int8)
+    if element.is_integer:
+        most = 1 << 8 * element.itemsize - 1
+        return rng.integers(-most, most, shape).astype(element.dtype)
     return rng.standard_normal(shape).astype(np.float32).astype(element.dtype)
 
 
 _erfc = np.vectorize(math.erfc, otypes=[float])
 
 
-def activate(v: np.ndarray, kind: str) -> np.ndarray:
-    """The epilogues' activations in float64, by their definition; of a gated one its gate's."""
+def activate(v: np.ndarray, kind: str, bounds: tuple[float, float] = (0.0, math.inf)) -> np.ndarray:
+    """The epilogues' activations in float64, by their definition; of a gated one its gate's.
+
+    ``bounds`` are relu's threshold and upper bound.
+    """
     kind = EpilogueKind(kind).activation
     if kind == "relu":
-        return np.maximum(v, 0)
+        return np.where(v > bounds[0], np.minimum(v, bounds[1]), 0)
+    if kind == "relu2":
+        return np.maximum(v, 0) ** 2
     if kind in ("gelu", "geglu"):
         return v * 0.5 * _erfc(-v / math.sqrt(2)) if v.size else v
-    if kind == "gelu_tanh":
-        return v / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+    if kind in ("gelu_tanh", "geglu_tanh"):
+        with np.errstate(over="ignore"):
+            return v / (1 + np.exp(-tanh_exponent(v)))
     if kind in ("silu", "swiglu"):
         with np.errstate(over="ignore"):
             return v / (1 + np.exp(-v))
     return v
+
+
+def tanh_exponent(v: np.ndarray) -> np.ndarray:
+    """2u, where gelu_tanh(v) = v/2 * (1 + tanh(u)), which is v / (1 + exp(-2u)) without its cancellation."""
+    return 2 * np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)
 
 
 def product64(plan: Plan, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -340,6 +376,7 @@ def reference(
     dense: np.ndarray,
     bias: np.ndarray | None,
     scale: np.ndarray | float = 1.0,
+    c: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The exact result and the allowed error, float64 [N, outputs]."""
     desc = plan.descriptor
@@ -350,21 +387,33 @@ def reference(
     abs_sum = product64(plan, *sizes) * scale
     f32, out = ElementKind.F32, desc.out_element
     scaling = np.abs(exact) * (4 * f32.unit_roundoff) * np.any(np.asarray(scale) != 1)
-    if desc.epilogue == "identity":
+    if desc.epilogue == "identity" and c is None:
         allowed = plan.guarantee.tolerance(desc.reduction, exact, abs_sum, out, desc.alpha) + scaling
         return saturated(exact, out), allowed
     before = plan.guarantee.tolerance(desc.reduction, exact, abs_sum, f32, desc.alpha) + scaling
-    v = exact if bias is None else exact + bias.astype(np.float64)
+    v = exact
+    if c is not None:
+        addend = desc.beta * c.astype(np.float64)
+        v = v + addend
+        before += (
+            np.abs(addend) * (3 * f32.unit_roundoff) + np.abs(v) * f32.unit_roundoff + f32.smallest_subnormal
+        )
+    if bias is not None:
+        v = v + bias.astype(np.float64)
     before += np.abs(v) * f32.unit_roundoff
-    value, after = activated(v, before, desc.epilogue)
-    if desc.epilogue.activation == "gelu_tanh" and plan.device.kind == "cuda":
+    value, after = v, before
+    if desc.epilogue != "identity":
+        value, after = activated(v, before, desc.epilogue, desc.relu_bounds)
+    if desc.epilogue.activation == "gelu_tanh" and plan.sku.backend == "cusparselt":
         after = after + np.abs(v) * 2.0**-11  # the hardware's tanh (PTX ISA, tanh.approx.f32)
     size = np.where(np.isinf(after), 0, np.abs(value) + after)
     rounding = size * 1.01 * out.unit_roundoff + 0.5 * out.is_integer
     return saturated(value, out), after + rounding + out.smallest_subnormal + f32.smallest_subnormal
 
 
-def activated(v: np.ndarray, error: np.ndarray, kind: EpilogueKind) -> tuple[np.ndarray, np.ndarray]:
+def activated(
+    v: np.ndarray, error: np.ndarray, kind: EpilogueKind, bounds: tuple[float, float] = (0.0, math.inf)
+) -> tuple[np.ndarray, np.ndarray]:
     """The activation of values that are known but for an error, and what becomes of this.
 
     Of a gated kind its product with what it lets through; where either may be beyond float32, which is Inf
@@ -374,10 +423,21 @@ def activated(v: np.ndarray, error: np.ndarray, kind: EpilogueKind) -> tuple[np.
         (gate, up), (of_gate, of_up) = (rows_of_gates(each) for each in (v, error))
     else:
         gate, of_gate = v, error
-    value = activate(gate, kind)
+    value = activate(gate, kind, bounds)
     f32 = ElementKind.F32
+    if kind.activation == "relu2":
+        return value, (2 * np.abs(gate) + of_gate) * of_gate + value * 2 * f32.unit_roundoff
     # Activations have slopes below 1.13; float32 activations add a few units in the last place.
     after = 1.13 * of_gate + (np.abs(value) + of_gate) * (8 * f32.unit_roundoff)
+    if kind.activation == "relu" and bounds[0]:  # it jumps there
+        after += np.where(np.abs(gate - bounds[0]) <= after, abs(bounds[0]), 0)
+    if kind.activation in (
+        "gelu_tanh",
+        "geglu_tanh",
+    ):  # the exponent is rounded, and its exponential overflows
+        exponent = tanh_exponent(gate)
+        slope = 0.25 / np.cosh(np.minimum(np.abs(exponent), 200) / 2) ** 2
+        after += 4 * f32.unit_roundoff * np.abs(gate * exponent) * slope + 2.0**-120
     if not kind.is_gated:
         return value, after
     after = after + f32.smallest_subnormal

@@ -37,8 +37,8 @@ WORDS = {
     ElementKind: "f32 f16 bf16 s8 fp8_e4m3 fp8_e5m2 i32 u16 u8",
     MathPrecision: "f32 tf32 f16 bf16 int8 fp8_e4m3 fp8_e5m2",
     EpilogueKind: (
-        "identity relu gelu silu gelu_tanh swiglu geglu "
-        "bias bias_relu bias_gelu bias_silu bias_gelu_tanh bias_swiglu bias_geglu"
+        "identity relu gelu silu gelu_tanh relu2 swiglu geglu geglu_tanh "
+        "bias bias_relu bias_gelu bias_silu bias_gelu_tanh bias_relu2 bias_swiglu bias_geglu bias_geglu_tanh"
     ),
     GemmOp: "forward dgrad",
     MatrixOrder: "row column",
@@ -48,10 +48,10 @@ WORDS = {
     InnerPattern: "dense sparse24",
     BlockSparseConvOp: "forward dgrad wgrad",
     AttentionMask: "none add mul",
-    PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask",
+    PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask quantize",
     TileRule: "greedy_magnitude greedy_value causal_1122 optimal",
     MaskLayout: "rows tiles",
-    OpCategory: "gemm prune compress decompress pack softmax attention convolution",
+    OpCategory: "gemm prune compress decompress pack quantize softmax attention convolution",
     ArchSku: "any sm80 sm89 sm90a sm100 sm120",
     Tier: "host inflate memory tensor_core sparse_tensor_core",
 }

@@ -1,11 +1,11 @@
 // The kernels around cuBLAS's dense product of a block-sparse matrix. All are memory bound.
 //
 //   role            threads    work of a CTA
-//   inflate_blocks  256        32 blocks of a block row: writes their values, or zeros, to a dense matrix
+//   inflate_blocks  256        16 rows of 32 blocks of a block row: writes their values, or zeros, to a dense matrix
 //   finish          256        C = epilogue(acc), element by element; a null acc stands for zeros
 //   gather_blocks   256        copies 4 KB of the kept blocks out of a dense C
 //
-//   barriers   __syncthreads alone; a few words of shared memory
+//   barriers   none
 //   registers  few
 //
 //   thread   | load 16 bytes | store 16 bytes | next ..
@@ -16,37 +16,39 @@
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
   static constexpr int kThreads = 256;
+  static constexpr int kRows = 16;  // rows of a block that a work item of inflate_blocks has
 };
 
+// Writes the dense cells of kRows rows of 32 blocks of a block row. Every warp finds the first of these blocks by
+// itself, so no warp waits for another, and each thread has several loads in flight.
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     inflate_blocks(const __grid_constant__ InflateBlocksParams p) {
   using Bits = Config::In::Bits;
-  constexpr int kVector = 16 / sizeof(Bits), kPerBlock = Config::kBlock / kVector, kPerRow = 32 * kPerBlock;
-  __shared__ int before;
-  for (i64 work = blockIdx.x; work < p.work_items; work += gridDim.x) {
-    const u32 word = work % p.bit_words;
-    const i64 block_row = work / p.bit_words % p.block_rows, batch = work / p.bit_words / p.block_rows;
-    const int* kept = p.kept + block_row * p.bit_words;
-    if (threadIdx.x == 0) before = p.pointers[block_row];
-    __syncthreads();
-    for (u32 w = threadIdx.x; w < word; w += Config::kThreads)
-      if (kept[w]) atomicAdd(&before, __popc(kept[w]));  // integer sums do not depend on the order
-    __syncthreads();
+  constexpr u32 kVector = 16 / sizeof(Bits), kPerBlock = Config::kBlock / kVector, kPerRow = 32 * kPerBlock;
+  constexpr u32 kParts = Config::kBlock / Config::kRows;  // work items of a block row and word
+  const u32 lane = threadIdx.x % 32, block_rows = (u32)p.block_rows;
+  for (u32 work = blockIdx.x; work < (u32)p.work_items; work += gridDim.x) {
+    const u32 part = work % kParts, item = work / kParts, word = item % p.bit_words, line = item / p.bit_words;
+    const u32 block_row = line % block_rows, batch = line / block_rows;
+    const int* kept = p.kept + (i64)block_row * p.bit_words;
+    u32 before = 0;
+    for (u32 w = lane; w < word; w += 32) before += __popc(kept[w]);
     const u32 bits = kept[word];
-    const i64 first = batch * p.blocks + before, column0 = (i64)word * 32 * Config::kBlock;
-    const Bits* values = (const Bits*)p.values;
-    Bits* dense = (Bits*)p.dense + ((batch * p.block_rows + block_row) * Config::kBlock) * p.row_cells + column0;
-    for (int i = threadIdx.x; i < Config::kBlock * kPerRow; i += Config::kThreads) {
-      const int row = i / kPerRow, block = i % kPerRow / kPerBlock, at = i % kPerBlock * kVector;
-      if (column0 + block * Config::kBlock >= p.row_cells) continue;
+    const i64 first = batch * p.blocks + p.pointers[block_row] + __reduce_add_sync(~0u, before);
+    const i64 column0 = (i64)word * 32 * Config::kBlock;
+    const u32 row0 = part * Config::kRows, blocks = min(32u, (u32)((p.row_cells - column0) / Config::kBlock));
+    const Bits* values = (const Bits*)p.values + row0 * Config::kBlock;
+    Bits* dense = (Bits*)p.dense + ((i64)line * Config::kBlock + row0) * p.row_cells + column0;
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < Config::kRows * kPerRow; i += Config::kThreads) {
+      const u32 row = i / kPerRow, block = i % kPerRow / kPerBlock, at = i % kPerBlock * kVector;
       uint4 v = make_uint4(0, 0, 0, 0);
       if (bits >> block & 1) {
         const i64 place = first + __popc(bits & ((1u << block) - 1));
         v = *(const uint4*)(values + (place * Config::kBlock + row) * Config::kBlock + at);
       }
-      *(uint4*)(dense + row * p.row_cells + block * Config::kBlock + at) = v;
+      if (block < blocks) *(uint4*)(dense + row * p.row_cells + block * Config::kBlock + at) = v;
     }
-    __syncthreads();
   }
 }
 

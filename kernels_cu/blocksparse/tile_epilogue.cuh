@@ -98,4 +98,18 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, boo
     }
     tma_store_commit();
   }
+
+  // Stores a buffer's results at (row, column) and on of C [matrices, rows, columns] one by one, by all threads of the
+  // warpgroup: neighbours of a row by neighbouring threads.
+  __device__ __forceinline__ void store_elements(u32 buffer, u32 row, u32 column, u32 matrix, u32 rows,
+                                                 u32 columns) const {
+    static_assert(kStageByRow && kThreadsStore, "rows of C are contiguous");
+    using Bits = typename Out::Bits;
+    Bits* const to = (Bits*)p.out + ((i64)matrix * rows + row) * columns + column;
+    for (int at = threadIdx.x % 128; at < 64 * kStep; at += 128) {
+      const int down = at / kStep, across = at % kStep;
+      if (row + down < rows && column + across < columns)
+        to[(i64)down * columns + across] = load_shared_as<Bits>(buffer + staged_at(down, across));
+    }
+  }
 };

@@ -5,7 +5,8 @@
 // The numbers by which the host passes an element type.
 enum class ElementKind { F32 = 0, F16 = 1, BF16 = 2, S8 = 3, FP8_E4M3 = 4, I32 = 5 };
 
-// The storage type of an element and its conversions. to_float is exact, from_float rounds to nearest even.
+// The storage type of an element and its conversions. to_float is exact but for large integers, which it
+// rounds to nearest even, as from_float does.
 template <ElementKind kKind> struct Element;
 
 template <> struct Element<ElementKind::F32> {
@@ -52,6 +53,7 @@ template <> struct Element<ElementKind::BF16> {
 // Integers round to nearest even and saturate; NaN becomes 0.
 template <> struct Element<ElementKind::I32> {
   using Bits = u32;
+  static __device__ __forceinline__ float to_float(u32 b) { return __int2float_rn((int)b); }
   static __device__ __forceinline__ u32 from_float(float v) {
     int b;
     asm("cvt.rni.s32.f32 %0, %1;" : "=r"(b) : "f"(v));
@@ -61,6 +63,7 @@ template <> struct Element<ElementKind::I32> {
 
 template <> struct Element<ElementKind::S8> {
   using Bits = u8;
+  static __device__ __forceinline__ float to_float(u8 b) { return (float)(signed char)b; }
   static __device__ __forceinline__ u8 from_float(float v) {
     int b;
     asm("cvt.rni.s32.f32 %0, %1;" : "=r"(b) : "f"(v));

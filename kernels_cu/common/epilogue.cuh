@@ -1,4 +1,4 @@
-// The epilogue: alpha, bias, activation, gate. The Config of every kernel with an epilogue derives from ProblemType,
+// The epilogue: alpha, C, bias, activation, gate. The Config of every kernel with an epilogue derives from ProblemType,
 // and these functions take that Config.
 #pragma once
 #include "common/element.cuh"
@@ -12,20 +12,34 @@ enum class EpilogueKind {
   BIAS_GELU = 3,
   BIAS_SILU = 4,
   BIAS_SWIGLU = 5,
-  BIAS_GEGLU = 6
+  BIAS_GEGLU = 6,
+  BIAS_GELU_TANH = 7,
+  BIAS_GEGLU_TANH = 8,
+  BIAS_RELU2 = 9
 };
 
-// The types of a problem, from the numbers in S24_ELEMENT, S24_OUT, S24_BIAS and S24_EPILOGUE.
-template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode> struct ProblemType {
+// The types of a problem, from the numbers in S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE. Of products also S24_C: 0
+// without C, else 1 more than its element's; and the bits of relu's bounds, S24_RELU_THRESHOLD and
+// S24_RELU_UPPER_BOUND: by default 0 and infinity.
+constexpr u32 kInfinityBits = 0x7f800000u;
+template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode, int kCCode = 0, u32 kThresholdBits = 0,
+          u32 kUpperBoundBits = kInfinityBits>
+struct ProblemType {
   static constexpr ElementKind kElement = ElementKind(kElementCode), kOut = ElementKind(kOutCode);
   static constexpr EpilogueKind kEpilogue = EpilogueKind(kEpilogueCode);
   // Rows of W alternate: kGateRows gate rows, then as many rows whose results the gates multiply. Two rows make a
   // result.
-  static constexpr bool kGated = kEpilogue == EpilogueKind::BIAS_SWIGLU || kEpilogue == EpilogueKind::BIAS_GEGLU;
+  static constexpr bool kGated = kEpilogue == EpilogueKind::BIAS_SWIGLU || kEpilogue == EpilogueKind::BIAS_GEGLU ||
+                                 kEpilogue == EpilogueKind::BIAS_GEGLU_TANH;
   static constexpr int kGateRows = 8, kRowsPerOutput = kGated ? 2 : 1;
   using In = Element<kElement>;
   using Out = Element<kOut>;
   using Bias = Element<ElementKind(kBiasCode)>;
+  static constexpr bool kHasC = kCCode > 0;
+  static_assert(!kGated || !kHasC, "C is added to results of one sum");
+  using C = Element<ElementKind(kHasC ? kCCode - 1 : 0)>;
+  static constexpr u32 kReluThreshold = kThresholdBits, kReluUpperBound = kUpperBoundBits;
+  static constexpr bool kBounded = kThresholdBits != 0 || kUpperBoundBits != kInfinityBits;
 };
 
 // Activations ---------------------------------------------------------------------------------------
@@ -60,23 +74,63 @@ struct StrictMath {
   // Below these limits the exact value rounds to -0 in float32; -inf goes the same way.
   static __device__ __noinline__ float silu(float v) {
     if (v < -120.0f) return -0.0f;
+    if (v != v) return v;
     double d = v, bounded = v > 120.0f ? 120.0 : d;
     return __double2float_rn(__ddiv_rn(d, __dadd_rn(1.0, exponential(-bounded))));
   }
 
   static __device__ __noinline__ float gelu(float v) {
     if (v < -15.0f) return -0.0f;
-    if (v > 15.0f) return v;
+    if (!(v <= 15.0f)) return v;
     double d = v, tail = __dmul_rn(0.5, erfc(__dmul_rn(fabs(d), S24_SQRT_HALF)));
     return __double2float_rn(__dmul_rn(d, v < 0.0f ? tail : __dadd_rn(1.0, -tail)));
   }
+
+  // v / (1 + exp(-2u)), with u = sqrt(2 / pi) * (v + 0.044715 v^3).
+  static __device__ __noinline__ float gelu_tanh(float v) {
+    if (v < -11.0f) return -0.0f;
+    if (!(v <= 11.0f)) return v;
+    double d = v, slope = __dadd_rn(S24_GELU_TANH_LINEAR, __dmul_rn(S24_GELU_TANH_CUBIC, __dmul_rn(d, d)));
+    return __double2float_rn(__ddiv_rn(d, __dadd_rn(1.0, exponential(-__dmul_rn(d, slope)))));
+  }
 };
 
-// Fast activations use float32 and CUDA's math library, within a few units in the last place.
+// Fast activations use float32, within a few units in the last place. CUDA's division and expf would take several times
+// the instructions of `sigmoid`, while the tensor cores wait.
 struct FastMath {
-  static __device__ float silu(float v) { return v < -120.0f ? -0.0f : v / (1.0f + expf(-v)); }
+  // 1 / (1 + exp(-z)), from e = exp(-|z|), which never overflows: 1 / (1 + e), or e times it for z < 0.
+  static __device__ __forceinline__ float sigmoid(float z) {
+    constexpr float kLog2e = (float)S24_LOG2E, kLn2 = (float)S24_LN2_HI;
+    const float size = fminf(fabsf(z), 120.0f);  // of which the power is 0 already
+    const float exponent = __fmul_rn(-size, kLog2e);
+    // 2^exponent lacks the part of -size * log2(e) that was rounded away.
+    const float rest = __fmaf_rn(-size, (float)(S24_LOG2E - kLog2e), __fmaf_rn(-size, kLog2e, -exponent));
+    const float power = exp2_approximate(exponent);
+    const float e = __fmaf_rn(power, __fmul_rn(rest, kLn2), power);
+    const float inverse = reciprocal_approximate(__fadd_rn(1.0f, e));
+    return z < 0.0f ? __fmul_rn(e, inverse) : inverse;
+  }
+
+  static __device__ __forceinline__ float silu(float v) { return v < -120.0f ? -0.0f : __fmul_rn(v, sigmoid(v)); }
   static __device__ __noinline__ float gelu(float v) {
     return v < -15.0f ? -0.0f : v * (0.5f * erfcf(-0.70710678f * v));
+  }
+  static __device__ __forceinline__ float gelu_tanh(float v) {
+    const float slope = __fmaf_rn((float)S24_GELU_TANH_CUBIC, __fmul_rn(v, v), (float)S24_GELU_TANH_LINEAR);
+    return v < -11.0f ? -0.0f : __fmul_rn(v, sigmoid(__fmul_rn(v, slope)));
+  }
+
+ private:
+  // Within 2^-22 of 2^x, and of 1 / x for x from 1 to 2 (PTX ISA, ex2.approx and rcp.approx). Subnormal powers are 0.
+  static __device__ __forceinline__ float exp2_approximate(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  static __device__ __forceinline__ float reciprocal_approximate(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
   }
 };
 
@@ -84,6 +138,7 @@ struct FastMath {
 struct NoMath {
   static __device__ float silu(float v) { return v; }
   static __device__ float gelu(float v) { return v; }
+  static __device__ float gelu_tanh(float v) { return v; }
 };
 
 // Epilogues -----------------------------------------------------------------------------------------
@@ -93,20 +148,36 @@ template <class Config> __device__ __forceinline__ float bias_at(const void* bia
   return Config::Bias::to_float(((const typename Config::Bias::Bits*)bias)[index]);
 }
 
-// activation(alpha * acc + bias), for a gated epilogue with the gate's activation. NaN passes through every activation.
-template <class Config, class Math> __device__ __forceinline__ float activated(float acc, float alpha, float bias) {
+// The element of C at `index`.
+template <class Config> __device__ __forceinline__ float c_at(const void* c, i64 index) {
+  return Config::C::to_float(((const typename Config::C::Bits*)c)[index]);
+}
+
+// activation(alpha * acc + addend + bias), for a gated epilogue with the gate's activation. The addend is beta * C,
+// rounded. NaN passes through every activation.
+template <class Config, class Math>
+__device__ __forceinline__ float activated(float acc, float alpha, float bias, float addend = 0.0f) {
   constexpr EpilogueKind kKind = Config::kEpilogue;
   float v = __fmul_rn(alpha, acc);
+  if constexpr (Config::kHasC) v = __fadd_rn(v, addend);
   if constexpr (kKind != EpilogueKind::IDENTITY) v = __fadd_rn(v, bias);
-  if constexpr (kKind == EpilogueKind::BIAS_RELU) v = v < 0.0f ? 0.0f : v;
-  if constexpr (kKind == EpilogueKind::BIAS_GELU || kKind == EpilogueKind::BIAS_GEGLU) v = v == v ? Math::gelu(v) : v;
-  if constexpr (kKind == EpilogueKind::BIAS_SILU || kKind == EpilogueKind::BIAS_SWIGLU) v = v == v ? Math::silu(v) : v;
+  if constexpr (kKind == EpilogueKind::BIAS_RELU && Config::kBounded) {
+    const float most = __uint_as_float(Config::kReluUpperBound);
+    v = v <= __uint_as_float(Config::kReluThreshold) ? 0.0f : v > most ? most : v;
+  } else if constexpr (kKind == EpilogueKind::BIAS_RELU || kKind == EpilogueKind::BIAS_RELU2) {
+    v = v < 0.0f ? 0.0f : v;
+  }
+  if constexpr (kKind == EpilogueKind::BIAS_RELU2) v = __fmul_rn(v, v);
+  if constexpr (kKind == EpilogueKind::BIAS_GELU || kKind == EpilogueKind::BIAS_GEGLU) v = Math::gelu(v);
+  if constexpr (kKind == EpilogueKind::BIAS_GELU_TANH || kKind == EpilogueKind::BIAS_GEGLU_TANH) v = Math::gelu_tanh(v);
+  if constexpr (kKind == EpilogueKind::BIAS_SILU || kKind == EpilogueKind::BIAS_SWIGLU) v = Math::silu(v);
   return v;
 }
 
 // `activated` with canonical NaNs. Kernels that convert to 16 bits can omit this: the conversion does it.
-template <class Config, class Math> __device__ __forceinline__ float epilogue(float acc, float alpha, float bias) {
-  return canonical_nan(activated<Config, Math>(acc, alpha, bias));
+template <class Config, class Math>
+__device__ __forceinline__ float epilogue(float acc, float alpha, float bias, float addend = 0.0f) {
+  return canonical_nan(activated<Config, Math>(acc, alpha, bias, addend));
 }
 
 // The result of a gated epilogue: the activated gate times the other factor.

@@ -1,7 +1,7 @@
-// Y[n, m] = epilogue(acc[n, m]) for products whose library can't fuse ours. acc already holds alpha * product; a null
-// acc stands for zeros (an empty reduction). Memory bound.
+// Y[n, m] = epilogue(acc[n, m] + beta * C[n, m]) for products whose library can't fuse ours. acc already holds alpha *
+// product; a null acc stands for zeros (an empty reduction). Memory bound.
 //
-// Y's lines are its rows, or its columns, which have one bias each; acc lies as Y does.
+// Y's lines are its rows, or its columns, which have one bias each; acc and C lie as Y does.
 //
 //   role        who            what
 //   every warp  256 threads    4 results of a line a thread, 256 apart; CTAs take chunks of 1024 one by one
@@ -13,7 +13,8 @@
 #include "gemm/params/inflate_cublas.cuh"
 
 // Everything that is compiled in.
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+struct Config
+    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
   static constexpr int kThreads = 256;
   static constexpr int kPerThread = 4;
   static constexpr bool kColumns = S24_COLUMNS;  // Y lies in columns
@@ -31,7 +32,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) epilogue_rows(con
       if (at >= p.inner) continue;
       const float acc = p.accumulators ? p.accumulators[line * p.inner + at] : 0.0f;
       const float bias = p.bias ? bias_at<Config>(p.bias, Config::kColumns ? line : at) : 0.0f;
-      ((Out::Bits*)p.out)[line * p.out_stride + at] = Out::from_float(epilogue<Config, FastMath>(acc, 1.0f, bias));
+      float addend = 0.0f;
+      if constexpr (Config::kHasC) addend = __fmul_rn(p.beta, c_at<Config>(p.c, line * p.c_stride + at));
+      ((Out::Bits*)p.out)[line * p.out_stride + at] =
+          Out::from_float(epilogue<Config, FastMath>(acc, 1.0f, bias, addend));
     }
   }
 }

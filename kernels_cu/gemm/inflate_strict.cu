@@ -24,7 +24,8 @@
 #include "gemm/params/inflate_strict.cuh"
 
 // The compile-time configuration. Only this struct reads the macros.
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+struct Config
+    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
   static constexpr bool kDgrad = S24_DGRAD;
   static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
   static_assert(!kGated || !kDgrad, "only forward has gated epilogues");
@@ -210,6 +211,12 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
   }
 }
 
+// beta * C of a result; 0 without C.
+__device__ __forceinline__ float addend_of(const StrictParams& p, i64 token, i64 output) {
+  if constexpr (Config::kHasC) return __fmul_rn(p.beta, c_at<Config>(p.c, token * p.c_stride + output));
+  else return 0.0f;
+}
+
 template <class T> __device__ __forceinline__ void gemm_strict(const StrictParams& p) {
   __shared__ __align__(16) float weights[2 * T::kDepth * T::kOutputs];
   __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
@@ -260,7 +267,7 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
         if (output >= outputs) continue;
         const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
         ((Out::Bits*)p.y)[token * p.y_stride + output] =
-            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias));
+            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend_of(p, token, output)));
       }
     }
   }

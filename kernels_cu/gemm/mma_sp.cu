@@ -1,4 +1,5 @@
-// Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k]) for few tokens: W is read once, at the speed of memory.
+// Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k] + beta * C[n, m]) for few tokens: W is read once, at the speed of
+// memory.
 //
 // W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns, each
 // contiguous and loaded unchanged by cp.async. X and Y may be column-major. A column-major X is staged in lines of
@@ -36,7 +37,8 @@
 #include "common/cluster.cuh"
 
 // The compile-time configuration. Only this struct reads the macros.
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+struct Config
+    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
   static constexpr int kSplitK = S24_SPLIT_K;
   static constexpr int kWarpPairsM = S24_WARP_PAIRS_M;  // warp pairs along M
   static constexpr int kN8Tiles = S24_N8_TILES;         // n8 tiles of the CTA tile
@@ -228,6 +230,12 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
   for (int i = threadIdx.x; i < kOutputs * Config::kTileN; i += Config::kThreads) {
     const int token = Config::kYColumnMajor ? i % Config::kTileN : i / kOutputs;
     const int row = row0 + row_of_output<Config>(Config::kYColumnMajor ? i / Config::kTileN : i % kOutputs);
+    float addend = 0.0f;
+    if constexpr (Config::kHasC) {
+      const i64 m = cta_row + row, n = first_token + token;
+      if (n < p.n && m < p.m)
+        addend = __fmul_rn(p.beta, c_at<Config>(p.c, Config::kYColumnMajor ? m * p.c_stride + n : n * p.c_stride + m));
+    }
     float v[kRowsPerOutput][Config::kSplitK];
 #pragma unroll
     for (int s = 0; s < Config::kSplitK; ++s)
@@ -244,7 +252,7 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
     if constexpr (Config::kGated)
       result = gated_epilogue(activated<Config, FastMath>(v[0][0], p.alpha, bias[0]),
                               activated<Config, NoMath>(v[1][0], p.alpha, bias[1]));
-    else result = epilogue<Config, FastMath>(v[0][0], p.alpha, bias[0]);
+    else result = epilogue<Config, FastMath>(v[0][0], p.alpha, bias[0], addend);
     const i64 at = Config::kYColumnMajor ? output * p.y_stride + n : n * p.y_stride + output;
     ((Config::Out::Bits*)p.y)[at] = Config::Out::from_float(result);
   }

@@ -1,4 +1,5 @@
-// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k]): warp-specialised wgmma, W 2:4 sparse.
+// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k] + beta * C[n, m]): warp-specialised
+// wgmma, W 2:4 sparse.
 //
 // W is the sparse A operand of wgmma.sp, X is B; both are read from shared memory. W comes packed in K tiles of 64 rows
 // x 256 bytes of columns, each loaded by one bulk copy. X comes through a tensor map in boxes of 128 bytes of columns.
@@ -13,6 +14,10 @@
 // to the last, ((0+1)+2)+3. So the bits of a row depend on kSplitK * kKChunks alone, and equal those of gemm/mma_sp.cu
 // for as many slices.
 //
+// With kGrouped, tokens come in groups, each multiplied by a weight of its own: experts. group_table.cuh says which
+// tokens a group has. A group's K is summed in one piece, so a row's bits depend neither on its group's size nor on the
+// other groups.
+//
 // A thread has the sums of rows r and r + 8 of W. A gated epilogue makes one result of the two: Y is half as wide, and
 // an m64 tile gives 32 of its columns.
 //
@@ -26,12 +31,14 @@
 //   load_x_cp_async    last warpgroup, threads 64 ..    replaces load_x for a column-major X of few tokens (kXCpAsync)
 //   publish_x          last warpgroup, thread 32        fences the stages that cp.async loaded
 //   StreamKFixup       last warpgroup, warp 2           waits for the flags of partial sums, and sets them
+//   produce_c          last warpgroup, thread 96        loads C into the staging buffers (kCStaged)
 //   Mainloop           each consumer warpgroup          multiplies kMTilesPerWarpgroup m64 tiles with all tokens
 //   EpilogueStore      each consumer warpgroup          without split-K: stages results and stores them by TMA
 //   ClusterReduce      all consumer warpgroups          with split-K: reduces this CTA's part of the cluster's rows
 //
 //   barriers     weight_full, x_full: a stage is loaded. weight_empty, x_empty: all consumer warps have read a stage,
-//                of X in all CTAs that share it. x_copied: cp.async has loaded a stage. Named barriers from 1 on guard
+//                of X in all CTAs that share it. x_copied: cp.async has loaded a stage. c_full, c_empty: a staging
+//                buffer holds C, or its results have been read. Named barriers from 1 on guard
 //                the staging area of a warpgroup; with split-K barrier 1 says that all stages have been read. Further
 //                ones with stream-K: partial sums have been stored, or can be loaded. Ping-pong: kPingPongBarrier and
 //                the next. The cluster syncs before and after the reduction.
@@ -65,7 +72,6 @@ using Mainloop = MainloopOf<Config::kSplitTerms>::Type;
 
 extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     gemm_wgmma_sp(const __grid_constant__ WgmmaSpParams p) {
-  extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
   const Barriers barriers{base + Config::kBarrierAt};
   const u32 rank = blockIdx.x % Config::kClusterSize, m_rank = rank % Config::kClusterM,
@@ -85,6 +91,12 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       barrier_init(barriers.x_empty(i), kReaders * Config::kXMulticast);
       if (Config::kXCpAsync) barrier_init(barriers.x_copied(i), Config::kXCopyThreads);
     }
+    if constexpr (Config::kCStaged) {
+      for (int i = 0; i < Config::kWarpgroups * Config::kStagingBuffers; ++i) {
+        barrier_init(barriers.c_full(0, i), 1);
+        barrier_init(barriers.c_empty(0, i), EpilogueStore<Config::Out>::kBoxes);
+      }
+    }
     barrier_init_fence();
   }
   __syncthreads();
@@ -94,10 +106,11 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     launch_dependent_grids();
     if (threadIdx.x / 32 != Config::kConsumerThreads / 32) grid_dependency_wait();
   } else {
-    if (threadIdx.x == Config::kConsumerThreads) prefetch_weights(p, m_rank, slice);
+    if (!Config::kGrouped && threadIdx.x == Config::kConsumerThreads) prefetch_weights(p, m_rank, slice);
     if constexpr (!Config::kOneProducer) launch_dependent_grids();
     grid_dependency_wait();
   }
+  if constexpr (Config::kGrouped) GroupTable(p).make(p, m_blocks_of(p));
 
   if (warpgroup == Config::kWarpgroups) {
     if constexpr (Config::kReallocRegisters) warpgroup_reg_dealloc<Config::kProducerRegisters>();
@@ -116,6 +129,10 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         if (thread == 32) load_x(p, base, barriers, m_rank, slice);
       }
     }
+    if constexpr (Config::kCStaged) {
+      using Epilogue = EpilogueStore<Config::Out>;
+      if (thread == 96 && Epilogue::loads_c(p)) Epilogue::produce_c(p, base, barriers, m_rank, slice);
+    }
     if (Config::kStreamK && thread / 32 == 2) StreamKFixup{p}.exchange_flags();
     __syncwarp();
     if constexpr (Config::kSplitK > 1) cluster_sync();
@@ -124,8 +141,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     Mainloop mainloop{{p, {}, {}, base, warpgroup, barriers.x_empty(0), barriers}};
     mainloop.begin(slice);
     Accumulators accumulators;
-    EpilogueStore<Config::Out> epilogue{p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes,
-                                        1 + (int)warpgroup};
+    EpilogueStore<Config::Out> epilogue{
+        {}, p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
+    epilogue.begin(barriers);
     for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
       const WorkTile work(p, scheduler.index, m_rank);
       mainloop.multiply(accumulators, scheduler, slice);
@@ -140,7 +158,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       if constexpr (Config::kSplitK == 1) {
 #pragma unroll
         for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
-          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work.token);
+          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work);
       } else {
         named_barrier_sync(1, Config::kConsumerThreads);  // every stage has been read: accumulators may overwrite them
         stage_accumulators(accumulators, base, m_tile);

@@ -1,4 +1,4 @@
-"""The types that the result and the bias of a product may have, by the element that is multiplied."""
+"""The types that the result, the bias and C of a product may have, by the element that is multiplied."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def biases_of(element: ElementKind, out: ElementKind) -> tuple[ElementKind, ...]
     if element not in _OUT_OF:
         return element, _F32
     return (_F32, _F32) if out.is_integer else (out, _F32)
+
+
+def addends_of(out: ElementKind) -> tuple[ElementKind, ...]:
+    """Types of C, which is added to a result of type ``out``, the default first."""
+    return out, _F32

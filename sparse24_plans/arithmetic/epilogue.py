@@ -1,4 +1,4 @@
-"""Epilogues to the bit: alpha, bias, activation, gate and rounding, like StrictMath in the kernels."""
+"""Epilogues to the bit: alpha, C, bias, activation, gate and rounding, like StrictMath in the kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from ..weights.gates import GATE_GROUP, GATE_ROWS
 
 Array = np.ndarray[Any, Any]
 
-IN_STEPS = (EpilogueKind.IDENTITY, EpilogueKind.RELU, EpilogueKind.BIAS, EpilogueKind.BIAS_RELU)
+IN_STEPS = tuple(
+    kind
+    for kind in EpilogueKind
+    if kind.activation in (EpilogueKind.IDENTITY, EpilogueKind.RELU, EpilogueKind.RELU2)
+)
 """Epilogues that all kernels round step by step. GELU and SiLU of kernels that aren't strict are CUDA's."""
 UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
 """Epilogues that make one result of each sum."""
-EXACT = tuple(kind for kind in EpilogueKind if kind.activation is not EpilogueKind.GELU_TANH)
-"""Epilogues of this package's kernels; the library cuSPARSELt alone has the tanh approximation."""
-EXACT_UNGATED = tuple(kind for kind in EXACT if kind in UNGATED)
+NO_BOUNDS = 0.0, float("inf")
+"""Threshold and upper bound of the ordinary relu."""
 
 
 @lru_cache(maxsize=1)
@@ -69,36 +72,57 @@ def _gelu(v: Array) -> Array:
     return np.where(v < -15.0, np.float32(-0.0), np.where(v > 15.0, v, result))
 
 
-def apply_epilogue(acc: Array, alpha: float, bias: Array | None, kind: EpilogueKind) -> Array:
-    """float32 in, float32 out: alpha, then bias, then the activation, each rounded on its own.
+def _gelu_tanh(v: Array) -> Array:
+    """v / (1 + exp(-2u)), with u = sqrt(2/pi) * (v + 0.044715 v^3): the same as v/2 * (1 + tanh(u))."""
+    c, wide = _constants(), v.astype(np.float64)
+    bounded = np.nan_to_num(np.clip(wide, -11.0, 11.0))
+    exponent = bounded * (c["GELU_TANH_LINEAR"][0] + c["GELU_TANH_CUBIC"][0] * (bounded * bounded))
+    result = (wide / (1.0 + exponential(-exponent))).astype(np.float32)
+    return np.where(v < -11.0, np.float32(-0.0), np.where(v > 11.0, v, result))
+
+
+def apply_epilogue(
+    acc: Array,
+    alpha: float,
+    bias: Array | None,
+    kind: EpilogueKind,
+    addend: Array | None = None,
+    relu_bounds: tuple[float, float] = NO_BOUNDS,
+) -> Array:
+    """float32 in, float32 out: alpha, the addend, bias and the activation in this order, each rounded.
 
     An activation without a bias is that of v + 0, so that of +0 where v is -0. For a gated kind the last
     axis, which is in the order of W's rows, becomes half as long.
     """
     v = acc if alpha == 1 else acc * np.float32(alpha)
+    if addend is not None:
+        v = v + addend
     if kind is not EpilogueKind.IDENTITY:
         v = v + (np.float32(0) if bias is None else bias)
     activation = kind.activation
     if not kind.is_gated:
-        return _activated(v, activation)
+        return _activated(v, activation, relu_bounds)
     pairs = v.reshape(*v.shape[:-1], v.shape[-1] // GATE_GROUP, 2, GATE_ROWS)
     found = _activated(pairs[..., 0, :], activation) * pairs[..., 1, :]
     return found.reshape(*v.shape[:-1], v.shape[-1] // 2)
 
 
-def _activated(v: Array, activation: EpilogueKind) -> Array:
+def _activated(v: Array, activation: EpilogueKind, relu_bounds: tuple[float, float] = NO_BOUNDS) -> Array:
     """The activation, or a gated one's of the gate."""
+    if activation is EpilogueKind.RELU and relu_bounds != NO_BOUNDS:
+        threshold, most = map(np.float32, relu_bounds)
+        return np.where(v <= threshold, np.float32(0.0), np.where(v > most, most, v))
     if activation is EpilogueKind.RELU:
         return np.where(v < 0, np.float32(0.0), v)
+    if activation is EpilogueKind.RELU2:
+        kept = np.where(v < 0, np.float32(0.0), v)
+        return kept * kept
     if activation in (EpilogueKind.GELU, EpilogueKind.GEGLU):
         return _gelu(v)
     if activation in (EpilogueKind.SILU, EpilogueKind.SWIGLU):
         return _silu(v)
-    if activation is EpilogueKind.GELU_TANH:  # not in strict mode: NumPy's tanh isn't defined to the bit
-        wide = v.astype(np.float64)
-        inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
-        result = (0.5 * wide * (1 + np.tanh(inner))).astype(np.float32)
-        return np.where(v == -np.inf, np.float32(-0.0), result)
+    if activation in (EpilogueKind.GELU_TANH, EpilogueKind.GEGLU_TANH):
+        return _gelu_tanh(v)
     return v
 
 
@@ -121,6 +145,11 @@ def encoded(value: Array, element: ElementKind) -> Array:
     return bits
 
 
+def addend_of(c: Array, beta: float) -> Array:
+    """beta * C, rounded to float32; first C itself is, if its integers are larger."""
+    return c.astype(np.float32) * np.float32(beta)
+
+
 class Finish(Protocol):
     """The part of a product's descriptor that describes its epilogue."""
 
@@ -132,6 +161,8 @@ class Finish(Protocol):
     def out_element(self) -> ElementKind: ...
     @property
     def is_plain(self) -> bool: ...
+    @property
+    def relu_bounds(self) -> tuple[float, float]: ...
 
 
 def finished(
@@ -140,11 +171,12 @@ def finished(
     scale_x: Array | None = None,
     scale_w: Array | None = None,
     bias: Array | None = None,
+    addend: Array | None = None,
 ) -> Array:
     """The results' bits, from sums in float32 (for s8: exact sums in float64).
 
-    Scales and bias broadcast to the sums. For a gated epilogue the last axis is in the order of W's rows, and
-    the results' last axis is half as long.
+    Scales, bias and addend (beta * C, of :func:`addend_of`) broadcast to the sums. For a gated epilogue the
+    last axis is in the order of W's rows, and the results' last axis is half as long.
     """
     if desc.out_element is ElementKind.I32 and desc.is_plain:
         limits = np.iinfo(np.int32)
@@ -154,4 +186,5 @@ def finished(
         if scale is not None:
             v = v * scale
     wide = None if bias is None else bias.astype(np.float32)
-    return encoded(apply_epilogue(v, desc.alpha, wide, desc.epilogue), desc.out_element)
+    v = apply_epilogue(v, desc.alpha, wide, desc.epilogue, addend, desc.relu_bounds)
+    return encoded(v, desc.out_element)

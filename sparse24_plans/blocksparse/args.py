@@ -18,10 +18,11 @@ class BlockSparseMatmulArgs(Args):
     of ``out_element`` is written. ``bias`` [H, rows of C], for ``dds`` [H, columns of C], of
     ``bias_element``, exactly when the epilogue has one. Of a descriptor with inner ``sparse24`` the sparse
     matrix is values [Z, blocks, block, block/2] and ``metadata`` in uint8 [Z, blocks, block, block/8]: what
-    ``compress_blocks`` gives.
+    ``compress_blocks`` gives. Of a descriptor with ``packed`` the sparse matrix is PackedBlocks, and
+    ``layout`` is None.
     """
 
-    layout: BlockSparseTables
+    layout: BlockSparseTables | None
     a: Any
     b: Any
     c: Any

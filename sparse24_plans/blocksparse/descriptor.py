@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
 
@@ -23,7 +24,8 @@ from ..vocab import (
     OpCategory,
 )
 from .layout import BlockSparseLayout
-from .lookup_tables import length, view_of
+from .lookup_tables import length, longest_panel, view_of
+from .packed import packing
 from .shape import MOST, BlockSparseShape
 
 HALVES = (ElementKind.F16, ElementKind.BF16)
@@ -111,6 +113,13 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         sums, and stored as values [Z, blocks, block, block/2] and metadata [Z, blocks, block, block/8], as
         ``compress_blocks`` makes them, a line each row of op(A) or column of op(B). For ``f16`` and ``bf16``
         with blocks of 64 and 128.
+    packed : bool
+        Whether the sparse operand of ``dsd`` or ``dds`` is what ``plan.pack(layout, values)`` returned: for
+        an operand that stays, such as a layer's weight. ``select`` may then choose a dense copy of it.
+    longest_panel : int
+        For ``packed``: the most block columns in which 128 neighbouring rows of op(A) (``dds``: columns of
+        op(B)) keep a block. A BlockSparseLayout's is taken; 0 stands for rows that are alike. No result
+        depends on it.
 
     Raises
     ------
@@ -123,6 +132,8 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     trans_a: Flag = False
     trans_b: Flag = False
     inner: InnerPattern = InnerPattern.DENSE
+    packed: Flag = False
+    longest_panel: Count = 0
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Factor = 1.0
     out_element: ElementKind = OUT_ELEMENT
@@ -141,15 +152,29 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
             trans_a: bool = ...,
             trans_b: bool = ...,
             inner: InnerPattern | str = ...,
+            packed: bool = ...,
+            longest_panel: SupportsIndex = ...,
             epilogue: EpilogueKind | str = ...,
             alpha: SupportsFloat = ...,
             out_element: ElementLike = ...,
             bias_element: ElementLike = ...,
         ) -> None: ...
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_layout(cls, data: Any) -> Any:
+        """Take the longest panel of a packed operand's layout, of which the field keeps the shape alone."""
+        layout = data.get("layout") if isinstance(data, dict) else None
+        if type(layout) is not BlockSparseLayout or not data.get("packed") or "longest_panel" in data:
+            return data
+        on_the_right = data.get("op") == BlockSparseOp.DDS
+        by_columns = bool(data.get("trans_b" if on_the_right else "trans_a", False)) != on_the_right
+        return {**data, "longest_panel": longest_panel(layout, by_columns=by_columns)}
+
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseMatmulDescriptor:
         self._expect("element", MATMUL_ELEMENTS)
+        self._check_packed()
         self._expect_result_types()
         if self.op is BlockSparseOp.SDD and self.epilogue is not EpilogueKind.IDENTITY:
             raise ValueError(f"epilogue: expected identity for op sdd, got {self.epilogue}")
@@ -166,6 +191,14 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
             raise ValueError(
                 f"layout: expected blocks of 64 or 128 for inner sparse24, got {self.layout.block}"
             )
+
+    def _check_packed(self) -> None:
+        if self.packed and self.op is BlockSparseOp.SDD:
+            raise ValueError("packed: expected False for op sdd, which has no sparse operand, got True")
+        if self.packed and self.inner is not InnerPattern.DENSE:
+            raise ValueError(f"packed: expected False for inner {self.inner}, got True")
+        if self.longest_panel and not self.packed:
+            raise ValueError(f"longest_panel: expected 0 unless packed is True, got {self.longest_panel}")
 
     @property
     def op_name(self) -> str:
@@ -193,8 +226,23 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         rows, cols = self.sides
         return {"sdd": self.n, "dsd": cols, "dds": rows}[self.op]
 
+    @property
+    def sparse(self) -> str:
+        """The name of the sparse matrix."""
+        return {"sdd": "c", "dsd": "a", "dds": "b"}[self.op]
+
+    def _packed(self, operand: Operand) -> Operand:
+        """The operand, or the sparse one as plans pack it."""
+        if operand.name != self.sparse:
+            return operand
+        made = packing(operand.name, self.layout, self.batch, self.element)
+        return replace(operand, role=Role.PACKED, packing=made)
+
     def operands(self) -> tuple[Operand, ...]:
-        """Operands: the tables, ``a``, ``b``, ``c``, and if present ``metadata`` and ``bias``."""
+        """Operands: the tables, ``a``, ``b``, ``c``, and if present ``metadata`` and ``bias``.
+
+        A packed operand brings its tables.
+        """
         (rows, cols), n, element, out = self.sides, self.n, self.element, self.out_element
         a, b = (
             partial(self._dense, name, Role.IN, element=element, transposed=transposed)
@@ -207,9 +255,10 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         values = partial(self._blocks, role=Role.IN, element=element, width=block // 2 if half else block)
         found: tuple[Operand, ...]
         if self.op is BlockSparseOp.DSD:
-            found = tables, values("a"), b(cols, n), self._dense("c", Role.OUT, rows, n, out)
+            found = values("a"), b(cols, n), self._dense("c", Role.OUT, rows, n, out)
         else:
-            found = tables, a(n, rows), values("b"), self._dense("c", Role.OUT, n, cols, out)
+            found = a(n, rows), values("b"), self._dense("c", Role.OUT, n, cols, out)
+        found = tuple(map(self._packed, found)) if self.packed else (tables, *found)
         if half:
             found = *found, self._blocks("metadata", Role.IN, ElementKind.U8, width=block // 8)
         if not self.epilogue.has_bias:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple
 
+from ..device.pad_rows import padded
 from ..device.transpose import Matrices
 from ..plan.kernel import align_up
 from ..plan.operands import Operand
@@ -24,20 +25,36 @@ from .lookup_tables import (
 from .shape import BLOCK_SIZES
 
 K_MAJOR, MN_MAJOR = 0, 1
+TMA_BYTES = 16
+"""Bytes that the length of a TMA row must be a multiple of."""
 _WHOLE = 8
-"""Elements of 16 bits that the length of a TMA row must be a multiple of."""
+"""Elements of 16 bits in as many bytes."""
 
 
-class Transposed(NamedTuple):
-    """An operand that is transposed before it is multiplied."""
+class Prepared(NamedTuple):
+    """An operand that a pre-pass copies into the workspace before it is multiplied."""
 
     name: str
     matrices: Matrices
+    """The operand as the caller stores it."""
+    transposes: bool
+    """Whether the copy is transposed. Otherwise its rows are padded to multiples of 16 bytes."""
 
     @classmethod
-    def of(cls, operand: Operand) -> Transposed:
+    def of(cls, operand: Operand, *, transposes: bool) -> Prepared:
         *outer, rows, columns = operand.shape
-        return cls(operand.name, Matrices(rows, columns, operand.element.itemsize, prod(outer)))
+        return cls(operand.name, Matrices(rows, columns, operand.element.itemsize, prod(outer)), transposes)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of a matrix of the copy."""
+        one = self.matrices
+        return (one.columns, one.rows) if self.transposes else (one.rows, padded(one.columns, one.itemsize))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return prod(self.sides) * self.matrices.batch * self.matrices.itemsize
 
 
 class KernelProblem:
@@ -62,37 +79,56 @@ class KernelProblem:
         self.tokens_contiguous = not on_the_right
         self.small = is_small(one)
 
-    def transposed_operands(self, spare: int | None = 0) -> tuple[Transposed, ...]:
-        """Operands that are transposed first: those that must be, and within ``spare`` bytes those that
-        should be.
+    def prepared_operands(self, spare: int | None = 0) -> tuple[Prepared, ...]:
+        """Operands that a pre-pass copies: those that must be, and within ``spare`` bytes those that should
+        be.
 
-        Tensor cores take 8-bit elements K-major alone. With 16-bit elements and blocks of 16, a K-major X is
-        read in pieces of 16 k (for ``sdd`` an MN-major one in pieces of 16 columns), which are 32 bytes. L2
-        delivers half as many bytes in such pieces as in pieces of 128 bytes.
+        Tensor cores take 8-bit elements K-major alone. TMA reads rows that begin at multiples of 16 bytes.
+        With 16-bit elements and blocks of 16, a K-major X is read in pieces of 16 k (for ``sdd`` an MN-major
+        one in pieces of 16 columns), which are 32 bytes. L2 delivers half as many bytes in such pieces as in
+        pieces of 128 bytes.
         """
         desc, majors = self.desc, {self.left: self.left_major, self.right: self.right_major}
-        if desc.element.itemsize == 1:
-            return tuple(Transposed.of(one) for one in desc.operands() if majors.get(one.name) == MN_MAJOR)
+        size, factors = desc.element.itemsize, [one for one in desc.operands() if one.name in majors]
+        found = [
+            Prepared.of(one, transposes=size == 1 and majors[one.name] == MN_MAJOR)
+            for one in factors
+            if (size == 1 and majors[one.name] == MN_MAJOR) or padded(one.shape[-1], size) != one.shape[-1]
+        ]
+        if size == 1 or found:
+            return tuple(found)
         one, in_pieces = desc.layout, MN_MAJOR if self.sampled else K_MAJOR
         if one.block != min(BLOCK_SIZES) or self.right_major != in_pieces or desc.n % _WHOLE:
             return ()
-        x = Transposed.of(next(one for one in desc.operands() if one.name == self.right))
+        x = Prepared.of(next(one for one in factors if one.name == self.right), transposes=True)
         lines = narrow_panel_block_rows(one) if self.sampled else panel_block_rows(one)
         panels = self.head_panels(lines * one.block)
         limits = constants("blocks_transpose")  # X must be large and read often for it to be worth it
         often = (
-            x.matrices.nbytes >= limits["min_bytes"]
-            and panels * expected_occupancy(one, lines) >= limits["min_reads"]
+            x.nbytes >= limits["min_bytes"] and panels * expected_occupancy(one, lines) >= limits["min_reads"]
         )
-        return (x,) if often and (spare is None or align_up(x.matrices.nbytes) <= spare) else ()
+        return (x,) if often and (spare is None or align_up(x.nbytes) <= spare) else ()
 
-    def majors(self, transposed: tuple[Transposed, ...]) -> tuple[int, int]:
-        """Major dimensions of the left and the right operand once ``transposed`` are transposed."""
-        names = {one.name for one in transposed}
+    @property
+    def unaligned_tokens(self) -> bool:
+        """Whether rows of a dense operand or of C are no multiples of 16 bytes, which slows cuBLAS, too."""
+        size, dense = self.desc.element.itemsize, {self.left, self.right} - {self.desc.sparse}
+        rows = [one.shape[-1] for one in self.desc.operands() if one.name in dense]
+        return self.stores_elements or any(padded(row, size) != row for row in rows)
+
+    def majors(self, prepared: tuple[Prepared, ...]) -> tuple[int, int]:
+        """Major dimensions of the left and the right operand as they are multiplied."""
+        names = {one.name for one in prepared if one.transposes}
         return (
             _other(self.left_major) if self.left in names else self.left_major,
             _other(self.right_major) if self.right in names else self.right_major,
         )
+
+    @property
+    def stores_elements(self) -> bool:
+        """Whether rows of C begin where TMA cannot store them, so that threads do."""
+        row_bytes = self.desc.n * self.desc.out_element.itemsize
+        return self.tokens_contiguous and not self.sampled and row_bytes % TMA_BYTES != 0
 
     def head_panels(self, rows: int) -> int:
         """Row panels of a head, each with ``rows`` rows of op(S)."""
@@ -147,6 +183,6 @@ def _other(major: int) -> int:
     return MN_MAJOR if major == K_MAJOR else K_MAJOR
 
 
-def transpose_bytes(transposed: tuple[Transposed, ...]) -> int:
-    """Workspace bytes of operands that are transposed first."""
-    return sum(align_up(one.matrices.nbytes) for one in transposed)
+def prepared_bytes(prepared: tuple[Prepared, ...]) -> int:
+    """Workspace bytes of the operands that a pre-pass copies."""
+    return sum(align_up(one.nbytes) for one in prepared)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from ..arithmetic.epilogue import EXACT_UNGATED, UNGATED
+from ..arithmetic.epilogue import UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
     BLOCKS_LAYOUT,
+    DENSE_BLOCKS_LAYOUT,
     BlockSparseOp,
     BlockSparsePass,
     ElementKind,
@@ -26,6 +28,7 @@ from .descriptor import (
     PATTERNED_BLOCKS,
     BlockSparseMatmulDescriptor,
 )
+from .kernel_problem import TMA_BYTES
 from .schedules.conv_wgmma import conv_workspace
 from .shape import BLOCK_SIZES
 
@@ -47,9 +50,16 @@ class MatmulEntry(BlockSparseEntry):
     ops: tuple[BlockSparseOp, ...] = tuple(BlockSparseOp)
     epilogues: tuple[EpilogueKind, ...] = UNGATED
     inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
+    packed: tuple[bool, ...] = (False, True)
+    """Whether the kernel serves operands that plans have not packed, and those that they have."""
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
-        served = {"inner": self.inners, "op": self.ops, "epilogue": self.epilogues}
+        served: dict[str, tuple[Any, ...]] = {
+            "inner": self.inners,
+            "packed": self.packed,
+            "op": self.ops,
+            "epilogue": self.epilogues,
+        }
         for field, values in served.items():
             if (asked := getattr(descriptor, field)) not in values:
                 return f"does not serve {field} {asked}"
@@ -58,8 +68,11 @@ class MatmulEntry(BlockSparseEntry):
         return None
 
     def least_workspace(self, descriptor: BlockSparseMatmulDescriptor) -> int:
-        columns = {} if descriptor.op is BlockSparseOp.SDD else {"n": 1}
-        return self.min_workspace(descriptor.model_copy(update={"batch": 1, **columns}))
+        smallest = descriptor.model_copy(update={"batch": 1})
+        if descriptor.op is BlockSparseOp.SDD:
+            return self.min_workspace(smallest)
+        # One token, or the fewest whose rows TMA can read.
+        return min(self.min_workspace(smallest.model_copy(update={"n": n})) for n in (1, TMA_BYTES))
 
 
 _HOST = ("host", Tier.HOST)
@@ -71,8 +84,8 @@ _BLOCKS_WGMMA = with_wgmma(
         guarantees.blocks_wgmma,
         (*HALVES, ElementKind.S8, ElementKind.FP8_E4M3),
         limits=limits.blocks_wgmma,
-        min_workspace=limits.transpose_workspace,
-        epilogues=EXACT_UNGATED,
+        min_workspace=limits.prepared_workspace,
+        epilogues=UNGATED,
     )
 )
 _BLOCKS_WGMMA_SP = with_wgmma(
@@ -83,9 +96,10 @@ _BLOCKS_WGMMA_SP = with_wgmma(
         guarantees.sparse_tensor_cores,
         PATTERNED,
         limits=limits.blocks_wgmma_any,
+        min_workspace=limits.prepared_workspace,
         blocks=PATTERNED_BLOCKS,
         ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         inners=(InnerPattern.SPARSE24,),
     )
 )
@@ -96,24 +110,28 @@ _BLOCKS_STRICT = MatmulEntry(
     guarantees.strict_matmul,
     (ElementKind.F32,),
     limits=limits.blocks_strict,
-    epilogues=EXACT_UNGATED,
+    epilogues=UNGATED,
+)
+_INFLATE_CUBLAS = MatmulEntry(
+    "inflate_cublas",
+    "inflate_cublas",
+    Tier.INFLATE,
+    guarantees.cublas,
+    FLOATS,
+    limits=limits.cublas,
+    min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
+    missing=needs_cublaslt,
+    exportable=False,
+    epilogues=UNGATED,
+    packed=(False,),
 )
 MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
     _BLOCKS_WGMMA,
     _BLOCKS_STRICT,
     _BLOCKS_WGMMA_SP,
-    MatmulEntry(
-        "inflate_cublas",
-        "inflate_cublas",
-        Tier.INFLATE,
-        guarantees.cublas,
-        FLOATS,
-        limits=limits.cublas,
-        min_workspace=lambda problem: sum(limits.inflated_regions(problem)),
-        missing=needs_cublaslt,
-        exportable=False,
-        epilogues=EXACT_UNGATED,
-    ),
+    _INFLATE_CUBLAS,
+    # This entry multiplies the dense copy that its plans pack.
+    replace(_INFLATE_CUBLAS, name="packed_dense", layout=DENSE_BLOCKS_LAYOUT, packed=(True,)),
     # This entry serves requirements that inflating does not meet.
     replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
     # This entry serves what neither of them serves.
@@ -132,7 +150,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         guarantees.strict_matmul,
         MATMUL_ELEMENTS,
         strict=True,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         inners=tuple(InnerPattern),
     ),
 )

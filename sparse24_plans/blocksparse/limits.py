@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..arithmetic.epilogue import EXACT_UNGATED
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
@@ -14,15 +13,14 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
-from .kernel_problem import KernelProblem, transpose_bytes
+from .kernel_problem import TMA_BYTES, KernelProblem, prepared_bytes
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
+from .schedules.packed import packed_dense_wins
 from .schedules.softmax import softmax_teams
 
 _MOST = 2**31
 """Bound of a tensor map's coordinates and of the kernels' counts."""
-_COPIED = 16
-"""Bytes that the length of a TMA row must be a multiple of."""
 _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
 """Range of scales that remain normal numbers when multiplied by log2(e)."""
 COUNTER_BYTES = 4
@@ -46,12 +44,15 @@ def _beyond(counts: dict[str, int]) -> str | None:
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than a dense product."""
+    if problem.packed:
+        return blocks_wgmma_any(problem) or packed_dense_wins(problem)
     one, limits = problem.layout, constants("blocks_density_limits")
     by_block = limits["few" if problem.n <= limits["few_n"] else "many"]
     by_block = by_block["k_last" if problem.dense_k_last else "n_last"]
     by_block = limits["sdd"] if problem.op is BlockSparseOp.SDD else by_block
     most = by_block.get(str(one.block), 1.0)
-    if problem.element.itemsize > 1 and one.density > most:
+    dense_is_fast = problem.element.itemsize > 1 and not KernelProblem(problem).unaligned_tokens
+    if dense_is_fast and one.density > most:
         return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
     return blocks_wgmma_any(problem)
 
@@ -60,11 +61,9 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     one = problem.layout
     if problem.element.itemsize == 1 and (reason := _of_8_bits(problem)) is not None:
         return reason
-    transposed = [one.name for one in KernelProblem(problem).transposed_operands()]
-    for operand in problem.operands():
-        width = operand.shape[-2 if operand.name in transposed else -1]
-        if operand.name in ("a", "b", "c") and width * operand.element.itemsize % _COPIED:
-            return f"needs rows of {operand.name} in multiples of {_COPIED} bytes, got n = {problem.n}"
+    for copy in KernelProblem(problem).prepared_operands():
+        if copy.sides[1] * problem.element.itemsize % TMA_BYTES:  # a transpose pads nothing
+            return f"needs rows of {copy.name} in multiples of {TMA_BYTES} bytes, got n = {problem.n}"
     coordinates = {
         "rows of values": problem.batch * one.blocks * one.block,
         "matrices": problem.batch * one.heads,
@@ -76,17 +75,17 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     return _beyond(coordinates)
 
 
-def transpose_workspace(problem: BlockSparseMatmulDescriptor) -> int:
-    """Bytes of operands that must be transposed first."""
-    return transpose_bytes(KernelProblem(problem).transposed_operands())
+def prepared_workspace(problem: BlockSparseMatmulDescriptor) -> int:
+    """Workspace bytes of operands that must be copied first."""
+    return prepared_bytes(KernelProblem(problem).prepared_operands())
 
 
 def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
     """Limits of 8-bit elements: the instruction reads 32 neighbouring k of either operand at a time."""
     if problem.layout.block < _STEP_OF_8_BITS and problem.op is not BlockSparseOp.SDD:
         return f"serves {problem.element} with blocks of 32 and more, not {problem.layout.block}"
-    for one in KernelProblem(problem).transposed_operands():
-        if (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
+    for one in KernelProblem(problem).prepared_operands():
+        if one.transposes and (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
             return reason
     return _integer_sums(problem)
 
@@ -146,8 +145,6 @@ _BEYOND_PIXELS = 1 << 12
 
 def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
     one, found = problem.layout, problem.geometry
-    if problem.epilogue not in EXACT_UNGATED:
-        return f"does not serve epilogue {problem.epilogue}"
     if problem.op is BlockSparseConvOp.WGRAD and one.block < _SMALLEST_TILE:
         return f"serves op wgrad with blocks of 64 and 128, not {one.block}"
     for name, axis in (("height", found.h), ("width", found.w)):
@@ -175,11 +172,11 @@ def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:
 
 
 def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int]:
-    """Bytes of the sparse matrix as a dense one, and of the float32 accumulators that an epilogue needs."""
+    """Workspace bytes of the sparse matrix as a dense one, and of the accumulators that an epilogue needs."""
     one, sampled = problem.layout, problem.op is BlockSparseOp.SDD
     size = (problem.out_element if sampled else problem.element).itemsize
     dense = problem.batch * one.heads * one.rows * one.cols * size
     width = problem.sides[0 if problem.op is BlockSparseOp.DSD else 1]
     needs_sums = problem.epilogue is not EpilogueKind.IDENTITY
     accumulators = problem.batch * one.heads * width * problem.n * 4 if needs_sums else 0
-    return align_up(dense), align_up(accumulators)
+    return 0 if problem.packed else align_up(dense), align_up(accumulators)

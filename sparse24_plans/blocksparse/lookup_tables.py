@@ -186,14 +186,15 @@ class BlockSparseTables(Unmoving):
     serves that mask from then on. Made by ``plan.pack(layout)``; serves its device's plans of its shape.
     """
 
-    __slots__ = ("_memory", "_there", "_view", "device", "lookup", "shape")
+    __slots__ = ("_is_captured", "_lookup", "_memory", "_there", "_view", "device", "is_behind", "shape")
 
     shape: BlockSparseShape
     """Shape of the layouts that the tables can describe."""
     device: Device
     """Device on which plans read the tables."""
-    lookup: LookUp
-    """The tables by name, on the host, read-only: ``row_pointers``, ``columns``, ``rows`` and so on."""
+    is_behind: bool
+    """Whether the GPU may have other tables than the host: after ``plan.update``, and for good once a CUDA
+    graph has captured it, since the host sees no replay."""
 
     def __init__(self, layout: BlockSparseLayout, device: Device = HOST) -> None:
         """Allocate tables on ``device``; on a GPU they are filled on CuPy's current stream.
@@ -209,7 +210,7 @@ class BlockSparseTables(Unmoving):
         self.shape, self._memory, self.device = shape, memory, device
         shown = memory.view()
         shown.flags.writeable = False
-        self.lookup = LookUp.of(shown, shape)
+        self._lookup, self.is_behind, self._is_captured = LookUp.of(shown, shape), False, False
         self._there = None if device == HOST else _allocated(memory.size, device)
         self._view = TensorView.of(shown if self._there is None else self._there)
         self._view.readonly = True
@@ -227,6 +228,7 @@ class BlockSparseTables(Unmoving):
             raise InvalidProblemError(f"layout: expected {self.shape!r}, got {other!r}")
         handle = stream_handle(stream, self.device)
         _fill(LookUp.of(self._memory, self.shape), layout.bitmap, self.shape)
+        self.is_behind = self._is_captured
         self._copy(handle)
 
     def _copy(self, stream: int) -> None:
@@ -238,6 +240,23 @@ class BlockSparseTables(Unmoving):
                 )
 
     @property
+    def lookup(self) -> LookUp:
+        """The tables by name, on the host, read-only: ``row_pointers``, ``columns``, ``rows`` and so on.
+
+        Waits for the device if ``is_behind``.
+        """
+        self._catch_up()
+        return self._lookup
+
+    def _catch_up(self) -> None:
+        """Read what was last written on the GPU."""
+        if self.is_behind and self._there is not None:
+            with current_on(self.device):
+                import_cupy().cuda.Device().synchronize()
+                self._memory[...] = self._there.get()
+            self.is_behind = self._is_captured
+
+    @property
     def view(self) -> TensorView:
         """All tables, read-only: int32, one behind the other."""
         return self._view
@@ -246,10 +265,18 @@ class BlockSparseTables(Unmoving):
         return f"BlockSparseTables({self.shape!r} on {self.device})"
 
     def __deepcopy__(self, memo: object) -> BlockSparseTables:
+        self._catch_up()
         return _restored(self.shape, self._memory.copy(), self.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._catch_up()
         return _restored, (self.shape, self._memory, self.device)
+
+
+def note_update(tables: BlockSparseTables, stream: int) -> None:
+    """Note that work on a stream of the GPU writes the tables."""
+    tables._is_captured |= bool(import_cupy().cuda.runtime.streamIsCapturing(stream))
+    tables.is_behind = True
 
 
 def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSparseTables:
@@ -326,13 +353,24 @@ def _fill_bits(kept: Any, bits: Array) -> None:
     bits[...] = packed.view("<i4").reshape(-1)
 
 
-def _fill_panels(kept: Any, size: int, order: Array, counts: Array) -> None:
-    """Fill the tables of panels that have ``size`` block rows each."""
+def longest_panel(layout: BlockSparseLayout, *, by_columns: bool) -> int:
+    """The most columns in which a row panel, or a column panel, keeps a block."""
+    kept = layout.bitmap.transpose(0, 2, 1) if by_columns else layout.bitmap
+    return int(_panel_counts(kept, panel_block_rows(layout.shape)).max(initial=0))
+
+
+def _panel_counts(kept: Any, size: int) -> Any:
+    """The number of columns in which each panel of ``size`` block rows keeps a block."""
     any_of_panel = kept[:, ::size].copy()
     for at in range(1, size):
         part = kept[:, at::size]
         any_of_panel[:, : part.shape[1]] |= part
-    counts[...] = np.count_nonzero(any_of_panel, axis=-1).reshape(-1)
+    return np.count_nonzero(any_of_panel, axis=-1).reshape(-1)
+
+
+def _fill_panels(kept: Any, size: int, order: Array, counts: Array) -> None:
+    """Fill the tables of panels that have ``size`` block rows each."""
+    counts[...] = _panel_counts(kept, size)
     order[...] = np.argsort(-counts, kind="stable")
 
 

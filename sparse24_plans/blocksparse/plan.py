@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, overload
 
+from ..device.streams import launch_on, on_stream, stream_handle
+from ..device.tensors import HOST, TensorView
+from ..errors import InvalidProblemError, UnsupportedError
+from ..plan.operands import Alignment, Operand, Role, check_tensor
 from ..plan.plan import Plan
-from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass
+from ..vocab import DENSE_BLOCKS_LAYOUT, BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
 from .args import (
     BlockSparseAttentionArgs,
     BlockSparseAttentionBackwardArgs,
@@ -23,9 +28,11 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
+from .device_tables import table_kernel
 from .kernel_table import ATTENTION_ENTRIES, CONVOLUTION_ENTRIES, MATMUL_ENTRIES, SOFTMAX_ENTRIES
 from .layout import BlockSparseLayout
-from .lookup_tables import BlockSparseTables, view_of
+from .lookup_tables import BlockSparseTables, note_update, view_of
+from .packed import PackedBlocks
 
 
 class BlockSparsePlan(Plan):
@@ -43,6 +50,31 @@ class BlockSparsePlan(Plan):
         view_of(self.descriptor.layout, tables)
         return tables
 
+    def update(self, tables: BlockSparseTables, bitmap: Any, *, stream: Any = None) -> None:
+        """Write the tables of the mask in ``bitmap`` in place, in one launch on the GPU.
+
+        For masks that are made on a GPU, with blocks of 64 or 128. ``bitmap`` is uint8 [heads, rows/block,
+        cols/block] on the plan's device, not 0 where a block is kept. It must keep as many blocks as the
+        tables: nothing waits to see it, and with another number the tables keep none. After the first call
+        of a shape, which compiles, a CUDA graph may capture it.
+
+        Raises InvalidProblemError naming the argument; UnsupportedError for other blocks, a host's plan and
+        layouts that are too large: call ``tables.update``.
+        """
+        view_of(self.descriptor.layout, tables)
+        shape = self.descriptor.layout
+        if self._home == HOST:
+            raise UnsupportedError("plan: expected one of a GPU, got one of the host; call tables.update")
+        if tables.device != self._home:
+            raise InvalidProblemError(f"tables: expected tables on {self._home}, got {tables.device}")
+        sides = shape.heads, shape.block_rows, shape.block_cols
+        operand = Operand("bitmap", Role.IN, sides, ElementKind.U8)
+        view = check_tensor(bitmap, operand, Alignment(), self._home)
+        handle = stream_handle(stream, self._home)
+        launch = table_kernel(shape, self.device).bind(view.address, tables.view.address)
+        note_update(tables, handle)
+        launch_on(self._home, launch, handle)
+
 
 class BlockSparseMatmulPlan(BlockSparsePlan):
     """A kernel chosen for a product with a block-sparse matrix. Its arguments are BlockSparseMatmulArgs."""
@@ -51,6 +83,37 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
     table = MATMUL_ENTRIES
     args_types: ClassVar = dict.fromkeys(BlockSparseOp, BlockSparseMatmulArgs)
     descriptor: BlockSparseMatmulDescriptor
+
+    @overload
+    def pack(self, layout: BlockSparseLayout) -> BlockSparseTables: ...
+    @overload
+    def pack(self, layout: BlockSparseLayout, values: Any, *, stream: Any = None) -> PackedBlocks: ...
+    def pack(
+        self, layout: BlockSparseLayout, values: Any = None, *, stream: Any = None
+    ) -> BlockSparseTables | PackedBlocks:
+        """Return the layout's look-up tables, or for a descriptor with ``packed`` the packed operand.
+
+        ``values`` [Z, blocks, block, block] are the sparse operand's, on the plan's device. A kernel of kept
+        blocks reads these values themselves; another one gets a dense copy in new memory, written on
+        ``stream`` (``plan.explain()`` says which). Pack again if the values change.
+
+        Raises InvalidProblemError or MisalignedOperandError naming the argument, BackendUnavailableError if
+        memory is full.
+        """
+        desc = self.descriptor
+        if not desc.packed:
+            if values is not None:
+                raise InvalidProblemError("values: expected None, because the descriptor has packed=False")
+            return super().pack(layout)
+        operand = next(one for one in self._operands if one.role is Role.PACKED)
+        alignment = self._kernel.alignment_of(operand.name)
+        view = check_tensor(values, replace(operand, argument="values"), alignment, self._home)
+        with on_stream(self._home, stream):
+            buffers: tuple[TensorView, ...] = view, super().pack(layout).view
+            if self._entry.layout == DENSE_BLOCKS_LAYOUT:
+                kernel: Any = self._kernel
+                buffers = (kernel.pack(*buffers),)
+        return PackedBlocks(self._entry.layout, desc.layout, desc.batch, desc.element, self._home, buffers)
 
 
 class BlockSparseSoftmaxPlan(BlockSparsePlan):

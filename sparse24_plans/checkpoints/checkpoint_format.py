@@ -40,6 +40,7 @@ from .layers import (
     stored_tensors,
     write_note,
 )
+from .quantization import quantized_layers
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 from .selection import Selection
 
@@ -299,7 +300,19 @@ class ForeignCheckpoint(CheckpointFormat):
 
 
 class BitmaskCheckpoint(ForeignCheckpoint):
-    """The format of compressed-tensors: other names, no notes, and an entry in ``config.json``."""
+    """The format of compressed-tensors: other names, no notes, and an entry in ``config.json``.
+
+    Quantized 2:4 matrices whose zeros are stored are read, too, but not written.
+    """
+
+    def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
+        layers, _ = super().find(model, target)
+        stored, reasons = quantized_layers(model)
+        return layers + _checked(target, stored)[0], reasons
+
+    def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
+        has_zeros = layer.sources == (layer.name,)
+        return _dense_weight(model, layer) if has_zeros else super().read(model, layer)
 
     def prefix_of(self, name: str) -> str:
         return compressed_tensors.prefix_of(name)

@@ -68,10 +68,24 @@ BiasElement = Annotated[
 Epilogue = Annotated[Any, word_option("--epilogue", known=EpilogueKind, meaning="What follows the product.")]
 Op = Annotated[Any, word_option("--op", known=GemmOp, meaning="The product, or the gradient of X.")]
 Alpha = Annotated[float, typer.Option("--alpha", metavar="X", help="Factor of the product.")]
+Beta = Annotated[float, typer.Option("--beta", metavar="X", help="Factor of C, which is added; 0: no C.")]
+CElement = Annotated[
+    Any,
+    word_option("--c-element", known=ELEMENTS, meaning="Type of C; by default the result's.", metavar="TYPE"),
+]
+ReluThreshold = Annotated[
+    float, typer.Option("--relu-threshold", metavar="X", help="Below it, and at it, relu gives 0.")
+]
+ReluUpperBound = Annotated[
+    float | None, typer.Option("--relu-upper-bound", metavar="X", help="The most that relu gives.")
+]
 ScaleX = Annotated[Any, word_option("--scale-x", known=ScaleKind, meaning="Factors of X.")]
 ScaleW = Annotated[Any, word_option("--scale-w", known=ScaleKind, meaning="Factors of W.")]
 XOrder = Annotated[Any, word_option("--x-order", known=MatrixOrder, meaning="What is contiguous in X.")]
 YOrder = Annotated[Any, word_option("--y-order", known=MatrixOrder, meaning="What is contiguous in Y.")]
+Groups = Annotated[
+    int, typer.Option("--groups", min=0, metavar="G", help="Groups of tokens with weights of their own.")
+]
 Arch = Annotated[
     Any, word_option("--arch", known=GPUS, meaning="A GPU that needn't be here, instead of --device.")
 ]
@@ -105,10 +119,15 @@ def explain(
     epilogue: Epilogue = "identity",
     op: Op = "forward",
     alpha: Alpha = 1.0,
+    beta: Beta = 0.0,
+    c_element: CElement = None,
+    relu_threshold: ReluThreshold = 0.0,
+    relu_upper_bound: ReluUpperBound = None,
     scale_x: ScaleX = "none",
     scale_w: ScaleW = "none",
     x_order: XOrder = "row",
     y_order: YOrder = "row",
+    groups: Groups = 0,
     device: DeviceOption = "auto",
     arch: Arch = None,
     require: RequireOption = None,
@@ -128,7 +147,7 @@ def explain(
     preference = preference_of(
         require, backend, tier=tier, max_workspace_bytes=max_workspace, allow_sm90a=sm90a
     )
-    chosen = {"out_element": out_element, "bias_element": bias_element}
+    chosen = {"out_element": out_element, "bias_element": bias_element, "c_element": c_element}
     problem: dict[str, Any] = {
         "n": n,
         "m": m,
@@ -137,12 +156,13 @@ def explain(
         "epilogue": epilogue,
         "op": op,
         "alpha": alpha,
-        "scale_x": scale_x,
-        "scale_w": scale_w,
-        "x_order": x_order,
-        "y_order": y_order,
-        **{name: word for name, word in chosen.items() if word is not None},
+        "beta": beta,
+        "relu_threshold": relu_threshold,
+        "relu_upper_bound": relu_upper_bound,
+        "groups": groups,
     }
+    problem |= {"scale_x": scale_x, "scale_w": scale_w, "x_order": x_order, "y_order": y_order}
+    problem |= {name: word for name, word in chosen.items() if word is not None}
     with reported(as_json):
         table = None if tuning is None else TuningTable.load(tuning)
         place = device if arch is None else absent_gpu(arch)
@@ -205,7 +225,8 @@ def _obstacle_on(spec: GemmEntry, places: list[DeviceProperties]) -> str | None:
         require["max_error_bound"] = 1.0
     for place in places:
         for n in _PROBE_TOKENS:
-            desc = GemmSparse24Descriptor(n=n, m=_PROBE_SIDE, k=_PROBE_SIDE, element=first, op=spec.ops[0])
+            side, groups = _PROBE_SIDE, spec.least_groups
+            desc = GemmSparse24Descriptor(n=n, m=side, k=side, element=first, op=spec.ops[0], groups=groups)
             rows = planning.explain(desc, preference={"require": require}, device=place).rows
             reason = next(why for name, _, why in rows if name == spec.name)
             if reason is None:
@@ -313,6 +334,10 @@ def _show_explanation(answer: Json) -> None:
         show_line(f"{row['kernels']}: {row['reason']}", indent=2)
 
 
+_DEFAULTS: Json = {"alpha": 1, "beta": 0, "relu_threshold": 0, "relu_upper_bound": None}
+_DEFAULTS |= dict.fromkeys(("x_order", "y_order"), "row")
+
+
 def problem_text(desc: Json) -> str:
     """The problem in words, without fields that have their defaults."""
     words = [
@@ -322,14 +347,16 @@ def problem_text(desc: Json) -> str:
     ]
     if EpilogueKind(desc["epilogue"]).has_bias:
         words[-1] += f" (bias {desc['bias_element']})"
-    for name, default in (("alpha", 1), ("x_order", "row"), ("y_order", "row")):
+    for name, default in _DEFAULTS.items():
         if desc[name] != default:
             words.append(f"{name} {desc[name]}")
+    if desc["beta"]:
+        words.append(f"C {desc['c_element']}")
     words += [f"{name} {desc[name]}" for name in ("scale_x", "scale_w") if desc[name] != "none"]
     return ", ".join(words)
 
 
-_SHOWN_APART = ("unit_roundoff", "terms_per_k", "promoted_every", "product_roundoff")
+_SHOWN_APART = ("unit_roundoff", "terms_per_k", "promoted_every", "product_roundoff", "tanh_error")
 
 
 def _facts(answer: Json) -> list[Json]:
@@ -356,6 +383,8 @@ def _steps(guarantee: Json) -> str:
         often += f"; every {guarantee['promoted_every']} columns are added up in float32"
     if guarantee["product_roundoff"]:
         often += f"; of {power_of_two(guarantee['product_roundoff'])}, once a product"
+    if guarantee["tanh_error"]:
+        often += f"; of {power_of_two(guarantee['tanh_error'])}, once a tanh"
     return f"of {power_of_two(guarantee['unit_roundoff'])}, {often}"
 
 

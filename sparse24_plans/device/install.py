@@ -1,4 +1,4 @@
-"""The import of CuPy, and advice on installing missing libraries, from the installed package's metadata.
+"""Slow imports, and advice on installing missing libraries, from the installed package's metadata.
 
 The advice names the libraries, not this package with an extra: an index may lack the package, or have another
 one of its name.
@@ -6,11 +6,15 @@ one of its name.
 
 from __future__ import annotations
 
+import logging  # noqa: F401 - a fork takes locks in reverse order: ours, whose holder may log, before logging's
+import os
 import re
 import shlex
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import metadata
+from threading import RLock
 from typing import Any
 
 from ..errors import BackendUnavailableError
@@ -37,7 +41,21 @@ def _command(extra: str) -> str:
     return shlex.join(["pip", "install", *found])
 
 
+def lock_across_forks() -> Any:
+    """A lock for a module. A fork waits until no other thread holds it, so that a child finds it free."""
+    lock = RLock()
+    if hasattr(os, "register_at_fork"):  # not every system forks
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
+_importing = lock_across_forks()
 _import_failures: list[str] = []
+
+
+def importing(name: str) -> AbstractContextManager[Any]:
+    """The context to import a large library in. A fork waits: in a child, half an import would never end."""
+    return nullcontext() if name in sys.modules else _importing
 
 
 def import_cupy() -> Any:
@@ -48,7 +66,8 @@ def import_cupy() -> Any:
     if _import_failures and "cupy" not in sys.modules:
         raise BackendUnavailableError(_import_failures[0])
     try:
-        import cupy
+        with importing("cupy"):
+            import cupy
     except Exception as error:  # whatever a broken installation raises
         absent = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         state = "is not installed" if absent else f"can't be imported ({error})"

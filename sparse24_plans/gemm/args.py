@@ -18,7 +18,10 @@ class GemmSparse24Args(Args):
     [N, M/2] for a gated epilogue. ``bias`` [M] has the type ``bias_element`` and is given exactly when the
     epilogue has a bias. Rows of x and y may be further apart than their width; in ``column`` order their
     columns are contiguous instead. ``scale_x`` and ``scale_w`` are f32: [1] for one scale of the tensor, [N]
-    and [M] for one scale per row. They are given exactly when the descriptor has them.
+    and [M] for one scale per row. They are given exactly when the descriptor has them. ``c`` [N, M] of the
+    type ``c_element`` lies as y does, with a stride of its own, and is given exactly when beta isn't 0. It
+    may be y itself: same address, strides and element size. With G groups the weight has G*M rows, as bias
+    and a scale_w of rows have, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given.
     """
 
     weight: Sparse24Weight | PackedWeight
@@ -27,6 +30,9 @@ class GemmSparse24Args(Args):
     bias: Any = None
     scale_x: Any = None
     scale_w: Any = None
+    c: Any = None
+    offsets: Any = None
+    counts: Any = None
 
 
 @dataclass(frozen=True, slots=True)

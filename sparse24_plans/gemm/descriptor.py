@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, Suppo
 
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
+from ..arithmetic.elements import addends_of
+from ..arithmetic.epilogue import NO_BOUNDS
 from ..errors import shown
-from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
+from ..plan.descriptor import BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -16,6 +18,7 @@ from ..vocab import (
     ElementLike,
     EpilogueKind,
     GemmOp,
+    GroupTokens,
     MatrixOrder,
     OpCategory,
     ScaleKind,
@@ -25,6 +28,9 @@ from ..weights.gates import GATE_GROUP
 
 _NO_WEIGHT = (ElementKind.I32, ElementKind.U16, ElementKind.U8)
 """Elements of results and metadata. No kernel multiplies weights of them, so no message offers them."""
+
+_MOST_ROWS = 2**31 - 1
+"""Rows that i32 offsets can name."""
 
 
 def _of_weights(value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
@@ -45,13 +51,15 @@ class GemmSparse24Descriptor(ProductDescriptor):
     element : ElementKind
         Type of W's values and of X: ``f32``, ``f16``, ``bf16``, ``s8`` or ``fp8_e4m3``.
     op : GemmOp
-        ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T). ``dgrad``: dX[N,K] = alpha * dY[N,M] @ W.
+        ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T + beta * C[N,M]). ``dgrad``: dX[N,K] =
+        alpha * dY[N,M] @ W.
     epilogue : EpilogueKind
-        An activation of t = alpha * (acc * scale_x * scale_w) + bias, or of the same without a bias: relu(t);
-        gelu(t) = t * Phi(t) (the exact one); silu(t) = t / (1 + exp(-t)); gelu_tanh(t) = t/2 * (1 +
-        tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``. Gated kinds make one result
-        of two rows of W: swiglu is silu(t_gate) * t_up, geglu is gelu(t_gate) * t_up. M is then a multiple of
-        16, W, bias and scale_w are in the order of ``gated_rows``, and Y is [N, M/2].
+        An activation of t = alpha * (acc * scale_x * scale_w) + beta * C + bias, or of the same without a
+        bias: relu(t); relu2(t) = relu(t)^2; gelu(t) = t * Phi(t), the exact one; silu(t) = t / (1 + exp(-t));
+        gelu_tanh(t) = t/2 * (1 + tanh(sqrt(2/pi) * (t + 0.044715 t^3))). ``dgrad`` takes only ``identity``.
+        Gated kinds make one result of two rows of W: swiglu is silu(t_gate) * t_up, geglu is gelu(t_gate) *
+        t_up, geglu_tanh is gelu_tanh(t_gate) * t_up. M is then a multiple of 16, W, bias and scale_w are in
+        the order of ``gated_rows``, and Y is [N, M/2].
     alpha : float
         Finite in float32.
     out_element : ElementKind, optional
@@ -68,6 +76,26 @@ class GemmSparse24Descriptor(ProductDescriptor):
     scale_x, scale_w : ScaleKind
         Factors in float32 that X and W were divided by: ``none``, one per ``tensor``, or one per ``row``,
         which is a token of X or an out feature of W. ``forward`` only.
+    beta : float
+        Factor of C, finite in float32. With 0 (default) there is no C. ``forward`` without gates only.
+        C[N, M] lies in ``y_order``. C is converted to float32; then alpha * acc, beta * C, their sum, and its
+        sum with the bias are each rounded to float32.
+    c_element : ElementKind, optional
+        Type of C: ``out_element`` (default) or ``f32``.
+    relu_threshold, relu_upper_bound : float, optional
+        For ``relu`` and ``bias_relu`` alone: the result is min(t, upper bound) where t exceeds the threshold,
+        else 0. By default 0 and no bound. The upper bound exceeds the threshold.
+    groups : int
+        Number of groups of tokens, each multiplied by a weight of its own (experts); 0: one weight for all.
+        With G groups the weight is the G weights [M, K] stacked to [G*M, K], bias is [G*M], and scale_w of
+        rows is [G*M]. n is the number of rows of X and Y that groups can have in total. ``forward`` with
+        x_order and y_order ``row`` only.
+    group_tokens : GroupTokens
+        ``offsets`` (default): the operand ``offsets`` i32[G+1] says that group g has the rows from offsets[g]
+        to below offsets[g+1]. ``counts``: group g has the first counts[g] (the operand ``counts``, i32[G]) of
+        n/G rows from g*n/G on. Either lies on the plan's device and is read by the kernel, so it may change
+        between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
+        are not written; a row in two groups gets the result of either.
 
     Raises
     ------
@@ -90,6 +118,12 @@ class GemmSparse24Descriptor(ProductDescriptor):
     y_order: MatrixOrder = MatrixOrder.ROW
     scale_x: ScaleKind = ScaleKind.NONE
     scale_w: ScaleKind = ScaleKind.NONE
+    beta: Factor = 0.0
+    c_element: ElementKind = C_ELEMENT
+    relu_threshold: Factor = 0.0
+    relu_upper_bound: Factor | None = None
+    groups: Size = 0
+    group_tokens: GroupTokens = GroupTokens.OFFSETS
 
     if TYPE_CHECKING:
 
@@ -109,11 +143,21 @@ class GemmSparse24Descriptor(ProductDescriptor):
             y_order: MatrixOrder | str = ...,
             scale_x: ScaleKind | str = ...,
             scale_w: ScaleKind | str = ...,
+            beta: SupportsFloat = ...,
+            c_element: ElementLike = ...,
+            relu_threshold: SupportsFloat = ...,
+            relu_upper_bound: SupportsFloat | None = ...,
+            groups: SupportsIndex = ...,
+            group_tokens: GroupTokens | str = ...,
         ) -> None: ...
 
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
         self._expect_result_types(gates=True)
+        self._expect("c_element", addends_of(self.out_element))
+        if self.has_c and (self.epilogue.is_gated or self.op is GemmOp.DGRAD):
+            place = f"epilogue {self.epilogue}" if self.epilogue.is_gated else f"op {self.op}"
+            raise ValueError(f"beta: expected 0 for {place}, got {self.beta}")
         if self.epilogue.is_gated:
             self._expect_gates()
         if self.op is GemmOp.DGRAD:
@@ -122,9 +166,28 @@ class GemmSparse24Descriptor(ProductDescriptor):
             for name in ("x_order", "y_order", "scale_x", "scale_w"):
                 if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):
                     raise ValueError(f"{name}: expected none for op dgrad, got {getattr(self, name)}")
-        if self.m * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
+        self._expect_groups()
+        self._expect_relu_bounds()
+        if self.weight_rows * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
             raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
         return self
+
+    def _expect_groups(self) -> None:
+        if not self.groups:
+            if self.group_tokens is not GroupTokens.OFFSETS:
+                raise ValueError(f"group_tokens: expected offsets without groups, got {self.group_tokens}")
+            return
+        if self.op is not GemmOp.FORWARD:
+            raise ValueError(f"groups: expected 0 for op {self.op}, got {self.groups}")
+        for name in ("x_order", "y_order"):
+            if getattr(self, name) is not MatrixOrder.ROW:
+                raise ValueError(f"{name}: expected row with groups, got {getattr(self, name)}")
+        if self.n > _MOST_ROWS:
+            raise ValueError(f"n: expected at most {_MOST_ROWS} rows with groups, got {self.n}")
+        if self.group_tokens is GroupTokens.COUNTS and self.n % self.groups:
+            raise ValueError(
+                f"n: expected a multiple of groups, {self.groups}, with group_tokens counts, got {self.n}"
+            )
 
     def _expect_gates(self) -> None:
         if self.m % GATE_GROUP:
@@ -134,6 +197,21 @@ class GemmSparse24Descriptor(ProductDescriptor):
         if self.out_element is ElementKind.I32:
             raise ValueError(f"out_element: expected s8 or a float for epilogue {self.epilogue}, got i32")
 
+    def _expect_relu_bounds(self) -> None:
+        if self.relu_bounds != NO_BOUNDS and self.epilogue.activation is not EpilogueKind.RELU:
+            name = "relu_threshold" if self.relu_threshold else "relu_upper_bound"
+            raise ValueError(f"{name}: expected none for epilogue {self.epilogue}, got {getattr(self, name)}")
+        if self.relu_upper_bound is not None and self.relu_upper_bound <= self.relu_threshold:
+            raise ValueError(
+                f"relu_upper_bound: expected more than relu_threshold, {self.relu_threshold}, "
+                f"got {self.relu_upper_bound}"
+            )
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the weight: M, or those of all groups' weights."""
+        return self.m * max(self.groups, 1)
+
     @property
     def op_name(self) -> str:
         return f"gemm_sparse24_{self.op}"
@@ -142,7 +220,17 @@ class GemmSparse24Descriptor(ProductDescriptor):
     def is_plain(self) -> bool:
         """Return whether the result is the sum itself, rounded to its type."""
         none = ScaleKind.NONE
-        return super().is_plain and self.scale_x is none and self.scale_w is none
+        return super().is_plain and not self.has_c and self.scale_x is none and self.scale_w is none
+
+    @property
+    def relu_bounds(self) -> tuple[float, float]:
+        most = self.relu_upper_bound
+        return self.relu_threshold, float("inf") if most is None else most
+
+    @property
+    def has_c(self) -> bool:
+        """Return whether beta * C is added."""
+        return self.beta != 0
 
     @property
     def reduction(self) -> int:
@@ -160,17 +248,24 @@ class GemmSparse24Descriptor(ProductDescriptor):
         return self.sums // 2 if self.epilogue.is_gated else self.sums
 
     def operands(self) -> tuple[Operand, ...]:
-        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias and scales."""
+        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias, scales and C."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
-        n, f32 = self.n, ElementKind.F32
+        n, rows, f32 = self.n, self.weight_rows, ElementKind.F32
         found = [
-            Operand("weight", Role.WEIGHT, (self.m, self.k), self.element),
+            Operand("weight", Role.WEIGHT, (rows, self.k), self.element),
             Operand("source", Role.IN, (n, self.reduction), self.element, source, self.x_order),
-            Operand("result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order),
+            Operand(
+                "result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"
+            ),
         ]
         if self.epilogue.has_bias:
-            found.append(Operand("bias", Role.IN, (self.m,), self.bias_element))
-        for name, kind, rows in (("scale_x", self.scale_x, n), ("scale_w", self.scale_w, self.m)):
+            found.append(Operand("bias", Role.IN, (rows,), self.bias_element))
+        for name, kind, count in (("scale_x", self.scale_x, n), ("scale_w", self.scale_w, rows)):
             if kind is not ScaleKind.NONE:
-                found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else rows,), f32))
+                found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else count,), f32))
+        if self.has_c:
+            found.append(Operand("c", Role.IN, (n, self.outputs), self.c_element, lines=self.y_order))
+        if self.groups:
+            ends = 1 if self.group_tokens is GroupTokens.OFFSETS else 0
+            found.append(Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), ElementKind.I32))
         return tuple(found)

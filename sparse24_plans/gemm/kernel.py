@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from ..device.jit.enum_codes import ELEMENT_CODES, type_defines
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
+from ..plan.operands import Views, leading_dimension
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
 from ..weights.packed_layouts import layout_called
@@ -16,7 +20,7 @@ MOST_STRIDES = 64
 
 
 class GemmKernel(Kernel[GemmSparse24Descriptor]):
-    """Operands are ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w`` and the weight's buffers."""
+    """Operands: ``source``, ``result``, ``bias``, ``scale_x``, ``scale_w``, ``c``, the weight's buffers."""
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
@@ -27,6 +31,24 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
         if self.entry.layout == CANONICAL_LAYOUT:
             return PackedWeight.canonical(weight)
         return packing.pack(weight, layout_called(self.entry.layout))
+
+
+def product_defines(desc: GemmSparse24Descriptor) -> dict[str, int]:
+    """The macros of every kernel with an epilogue: its types, C's if there is one, and the bits of bounds."""
+    threshold, most = np.array(desc.relu_bounds, np.float32).view(np.uint32)
+    return {
+        **type_defines(desc),
+        "C": ELEMENT_CODES[desc.c_element] + 1 if desc.has_c else 0,
+        "RELU_THRESHOLD": int(threshold),
+        "RELU_UPPER_BOUND": int(most),
+    }
+
+
+def c_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, int]:
+    """The parameters ``c`` and ``c_stride`` of a launch; none without C."""
+    if "c" not in views:
+        return {}
+    return {"c": views["c"].address, "c_stride": leading_dimension(views["c"], desc.y_order)}
 
 
 def address(view: TensorView | None) -> int:

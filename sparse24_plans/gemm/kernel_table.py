@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..arithmetic.epilogue import EXACT, EXACT_UNGATED, IN_STEPS
+from ..arithmetic.epilogue import IN_STEPS, UNGATED
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
@@ -36,21 +36,34 @@ class GemmEntry(KernelEntry):
 
     elements: tuple[ElementKind, ...] = (F32, F16, BF16)
     ops: tuple[GemmOp, ...] = (GemmOp.FORWARD, GemmOp.DGRAD)
-    epilogues: tuple[EpilogueKind, ...] = EXACT
+    epilogues: tuple[EpilogueKind, ...] = tuple(EpilogueKind)
     column_order: bool = False
     """The kernel serves column-major X and Y."""
     scales: bool = False
     """The kernel takes scale_x and scale_w."""
+    adds_c: bool = True
+    """The kernel adds beta * C."""
     strict: bool = False
     """The host kernel sums fma by fma, as inflate_strict does, and not by BLAS."""
     promoted: bool = False
     """Sums of fp8 products are promoted: float32 adds them outside of the tensor cores."""
+    groups: bool = False
+    """The kernel serves groups of tokens with weights of their own."""
+    only_groups: bool = False
+    """The kernel serves nothing else."""
     split_terms: int = 0
     """Number of bf16 terms in which float32 is multiplied; 0: operands are multiplied as they are."""
 
     @property
     def module(self) -> str:
+        if self.only_groups:
+            return f"{self.backend}_grouped"
         return "f32_split" if self.split_terms else self.backend
+
+    @property
+    def least_groups(self) -> int:
+        """Groups of the simplest problem that the kernel serves."""
+        return int(self.only_groups)
 
     def refusal(self, descriptor: GemmSparse24Descriptor) -> str | None:
         if descriptor.op not in self.ops:
@@ -62,7 +75,11 @@ class GemmEntry(KernelEntry):
         none = ScaleKind.NONE
         if not self.scales and (descriptor.scale_x, descriptor.scale_w) != (none, none):
             return "takes no scale_x or scale_w"
-        return None
+        if not self.adds_c and descriptor.has_c:
+            return f"adds no C, got beta {descriptor.beta}"
+        if descriptor.groups and not self.groups:
+            return "serves no groups"
+        return "serves groups only" if self.only_groups and not descriptor.groups else None
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         # With 16 tokens the columns of a column-major X are multiples of 16 bytes.
@@ -104,6 +121,21 @@ _WGMMA_SP = replace(
 _WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)
 
 
+# Grouped products, whose bits depend on nothing but a token's row and its weight.
+_WGMMA_SP_GROUPED = replace(
+    _WGMMA_SP,
+    name="wgmma_sp_grouped",
+    guarantee=guarantees.mma_sp,
+    column_order=False,
+    groups=True,
+    only_groups=True,
+    adds_c=False,
+    limits=limits.wgmma_sp_grouped,
+    exportable=False,
+)
+_WGMMA_SP_GROUPED_8BIT = replace(_WGMMA_SP_GROUPED, layout=TILE64X256_LAYOUT, scales=True)
+
+
 def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
     """A kernel that multiplies float32 in ``terms`` bf16 terms."""
     return replace(
@@ -116,7 +148,6 @@ def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
         limits=partial(limits.f32_split, terms),
         min_workspace=partial(limits.split_workspace, terms),
         column_order=False,
-        epilogues=EXACT_UNGATED,  # each NaN sum is recomputed for one result
         for_a_bound=terms < MAX_TERMS,
         split_terms=terms,
     )
@@ -141,10 +172,11 @@ _CUSPARSELT = GemmEntry(
     elements=(F16, BF16, S8),
     ops=(GemmOp.FORWARD,),
     # The library has no SiLU, and its GELU is the tanh approximation.
-    epilogues=(*IN_STEPS, EpilogueKind.GELU_TANH, EpilogueKind.BIAS_GELU_TANH),
+    epilogues=tuple(kind for kind in UNGATED if kind.activation in limits.CUSPARSELT_ACTIVATIONS),
     layout=CUSPARSELT_LAYOUT,
     column_order=True,
     scales=True,
+    adds_c=False,
     limits=limits.cusparselt,
     missing=limits.needs_cusparselt,
     exportable=False,
@@ -169,6 +201,19 @@ ENTRIES: tuple[GemmEntry, ...] = (
         elements=(FP8,),
         promoted=True,
     ),
+    _WGMMA_SP_GROUPED,
+    replace(
+        _WGMMA_SP_GROUPED_8BIT,
+        name="wgmma_sp_grouped_s8",
+        guarantee=guarantees.wgmma_sp_s8,
+        elements=(S8,),
+    ),
+    replace(
+        _WGMMA_SP_GROUPED_8BIT,
+        name="wgmma_sp_grouped_fp8",
+        guarantee=guarantees.wgmma_sp_fp8_invariant,
+        elements=(FP8,),
+    ),
     # The faster kernel comes first; it is chosen where its error bound is enough.
     _F32_SPLIT3,
     _invariant(_F32_SPLIT3),
@@ -181,7 +226,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         backend="inflate_cublas",
         tier=Tier.INFLATE,
         guarantee=guarantees.cublas,
-        epilogues=EXACT_UNGATED,
+        epilogues=UNGATED,
         column_order=True,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
@@ -208,9 +253,9 @@ ENTRIES: tuple[GemmEntry, ...] = (
         layout=DENSE_F32_LAYOUT,
         also_reads=(CANONICAL_LAYOUT,),
         elements=_HOST_ELEMENTS,
-        epilogues=tuple(EpilogueKind),
         column_order=True,
         scales=True,
+        groups=True,
     ),
     GemmEntry(
         name="host_strict",
@@ -221,6 +266,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         elements=_HOST_ELEMENTS,
         column_order=True,
         scales=True,
+        groups=True,
     ),
     # Computes the tensor cores' bits on the host, for audits. It is chosen if an arithmetic is required by
     # name.
@@ -234,6 +280,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         epilogues=IN_STEPS,
         column_order=True,
         scales=True,
+        groups=True,
         on_request=True,
     ),
 )

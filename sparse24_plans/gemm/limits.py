@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from .._vendor import cusparselt_abi as abi
+from ..arithmetic.epilogue import NO_BOUNDS
 from ..device.install import install_advice
 from ..device.transpose import Matrices
 from ..plan.cublaslt import beyond_alpha
@@ -13,6 +14,7 @@ from ..plan.kernel_table import grid_limit_refusal
 from ..plan.schedule_choice import constants
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
+from ..weights.packed_layouts import TILE_M
 from .arithmetic.bf16_terms import SPLIT_GROUP
 from .descriptor import GemmSparse24Descriptor
 
@@ -27,6 +29,8 @@ _BLOCKED_SUM_BYTES = 132 * 128 * 128 * 4
 DIRECT_TOKENS, _SECTOR = 64, 32
 """A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
 its columns begin at multiples of a memory sector, _SECTOR bytes."""
+MOST_GROUPS = 1024
+"""Groups whose table a CTA's shared memory holds beside the stages."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile, which bounds its grid."""
 
@@ -65,6 +69,18 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     if must_transpose_x(problem) and (reason := grid_limit_refusal(_transpose_tiles(problem))) is not None:
         return reason
     return _integer_sums(problem) or _tile_blocks(problem)
+
+
+def wgmma_sp_grouped(problem: GemmSparse24Descriptor) -> str | None:
+    if problem.m % TILE_M:
+        return f"needs m a multiple of {TILE_M} with groups, got {problem.m}"
+    if problem.groups > MOST_GROUPS:
+        return f"serves at most {MOST_GROUPS} groups, got {problem.groups}"
+    if problem.weight_rows >= 2**31:
+        return f"{problem.weight_rows} rows of all weights exceed a tensor map's coordinates, {2**31 - 1}"
+    # Offsets may give every group all rows: work tiles are counted in 32 bits.
+    tiles = problem.groups * (problem.m // TILE_M) * -(-problem.n // 8)
+    return wgmma_sp(problem) or grid_limit_refusal(tiles)
 
 
 def must_transpose_x(problem: GemmSparse24Descriptor) -> bool:
@@ -146,12 +162,14 @@ def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
     if 0 in (problem.n, problem.outputs, problem.reduction):  # nothing is multiplied
         return 0, 0
     dense = align_up(problem.m * problem.k * problem.element.itemsize)
-    accumulators = 4 * problem.n * problem.m if problem.epilogue is not EpilogueKind.IDENTITY else 0
+    plain = problem.epilogue is EpilogueKind.IDENTITY and not problem.has_c
+    accumulators = 0 if plain else 4 * problem.n * problem.m
     return dense, align_up(accumulators)
 
 
 # cuSPARSELt's result types by element. The bias has the result's type, or f32 for integer results.
 _CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), FP8: (BF16, F16, F32)}
+CUSPARSELT_ACTIVATIONS = (EpilogueKind.IDENTITY, EpilogueKind.RELU, EpilogueKind.GELU_TANH)
 _CUSPARSELT_GELU = ((S8, S8), (FP8, BF16))
 
 
@@ -172,6 +190,8 @@ def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
     gelu = problem.epilogue.activation is EpilogueKind.GELU_TANH
     if gelu and (element, out) not in _CUSPARSELT_GELU:
         return f"serves gelu_tanh from s8 to s8 and from fp8_e4m3 to bf16, not from {element} to {out}"
+    if problem.relu_bounds != NO_BOUNDS:
+        return f"serves relu without bounds, not {problem.relu_bounds}"
     bias = F32 if out.is_integer else out
     if problem.epilogue.has_bias and problem.bias_element is not bias:
         return f"needs bias_element {bias} for out_element {out}, got {problem.bias_element}"

@@ -15,14 +15,14 @@ from ..plan.explanation import Explanation
 from ..plan.operands import check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..plan.preference import PlanPreference
-from ..vocab import DeviceProperties, GemmOp
+from ..vocab import DeviceProperties, GemmOp, GroupTokens
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import DgradSparse24Args, GemmSparse24Args
-from .arithmetic.results import Results
+from .arithmetic.results import GroupedResults, Results
 from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel
 from .kernel_table import ENTRIES
-from .replay import OnBlock, Replay, chosen_results, replayed
+from .replay import OnBlock, Replay, check_c_is_kept, chosen_results, replayed
 from .token_plans import GemmSparse24TokenPlans
 from .tuned import TuningTable, shipped
 
@@ -73,6 +73,10 @@ class GemmSparse24Plan(Plan):
         of the numbers, and InvalidProblemError for a ``most_n`` that is no number of tokens.
         """
         cls._check_descriptor(descriptor)
+        if descriptor.group_tokens is GroupTokens.COUNTS:
+            raise InvalidProblemError(
+                "descriptor: expected group_tokens offsets for any number of tokens, got counts"
+            )
         properties, absent = described(device)
         place = properties if absent else home_of(properties)
         wishes, table = PlanPreference.of(preference), _table(tuning, properties)
@@ -114,7 +118,8 @@ class GemmSparse24Plan(Plan):
 
         ``args`` are host copies of the arguments of a run, its result included, with a canonical weight.
         ``samples`` chooses the results: None for all, a number of random ones (drawn with ``seed``), or pairs
-        (token, output) as integers [P, 2]. ``on_block`` is called with the number of results just compared.
+        (token, output) as integers [P, 2]; tokens in no group are left out. ``on_block`` is
+        called with the number of results just compared.
 
         Raises UnsupportedError if the plan's guarantee names no arithmetic, and InvalidProblemError or
         MisalignedOperandError for wrong arguments.
@@ -132,7 +137,14 @@ class GemmSparse24Plan(Plan):
             return host.replay(args, samples, seed=seed, on_block=on_block)
         tokens, outputs = chosen_results(samples, seed, self.descriptor)
         views = self._check(args)
-        results = Results(self.descriptor, views, Arithmetic.of(name))
+        check_c_is_kept(args)
+        results: Results | GroupedResults
+        if self.descriptor.groups:
+            results = GroupedResults(self.descriptor, views, Arithmetic.of(name))
+            written = results.groups[tokens] >= 0
+            tokens, outputs = tokens[written], outputs[written]
+        else:
+            results = Results(self.descriptor, views, Arithmetic.of(name))
         return replayed(results, views, tokens, outputs, on_block)
 
     def pack(self, weight: Sparse24Weight, *, stream: Any = None) -> PackedWeight:

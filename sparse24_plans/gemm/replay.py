@@ -14,7 +14,7 @@ from ..plan.operands import Views
 from ..vocab import INT64_MAX, ElementKind, Model, Size, integer
 from ..weights import threads
 from .arithmetic.divergence import explain_difference
-from .arithmetic.results import Results, blocks_of, places
+from .arithmetic.results import GroupedResults, Results, blocks_of, places
 from .descriptor import GemmSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
@@ -97,8 +97,24 @@ def _pairs(samples: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
     return tokens[order], outputs[order]
 
 
+def check_c_is_kept(args: Any) -> None:
+    """Raise InvalidProblemError if C lies in y: the run has overwritten it, so no replay can read it."""
+    c = getattr(args, "c", None)
+    if (
+        c is not None
+        and TensorView.of(c, argument="c").address == TensorView.of(args.y, argument="y").address
+    ):
+        raise InvalidProblemError(
+            "c: expected C as it was before the run, got y, which the run has overwritten"
+        )
+
+
 def replayed(
-    results: Results, views: Views, tokens: Array, outputs: Array, on_block: OnBlock | None = None
+    results: Results | GroupedResults,
+    views: Views,
+    tokens: Array,
+    outputs: Array,
+    on_block: OnBlock | None = None,
 ) -> Replay:
     """Compare the results in ``views`` with recomputed ones."""
     result, lock = views["result"].bits(), Lock()
@@ -129,8 +145,11 @@ def replayed(
     )
 
 
-def _difference(results: Results, token: int, output: int, got: int, want: int) -> ReplayDifference:
+def _difference(
+    results: Results | GroupedResults, token: int, output: int, got: int, want: int
+) -> ReplayDifference:
     element = results.desc.out_element
+    own, own_token = results.single(token)
     return ReplayDifference(
         token=token,
         output=output,
@@ -138,7 +157,7 @@ def _difference(results: Results, token: int, output: int, got: int, want: int) 
         recomputed=_value(want, element),
         recorded_bits=got,
         recomputed_bits=want,
-        parting=explain_difference(results, token, output, got, want),
+        parting=explain_difference(own, own_token, output, got, want),
     )
 
 

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
-from ..device.jit.enum_codes import type_defines
 from ..device.jit.launcher import load, put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views, leading_dimension
-from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
+from ..vocab import DeviceProperties, ElementKind, GroupTokens, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M, layout_called
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
-from .kernel import GemmKernel, address
+from .kernel import GemmKernel, address, c_parameters, product_defines
 from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import WIDEST, OperandLayouts, WgmmaSpSchedule, pitch_of
 
@@ -75,6 +74,17 @@ class WgmmaSpParams(KernelParams):
     units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
     big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
     opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
+    beta = field("float", "Factor of C.")
+    c = field("const void*", "C, which lies as Y does, or null.")
+    c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
+    c_map = field("TensorMap", "C in the boxes of y_map. Used if TMA loads C.")
+    c_aligned = field("u32", "1 if rows (columns) of C begin at 16-byte multiples.")
+    group_tokens = field(
+        "const int*",
+        "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
+    )
+    groups = field("u32", "Grouped: number of groups of tokens. m and row_tiles are those of one group.")
+    group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -103,12 +113,14 @@ class WgmmaKernel(GemmKernel):
         terms = self.entry.split_terms
         layouts = OperandLayouts.of(desc, layout_called(self.entry.layout))
         self._problem, self._schedule = desc, schedule
-        self._ctas = grid_size(schedule, desc.n, desc.m, device)
+        work_tiles = schedule.most_work_tiles(desc)
+        self._ctas = grid_size(schedule, work_tiles, device)
         weight_stages, x_stages = schedule.stages(layouts, terms)
         self.details = (
             f"{f'{prepass}, ' if prepass else ''}"
-            f"{schedule.work_tiles(desc.n, desc.m) * schedule.cluster_m} tiles of {schedule.rows} rows x "
-            f"{schedule.tokens} tokens on {self._ctas} CTAs{' by stream-K' if schedule.stream_k else ''}, "
+            f"{'up to ' if desc.groups else ''}{work_tiles * schedule.cluster_m} tiles of "
+            f"{schedule.rows} rows x {schedule.tokens} tokens on {self._ctas} CTAs"
+            f"{' by stream-K' if schedule.stream_k else ''}, "
             f"K in {schedule.split_k * schedule.k_chunks} slices, clusters of {schedule.cluster}, "
             f"{weight_stages} + {x_stages} stages"
         )
@@ -121,7 +133,7 @@ class WgmmaKernel(GemmKernel):
             shared_bytes=schedule.shared_bytes(layouts, terms),
         )
         self._x_boxes = source_boxes(desc, schedule, x_bytes)
-        self._y_box = result_box(desc, schedule)
+        self._y_box = result_box(desc, schedule, layouts)
         self._fixed = fixed_parameters(desc, schedule, layouts, tiles_per_unit)
 
     def _parameters(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
@@ -172,7 +184,7 @@ def defines(
     """
     weight_stages, x_stages = schedule.stages(layouts, terms)
     return {
-        **type_defines(desc),
+        **product_defines(desc),
         "WARPGROUPS": schedule.warpgroups,
         "M_TILES_PER_WARPGROUP": schedule.m_tiles,
         "TILE_N": schedule.tokens,
@@ -191,7 +203,9 @@ def defines(
         "CTAS_PER_SM": schedule.ctas_per_sm,
         "WEIGHT_STAGES": weight_stages,
         "X_STAGES": x_stages,
-        "STEP_TOKENS": schedule.step_tokens(layouts.out_bytes),
+        "STEP_TOKENS": schedule.step_tokens(layouts),
+        "C_STAGED": int(layouts.stages_c and schedule.split_k == 1),
+        "GROUPED": int(desc.groups > 0),
         "X_FROM_PREPASS": int(x_from_prepass),
         "X_COLUMN_MAJOR": int(layouts.x_columns),
         "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
@@ -199,9 +213,8 @@ def defines(
     }
 
 
-def grid_size(schedule: WgmmaSpSchedule, n: int, m: int, device: DeviceProperties) -> int:
+def grid_size(schedule: WgmmaSpSchedule, work_tiles: int, device: DeviceProperties) -> int:
     """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
-    work_tiles = schedule.work_tiles(n, m)
     # The workspace for saved accumulators has room for the CTAs of an H200.
     most = H200_MULTIPROCESSORS if schedule.saved_accumulators else device.multiprocessors
     resident = schedule.stream_k or schedule.resident_clusters(min(most, device.multiprocessors))
@@ -222,12 +235,15 @@ def fixed_parameters(
         row_tiles=-(-desc.m // TILE_M),
         k_tiles=k_tiles,
         alpha=desc.alpha,
+        beta=desc.beta,
         n_tiles=-(-desc.n // schedule.tokens),
         work_tiles=schedule.work_tiles(desc.n, desc.m),
         x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else schedule.tail_rows(desc.n),
         data_parallel_tiles=data_parallel,
         units_per_cluster=units,
         big_units=big_units,
+        groups=desc.groups,
+        group_places=desc.n // desc.groups if desc.group_tokens is GroupTokens.COUNTS else 0,
     )
 
 
@@ -257,9 +273,8 @@ def source_boxes(
     line = 128
     if desc.x_order is MatrixOrder.ROW:
         tail = Box(schedule.tail_rows(desc.n), line // size, line)
-        full = (
-            tail._replace(lines=schedule.tokens // schedule.cluster_m) if desc.n > schedule.tokens else tail
-        )
+        several = desc.n > schedule.tokens or desc.groups > 0
+        full = tail._replace(lines=schedule.tokens // schedule.cluster_m) if several else tail
         return full, tail, full, tail
     group, tail_tokens = schedule.group(size), schedule.tail_tokens(desc.n)
     box = Box(line // size, group, group * size)
@@ -272,10 +287,10 @@ def source_boxes(
     return full, tail, rest, tail_rest
 
 
-def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> Box:
-    """The box of Y: at most the results of an m64 tile for the tokens of one epilogue step."""
+def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts: OperandLayouts) -> Box:
+    """The box of Y and C: at most the results of an m64 tile for the tokens of one epilogue step."""
     size = desc.out_element.itemsize
-    tokens, outputs = schedule.step_tokens(size), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
+    tokens, outputs = schedule.step_tokens(layouts), TILE_M // 2 if desc.epilogue.is_gated else TILE_M
     if desc.y_order is MatrixOrder.ROW:
         adjacent = min(outputs, 128 // size)
         return Box(tokens, adjacent, adjacent * size)
@@ -326,8 +341,16 @@ def launch_parameters(
     parameters.bias = address(views.get("bias"))
     parameters.scale_x = address(views.get("scale_x"))
     parameters.scale_w = address(views.get("scale_w"))
+    if desc.groups:
+        parameters.group_tokens = views[desc.group_tokens].address
     parameters.y = result.address
     parameters.y_stride = y_stride
+    for name, value in c_parameters(desc, views).items():
+        setattr(parameters, name, value)
+    if (c := views.get("c")) is not None and by_tma and c.element.itemsize == size:
+        parameters.c_aligned = (c.address | parameters.c_stride * size) % 16 == 0
+        if parameters.c_aligned:
+            put_maps(parameters, view_map, c, desc.y_order, y_box, at=WgmmaSpParams.c_map.offset)
     if schedule.workspace_bytes():
         sums = workspace + schedule.flags_bytes()
         parameters.flags, parameters.partials = workspace, sums

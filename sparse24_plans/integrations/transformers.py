@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,9 @@ from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..torch.checkpoint_names import Merged, conversions_of, is_converter, place_of, placed, renamed_by
 from ..torch.conv1d import is_swappable
 from ..torch.elements import DTYPE_OF
-from ..torch.linear import DTYPES, Sparse24Linear, check_metadata
-from ..torch.loading import check_orientation, fuse_blocks, in_order_of, sizes_of, sparse_like
+from ..torch.linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear, check_metadata
+from ..torch.loading import check_orientation, fuse_blocks, in_order_of, layer_like, scales_of, sizes_of
+from ..torch.quantized_linear import SCALES, Sparse24QuantizedLinear
 from ..torch.saved_form import SavedForm, SavedLayer, form_of, modules_of, saved_state
 
 _WEIGHT = ".weight"
@@ -59,28 +60,42 @@ class Sparse24Config(QuantizationConfigMixin):  # type: ignore[misc]
         self.__dict__.update(SavedForm(**fields).dumped())
 
 
+class Stored(NamedTuple):
+    """A compressed weight of a checkpoint, and the shapes of its scales by their names in a layer."""
+
+    layer: Layer
+    scales: Mapping[str, tuple[int, ...]]
+
+
 class _Parts(nn.Module):
     """Stands in for a linear layer while transformers loads: it has a checkpoint's tensors by their names."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, stored: Stored) -> None:
         super().__init__()
-        self._original = [original]  # in a list, so that it is no submodule
+        self._original, self._stored = [original], stored  # in a list, so that it is no submodule
         m, k = sizes_of(original)
+        dtype = DTYPE_OF[stored.layer.element] if stored.scales else original.weight.dtype
         self.weight: Any = nn.Module()
-        values = torch.empty(m, k // 2, device="meta", dtype=original.weight.dtype)
-        self.weight.values24 = nn.Parameter(values, requires_grad=False)
-        self.weight.register_buffer("meta24", torch.empty(m, k // 8, device="meta", dtype=torch.uint16))
+        self.weight.values24 = nn.Parameter(_on_meta(m, k // 2, dtype=dtype), requires_grad=False)
+        self.weight.register_buffer("meta24", _on_meta(m, k // 8, dtype=torch.uint16))
         self.bias = original.bias
+        for name, shape in stored.scales.items():
+            self.register_buffer(name, _on_meta(*shape, dtype=torch.float32))
+        if stored.scales and self.bias is not None:
+            self.bias = nn.Parameter(_on_meta(m, dtype=torch.float32), requires_grad=False)
 
     def layer(self, saved: SavedLayer) -> Sparse24Linear:
         """The layer with the loaded parts. Raises FormatError for bad metadata, UnsupportedError for no data.
 
         A hook of accelerate, which brings inputs to the layer's device, moves along.
         """
-        layer = sparse_like(self._original[0], {**saved.options, "device": "meta"})
+        options = {**saved.options, "device": "meta"}
+        layer = layer_like(self._original[0], self._stored.layer, self._stored.scales, options)
         state = self.state_dict()
         if any(tensor.is_meta for tensor in state.values()):
             raise UnsupportedError("device_map: expected devices that hold 2:4 weights, got offloaded ones")
+        if isinstance(layer, Sparse24QuantizedLinear):
+            state[VALUES_KEY], state[META_KEY] = layer.padded(state[VALUES_KEY], state[META_KEY])
         try:
             layer.load_state_dict(in_order_of(layer, state), assign=True)
         except RuntimeError as error:
@@ -91,6 +106,10 @@ class _Parts(nn.Module):
             add_hook_to_module(layer, hook)
         layer.train(self.training)
         return layer
+
+
+def _on_meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class _Decompress(ConversionOps):  # type: ignore[misc]
@@ -165,10 +184,11 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
         model = self._model
         path = Path(self._files[0])
         with ModelReader(path if len(self._files) == 1 else path.parent) as reader:
-            layers = {
-                name: compressed_layer(reader, shard, name)
+            stored = {
+                name: _stored(reader, compressed_layer(reader, shard, name))
                 for name, shard in compressed_names(reader).items()
             }
+            layers = {name: one.layer for name, one in stored.items()}
             parts = {name + suffix for name in layers for suffix in (VALUES_SUFFIX, META_SUFFIX)}
             names = [*layers, *(name for name in reader.tensors if name not in parts)]
         state = model.state_dict(keep_vars=True)
@@ -181,7 +201,8 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 renamed_by(renamings, name) + VALUES_SUFFIX
             ):
                 raise UnsupportedError(f"{name}: expected a name whose end transformers keeps, got {own}")
-            if name in layers and not (uses[id(state[own])] == 1 and _take_apart(model, own, layers[name])):
+            if name in layers and not (uses[id(state[own])] == 1 and _take_apart(model, own, stored[name])):
+                _check_dense(layers[name])
                 renamed = renamed_by(renamings, name)
                 converters.append(_decompressing(renamed, layers[name]))
                 self._originals[id(converters[-1])] = None
@@ -204,14 +225,32 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
-def _take_apart(model: Any, own: str, layer: Layer) -> bool:
+def _stored(reader: ModelReader, layer: Layer) -> Stored:
+    """A compressed weight. Raises UnsupportedError for one of 8 bits without scales."""
+    shapes = {key: reader.tensors[name].shape for key, name in scales_of(reader, layer).items()}
+    if DTYPE_OF[layer.element] not in DTYPES and SCALES[0] not in shapes:
+        raise UnsupportedError(
+            f"{layer.name}: expected a weight of f32, f16 or bf16, or of 8 bits with {SCALES[0]}, "
+            f"got {layer.element}"
+        )
+    return Stored(layer, shapes)
+
+
+def _check_dense(layer: Layer) -> None:
+    """Raise UnsupportedError for a weight of 8 bits that the model holds dense."""
+    if DTYPE_OF[layer.element] not in DTYPES:
+        raise UnsupportedError(
+            f"{layer.name}: expected a linear layer for a weight of {layer.element}, got none; "
+            "use from_pretrained of sparse24_plans"
+        )
+
+
+def _take_apart(model: Any, own: str, stored: Stored) -> bool:
     """Put the parts of a weight in place of its linear layer. False if the model holds the matrix otherwise.
 
-    Raises UnsupportedError for 8 bits, InvalidProblemError for another shape.
+    Raises InvalidProblemError for another shape.
     """
-    dtype = DTYPE_OF[layer.element]
-    if dtype not in DTYPES:
-        raise UnsupportedError(f"{layer.name}: expected a weight of f32, f16 or bf16, got {layer.element}")
+    layer = stored.layer
     place = own.removesuffix(_WEIGHT)
     check_orientation(layer, model.get_submodule(own.rpartition(".")[0]))
     if place == own or not is_swappable(module := model.get_submodule(place)):
@@ -220,7 +259,7 @@ def _take_apart(model: Any, own: str, layer: Layer) -> bool:
         raise InvalidProblemError(
             f"{layer.name}: expected shape {list(sizes_of(module))}, got {[layer.m, layer.k]}"
         )
-    model.set_submodule(place, _Parts(module))
+    model.set_submodule(place, _Parts(module, stored))
     return True
 
 
@@ -247,6 +286,9 @@ def _is_stored(merged: Merged, layers: Mapping[str, Layer]) -> bool:
     Raises UnsupportedError if only some are, because a converter gets each form in a list of its own, and for
     patterns that end before ``weight``, to which no part can be added.
     """
+    for name, _ in merged.sources:
+        if name in layers:
+            _check_dense(layers[name])
     kinds = {name in layers for name, _ in merged.sources}
     if kinds == {False}:
         return False

@@ -31,6 +31,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from .._vendor import compressed_tensors
 from ..checkpoints.layers import META_SUFFIX, SPARSE24, VALUES_SUFFIX
+from ..checkpoints.quantization import check_groups
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..plan.preference import PlanPreference
 from ..torch.elements import META_DTYPES
@@ -96,22 +97,7 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
             f"sparsity_config.format: expected {compressed_tensors.FORMAT}, got {found!r}; "
             "`sparse24 convert` writes dense 2:4 weights in a format that loads"
         )
-    for name, group in (config.get("config_groups") or {}).items():
-        for part, served in (
-            ("weights", {("tensor", False), ("channel", False)}),
-            ("input_activations", {("tensor", False), ("token", True)}),
-        ):
-            given = group.get(part) or {}
-            got = given.get("strategy"), bool(given.get("dynamic"))
-            if given.get("num_bits") != 8 or not given.get("symmetric", True) or got not in served:
-                raise UnsupportedError(
-                    f"config_groups.{name}.{part}: expected symmetric 8 bits, (strategy, dynamic) one of "
-                    f"{sorted(served)}, got {given!r:.160}"
-                )
-        if group["weights"].get("type") != group["input_activations"].get("type"):
-            raise UnsupportedError(f"config_groups.{name}: expected weights and inputs of one type")
-        if group.get("output_activations"):
-            raise UnsupportedError(f"config_groups.{name}.output_activations: expected none")
+    check_groups(config)
 
 
 @register_quantization_config(SPARSE24)
@@ -262,15 +248,19 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
             layer.register_parameter(name, parameter)
         count = len(output_partition_sizes)
         if stored.is_quantized and stored.scale_dims is not None:
-            scales = torch.empty(m, *stored.scale_dims)
+            scales = torch.empty(m, *stored.scale_dims, dtype=torch.float32)
             layer.register_parameter(
                 WEIGHT_SCALE, ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=loader)
             )
         elif stored.is_quantized:
-            parameter = PerTensorScaleParameter(data=torch.empty(count), weight_loader=loader)
+            parameter = PerTensorScaleParameter(
+                data=torch.empty(count, dtype=torch.float32), weight_loader=loader
+            )
             layer.register_parameter(WEIGHT_SCALE, parameter)
         if stored.static_input:
-            parameter = PerTensorScaleParameter(data=torch.empty(count), weight_loader=loader)
+            parameter = PerTensorScaleParameter(
+                data=torch.empty(count, dtype=torch.float32), weight_loader=loader
+            )
             layer.register_parameter(INPUT_SCALE, parameter)
         layer.sparse24_sizes = (m, k, tuple(output_partition_sizes))
 

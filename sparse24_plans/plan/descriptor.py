@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from ..arithmetic.elements import biases_of, results_of
+from ..arithmetic.elements import addends_of, biases_of, results_of
+from ..arithmetic.epilogue import NO_BOUNDS
 from ..vocab import ElementKind, EpilogueKind, Model, Number, OpCategory
 from .operands import Operand
 
@@ -19,13 +20,15 @@ def _factor(value: float) -> float:
 
 
 Factor = Annotated[float, Number(finite=True), AfterValidator(_factor)]
-"""A number that kernels multiply by in float32."""
+"""A number that kernels multiply by, or compare with, in float32."""
 
 
 OUT_ELEMENT = Field(default_factory=lambda data: results_of(data["element"])[0])
 """Default of a product's field ``out_element``, which must be declared after ``element``."""
 BIAS_ELEMENT = Field(default_factory=lambda data: biases_of(data["element"], data["out_element"])[0])
 """Default of a product's field ``bias_element``, which must be declared after ``out_element``."""
+C_ELEMENT = Field(default_factory=lambda data: addends_of(data["out_element"])[0])
+"""Default of a product's field ``c_element``, which must be declared after ``out_element``."""
 
 
 class Descriptor(Model):
@@ -76,6 +79,11 @@ class ProductDescriptor(Descriptor):
             raise ValueError(f"epilogue: expected one that isn't gated, got {self.epilogue}")
         self._expect("out_element", results_of(self.element))
         self._expect("bias_element", biases_of(self.element, self.out_element))
+
+    @property
+    def relu_bounds(self) -> tuple[float, float]:
+        """Threshold and upper bound of relu."""
+        return NO_BOUNDS
 
     @property
     def is_plain(self) -> bool:

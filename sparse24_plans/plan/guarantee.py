@@ -75,6 +75,8 @@ class PrecisionGuarantee(Model):
     """Columns of K whose sum leaves the tensor cores, to be added in float32; None: all of K."""
     product_roundoff: Annotated[float, Number(least=0)] = 0.0
     """Relative error of a product before it is added; 0 unless operands are split into terms."""
+    tanh_error: Annotated[float, Number(least=0)] = 0.0
+    """Absolute error of the hardware's tanh, if ``gelu_tanh`` is computed with it."""
     arithmetic: ArithmeticName | None = None
     """Name of the exact sequence of roundings behind every result (docs/guarantees.md), or None if it isn't
     known. For one problem and its operands, the same name means the same bits on any device."""
@@ -123,30 +125,37 @@ class PrecisionGuarantee(Model):
         bias: Float64s | None = None,
         scale_x: Float64s | float | None = None,
         scale_w: Float64s | float | None = None,
+        beta: float = 0.0,
+        c: Float64s | None = None,
+        relu_threshold: float = 0.0,
+        relu_upper_bound: float | None = None,
     ) -> Float64s:
         """The whole allowed error of a result, elementwise, as float64.
 
         ``exact`` is the exact product times alpha and the scales, ``abs_sum`` is sum|x||w| of
         :meth:`magnitudes`, without these factors. ``bias``, ``scale_x`` and ``scale_w`` are the operands, in
-        shapes that broadcast to ``exact``; a bias is given exactly if the epilogue has one. Arrays are all
-        NumPy's or all CuPy's, and so is the result. For a gated epilogue the last axis is in the order of W's
-        rows, and the result's last axis is half as long. Overflow, Inf and NaN are not covered.
+        shapes that broadcast to ``exact``; a bias is given exactly if the epilogue has one, and ``c`` exactly
+        if ``beta`` isn't 0. Arrays are all NumPy's or all CuPy's, and so is the result. For a gated epilogue
+        the last axis is in the order of W's rows, and the result's last axis is half as long. Overflow, Inf
+        and NaN are not covered.
 
-        Beyond ``error_bound`` the tolerance includes the roundings of the sum, of alpha, of every step of the
-        epilogue and of the result to ``out``, and the underflow of every step. An integer result is compared
-        with the exact value in the integer's range. Raises InvalidProblemError.
+        Beyond ``error_bound`` the tolerance includes the roundings of the sum, of alpha, of C, of every step
+        of the epilogue and of the result to ``out``, and the underflow of every step. An integer result is
+        compared with the exact value in the integer's range. Raises InvalidProblemError.
         """
         k, out = _length(k), element_kind(out, "out")
-        exact, alpha = _wide("exact", exact), float(_wide("alpha", alpha, 0))
+        exact = _wide("exact", exact)
+        alpha, beta = float(_wide("alpha", alpha, 0)), float(_wide("beta", beta, 0))
+        most = float("inf") if relu_upper_bound is None else relu_upper_bound
+        bounds = (("relu_threshold", relu_threshold), ("relu_upper_bound", most))
         kind = _epilogue_kind(epilogue)
-        if (bias is None) is kind.has_bias:
-            wanted = "the bias" if kind.has_bias else "None"
-            raise InvalidProblemError(f"bias: expected {wanted} for epilogue {kind}, got {shown(bias)}")
+        _check_given("bias", bias, kind.has_bias, f"epilogue {kind}")
+        _check_given("c", c, beta != 0, f"beta {beta}")
         if kind.is_gated and (exact.ndim < 1 or exact.shape[-1] % GATE_GROUP):
             raise InvalidProblemError(
                 f"exact: expected columns in groups of {GATE_GROUP} for epilogue {kind}, got {exact.shape}"
             )
-        given = {"bias": bias, "scale_x": scale_x, "scale_w": scale_w}
+        given = {"bias": bias, "scale_x": scale_x, "scale_w": scale_w, "c": c}
         wide = {name: _wide(name, one) for name, one in given.items() if one is not None}
         wide["abs_sum"] = _wide("abs_sum", abs_sum)
         for name, one in wide.items():
@@ -154,10 +163,12 @@ class PrecisionGuarantee(Model):
         sums = self.error_bound(k) * wide["abs_sum"] + k * ElementKind.F32.smallest_subnormal
         scales = [wide[name] for name in ("scale_x", "scale_w") if name in wide]
         lost = tolerance.of_factors(exact, sums, alpha, *scales)
+        if beta:
+            exact, lost = tolerance.of_addend(exact, lost, wide["c"], beta)
         v = exact + wide.get("bias", 0.0)
         with np.errstate(over="ignore", invalid="ignore"):
-            hardware = self.math_precision is not MathPrecision.F32
-            size, lost = tolerance.of_epilogue(v, lost, kind, hardware)
+            relu = tolerance.ReluBounds(*(float(_wide(name, one, 0)) for name, one in bounds))
+            size, lost = tolerance.of_epilogue(v, lost, kind, relu, self.tanh_error)
             return tolerance.of_rounding(size, lost, out)
 
     def softmax_tolerance(self, k: int, scores: Float64s, sizes: Float64s, out: ElementLike) -> Float64s:
@@ -232,6 +243,13 @@ def of_sums_in_float32(
         terms_per_k=terms_per_k,
         arithmetic=arithmetic,
     )
+
+
+def _check_given(argument: str, given: Any, wanted: bool, where: str) -> None:
+    if (given is None) is wanted:
+        raise InvalidProblemError(
+            f"{argument}: expected {'an array' if wanted else 'None'} for {where}, got {shown(given)}"
+        )
 
 
 def _check_shape(argument: str, shape: tuple[int, ...], to: str, wanted: tuple[int, ...]) -> None:

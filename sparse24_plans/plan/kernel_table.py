@@ -134,13 +134,14 @@ class JudgedEntry(Generic[R]):
     """A kernel entry and the ``reason`` why it can't serve; None: it can.
 
     ``unavailable``: a library isn't installed. ``crowded``: ``max_workspace_bytes`` is the only obstacle, and
-    smaller batches would fit.
+    smaller batches would fit. ``apart``: it is for another device or element, or the preference names others.
     """
 
     entry: R
     reason: str | None
     unavailable: bool = False
     crowded: bool = False
+    apart: bool = False
 
 
 def consider(
@@ -190,16 +191,16 @@ def choose(considered: Sequence[JudgedEntry[R]]) -> R:
     """The first entry that can serve.
 
     Raises UnsupportedError with every kernel's reason, or BackendUnavailableError if installing a library
-    would help. A reason stands once, with all its kernels; those of fewest kernels come first, because they
-    say most about the problem.
+    would help. A reason stands once, with all its kernels. Those say most about the problem, and come first,
+    that aren't about kernels ``apart``; then those of fewest kernels.
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[bool, str], list[str]] = {}
     for one in considered:
         if one.reason is None:
             return one.entry
-        groups.setdefault(one.reason, []).append(one.entry.name)
-    fewest_first = sorted(groups.items(), key=lambda group: len(group[1]))
-    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in fewest_first)
+        groups.setdefault((one.apart, one.reason), []).append(one.entry.name)
+    telling_first = sorted(groups.items(), key=lambda group: (group[0][0], len(group[1])))
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for (_, reason), names in telling_first)
     kind = BackendUnavailableError if any(one.unavailable for one in considered) else UnsupportedError
     raise kind(f"no kernel can serve this problem. {reasons}")
 
@@ -219,8 +220,10 @@ def log_choice(descriptor: Any, device: DeviceProperties, considered: Sequence[J
 
 def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
     entry: KernelEntry = choice.entry
-    reason = _misplaced(entry, choice.preference, choice.device) or _unserved(entry, choice.descriptor)
+    reason = _misplaced(entry, choice.preference, choice.device) or _of_elements(entry, choice.descriptor)
     if reason is not None:
+        return JudgedEntry(entry, reason, apart=True)
+    if (reason := entry.refusal(choice.descriptor) or entry.limits(choice.descriptor)) is not None:
         return JudgedEntry(entry, reason)
     absent, allowed = entry.missing(choice.device), choice.preference.max_workspace_bytes
     needed = 0 if allowed is None else entry.min_workspace(choice.descriptor)
@@ -263,11 +266,11 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def _unserved(entry: KernelEntry, descriptor: Any) -> str | None:
-    """A reason why the kernel can't or shouldn't serve the problem, or None."""
-    if descriptor.element not in entry.elements:
-        return f"serves elements {', '.join(entry.elements)}, not {descriptor.element}"
-    return entry.refusal(descriptor) or entry.limits(descriptor)
+def _of_elements(entry: KernelEntry, descriptor: Any) -> str | None:
+    """A reason if the kernel is for other elements, or None."""
+    if descriptor.element in entry.elements:
+        return None
+    return f"serves elements {', '.join(entry.elements)}, not {descriptor.element}"
 
 
 def _unwanted(choice: Choice, tested: Sequence[str]) -> str | None:

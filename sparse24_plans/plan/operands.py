@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
@@ -24,13 +24,15 @@ class Role(Enum):
     """The use of an operand.
 
     ``IN`` and ``OUT`` are tensors. ``WEIGHT``: a weight object, which is read. ``TABLES``: an object of the
-    family, whose look-up tables are read and never move.
+    family, whose look-up tables are read and never move. ``PACKED``: an object of the family that its plans
+    pack, which is read.
     """
 
     IN = 0
     OUT = 1
     WEIGHT = 2
     TABLES = 3
+    PACKED = 4
 
 
 class Alignment(NamedTuple):
@@ -38,6 +40,18 @@ class Alignment(NamedTuple):
 
     address: int = 1
     line: int = 1
+
+
+class Packing(NamedTuple):
+    """How an object that a family's plans pack becomes views."""
+
+    views: Mapping[str, tuple[str, ...]]
+    """Names of the views to the kernel, by the object's layout."""
+    parts: Mapping[str, tuple[str, ...]]
+    """What callers call the same buffers, by the object's layout."""
+    unpack: Callable[[Any, str, tuple[str, ...], Device], Views]
+    """Gives the views of an object for an argument's name, the plan's layouts and its device. Raises
+    InvalidProblemError for any other object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +72,11 @@ class Operand:
     optional: bool = False
     alignment: int = 1
     may_be: str | None = None
-    """The operand whose memory this one may share, starting at the same address."""
+    """The operand whose memory this one may share: its elements lie at the same addresses."""
     of: Callable[[Any], TensorView] | None = None
     """Gives the memory of look-up tables. Raises InvalidProblemError for any other object."""
+    packing: Packing | None = None
+    """How a PACKED operand becomes views."""
 
     def __post_init__(self) -> None:
         if not self.argument:
@@ -103,7 +119,9 @@ class OperandChecks:
         self._needs_a_result = all(operand.optional for operand in self._results)
         self._pairs = _pairs(operands, layouts)
         self.arguments = {
-            view: _buffer_name(operand, view) for operand in operands for view in _views_of(operand, layouts)
+            view: _buffer_name(operand, view, layouts)
+            for operand in operands
+            for view in _views_of(operand, layouts)
         }
         """What callers call each view: an argument, or a canonical weight's buffer as ``weight.values``."""
         self.alignments = {
@@ -149,6 +167,8 @@ def _check_for(
 ) -> Callable[[Args, Views], None]:
     if operand.role is Role.WEIGHT:
         return _WeightCheck(operand, _layouts_of(operand, layouts), needed.address, home)
+    if operand.packing is not None:
+        return _PackedCheck(operand, operand.packing, _address_alignment(operand, needed), layouts, home)
     return _TensorCheck(operand, Alignment(_address_alignment(operand, needed), needed.line), home)
 
 
@@ -178,13 +198,19 @@ class _TensorCheck:
             raise InvalidProblemError(
                 f"{name}: expected a tensor {operand.element}{list(operand.shape)}, got NoneType"
             )
+        views[operand.name] = self.view(given)
+
+    def view(self, given: Any) -> TensorView:
+        """The tensor as a checked view."""
+        operand, name = self._operand, self._operand.argument
         view = TensorView.of(given, element=self._raw, argument=name)
         if view.shape != operand.shape:
             raise InvalidProblemError(f"{name}: expected shape {list(operand.shape)}, got {list(view.shape)}")
         if view.element is not operand.element:
             raise InvalidProblemError(f"{name}: expected element {operand.element}, got {view.element}")
         if view.device != self._home:
-            raise InvalidProblemError(f"{name}: expected memory on {self._home}, got {view.device}")
+            hint = "; call plan.pack" if operand.role is Role.TABLES else ""
+            raise InvalidProblemError(f"{name}: expected memory on {self._home}, got {view.device}{hint}")
         if operand.role is Role.OUT and view.readonly:
             raise InvalidProblemError(f"{name}: expected writable memory, got a read-only tensor")
         if not self._empty:
@@ -195,7 +221,7 @@ class _TensorCheck:
             check_alignment(name, view.address, self._alignment.address)
         elif operand.lines is not None:
             view = _packed_lines(view, operand.lines, name)
-        views[operand.name] = view
+        return view
 
     def _checked_lines(self, view: TensorView, order: MatrixOrder) -> TensorView:
         name = self._operand.argument
@@ -215,6 +241,11 @@ class _TensorCheck:
         if self._alignment.line > 1:
             check_alignment(f"{name} {line} stride", stride * view.element.itemsize, self._alignment.line)
         return view
+
+
+def check_tensor(given: Any, operand: Operand, alignment: Alignment, home: Device) -> TensorView:
+    """``given`` as a view that fits an IN operand. Raises what a run raises for it."""
+    return _TensorCheck(operand, Alignment(_address_alignment(operand, alignment), 1), home).view(given)
 
 
 def _packed_lines(view: TensorView, order: MatrixOrder, argument: str) -> TensorView:
@@ -237,13 +268,22 @@ def _layouts_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
 
 def _views_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the views that an operand may become."""
+    if operand.packing is not None:
+        return tuple(dict.fromkeys(name for one in layouts for name in operand.packing.views[one]))
     if operand.role is not Role.WEIGHT:
         return (operand.name,)
     return tuple(name for one in _layouts_of(operand, layouts) for name in _PARTS.get(one, _ONE_PART))
 
 
-def _buffer_name(operand: Operand, view: str) -> str:
-    """The argument; a canonical weight's buffers are its attributes."""
+def _buffer_name(operand: Operand, view: str, layouts: tuple[str, ...]) -> str:
+    """The argument; the buffers of a canonical weight and of a PACKED operand are its parts."""
+    if operand.packing is not None:
+        found = {
+            name: part
+            for layout in layouts
+            for name, part in zip(operand.packing.views[layout], operand.packing.parts[layout], strict=True)
+        }
+        return f"{operand.argument}.{found[view]}"
     canonical = operand.role is Role.WEIGHT and view not in _ONE_PART
     return f"{operand.argument}.{view}" if canonical else operand.argument
 
@@ -261,6 +301,23 @@ class _WeightCheck:
             if 0 not in view.shape:
                 check_alignment(operand.argument, view.address, self._alignment)
             views[name] = view
+
+
+class _PackedCheck:
+    __slots__ = ("_alignment", "_home", "_layouts", "_operand", "_packing")
+
+    def __init__(
+        self, operand: Operand, packing: Packing, alignment: int, layouts: tuple[str, ...], home: Device
+    ) -> None:
+        self._operand, self._packing, self._alignment = operand, packing, alignment
+        self._layouts, self._home = layouts, home
+
+    def __call__(self, args: Args, views: Views) -> None:
+        name = self._operand.argument
+        for part, view in self._packing.unpack(getattr(args, name), name, self._layouts, self._home).items():
+            if 0 not in view.shape:
+                check_alignment(name, view.address, self._alignment)
+            views[part] = view
 
 
 def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: Device) -> PackedWeight:
@@ -324,10 +381,13 @@ class _Pair(NamedTuple):
             return
         for name in self.views:
             other = views.get(name)
-            if other is not None and not (
-                self.result.may_be == self.other.name and out.address == other.address
-            ):
+            if other is not None and not (self.result.may_be == self.other.name and _lie_alike(out, other)):
                 _check_apart(self.result.argument, out, self.other.argument, other)
+
+
+def _lie_alike(one: TensorView, other: TensorView) -> bool:
+    size = other.element.itemsize
+    return (one.address, one.strides, one.element.itemsize) == (other.address, other.strides, size)
 
 
 def _pairs(operands: tuple[Operand, ...], layouts: tuple[str, ...]) -> tuple[_Pair, ...]:

@@ -220,7 +220,7 @@ class Plan:
             "category": desc.category,
             "op": desc.op_name,
             "element": desc.element,
-            "aux_element": desc.out_element if product else desc.element,
+            "aux_element": getattr(desc, "out_element", desc.element),
             "layout": entry.layout,
             "epilogue": desc.epilogue if product else EpilogueKind.IDENTITY,
             "arch": entry.arch,

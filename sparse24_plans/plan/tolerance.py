@@ -1,11 +1,10 @@
-"""How errors grow behind the sum of a product: scales, alpha, bias, activation, gate, and softmax.
+"""How errors grow behind the sum of a product: scales, alpha, C, bias, activation, gate, and softmax.
 
 All arrays are float64, of NumPy or CuPy. Each function takes exact values and bounds of their errors, and
 bounds the error of what float32 arithmetic makes of them. An activation passes an error on by at most its
 largest slope (its Lipschitz constant) and adds its own rounding. CUDA's expf and erfcf are within 2 and 4
-units in the last place (CUDA C++ Programming Guide, "Mathematical Functions"), its tanh.approx.f32 within
-2^-11 (PTX ISA); activations of strict kernels and of the host are closer. Overflow, Inf and NaN are not
-covered.
+units in the last place (CUDA C++ Programming Guide, "Mathematical Functions"); activations of strict kernels
+and of the host are closer. Overflow, Inf and NaN are not covered.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from ..vocab import ElementKind, EpilogueKind, Float64s
 from ..weights.gates import GATE_GROUP, GATE_ROWS
 
 _U, _TINY = ElementKind.F32.unit_roundoff, ElementKind.F32.smallest_subnormal
+_GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+"""The activations of gates."""
 _SLOPES = {"relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
 """Upper bounds of the activations' largest slopes: 1, 1.0998..., 1.1289... and 1.1289..."""
-_EVALUATION = {"relu": 0.0, "silu": 8 * _U, "gelu": 10 * _U, "gelu_tanh": 10 * _U}
+_EVALUATION = {"relu": 0.0, "silu": 12 * _U, "gelu": 10 * _U, "gelu_tanh": 12 * _U}
 """Relative errors of the activations' evaluation in float32."""
-_EXP_OVERFLOWS = 2.0**-120
-"""Largest |silu(v)| where exp(-v) overflows in float32, so that silu gives 0."""
-_TANH_HARDWARE = 2.0**-11
+_EXP_VANISHES = 2.0**-119
+"""Largest |silu(v)| where exp(-|v|) is subnormal in float32, so that kernels give 0."""
 
 
 def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s) -> Float64s:
@@ -43,8 +43,22 @@ def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s)
     return found
 
 
+def of_addend(exact: Float64s, error: Float64s, c: Float64s, beta: float) -> tuple[Float64s, Float64s]:
+    """The exact sum with beta * C, and its error. C, beta, their product and the sum are rounded."""
+    of_beta = abs(float(np.float32(beta)) - beta) / abs(beta) if beta else 0.0
+    addend = beta * c
+    error = error + np.abs(addend) * ((1 + _U) ** 2 * (1 + of_beta) - 1) + _TINY
+    total = exact + addend
+    return total, error + (np.abs(total) + error) * _U
+
+
+class ReluBounds(NamedTuple):
+    threshold: float = 0.0
+    most: float = float("inf")
+
+
 def of_epilogue(
-    v: Float64s, error: Float64s, kind: EpilogueKind, hardware_tanh: bool
+    v: Float64s, error: Float64s, kind: EpilogueKind, bounds: ReluBounds, tanh_error: float
 ) -> tuple[Float64s, Float64s]:
     """An upper bound of |the epilogue's result|, and its error. ``v`` includes the bias, unrounded."""
     size = np.abs(v)
@@ -53,10 +67,11 @@ def of_epilogue(
     if kind.activation is EpilogueKind.IDENTITY:
         return size, error
     if not kind.is_gated:
-        return _activated(v, error, kind.activation, hardware_tanh)
+        if kind.activation is EpilogueKind.RELU and bounds != ReluBounds():
+            return _bounded(v, error, bounds)
+        return _activated(v, error, kind.activation, tanh_error)
     (gate, up), (of_gate, of_up) = (_rows_of_gates(one) for one in (v, error))
-    activation = "silu" if kind.activation is EpilogueKind.SWIGLU else "gelu"
-    value, after = _activated(gate, of_gate, activation, hardware_tanh)
+    value, after = _activated(gate, of_gate, _GATES[kind.activation], tanh_error)
     up = np.abs(up)
     product, lost = value * up, after * (up + of_up) + value * of_up
     return product, lost + (product + lost) * _U + _TINY
@@ -68,16 +83,31 @@ def of_rounding(size: Float64s, error: Float64s, out: ElementKind) -> Float64s:
     return error + relative + (_TINY + out.smallest_subnormal + 0.5 * out.is_integer)
 
 
-def _activated(v: Float64s, error: Float64s, activation: str, hardware: bool) -> tuple[Float64s, Float64s]:
+def _bounded(v: Float64s, error: Float64s, bounds: ReluBounds) -> tuple[Float64s, Float64s]:
+    """relu with rounded bounds. It jumps by its threshold where v is as near to it as the error."""
+    threshold, most = bounds
+    lost = error + (abs(threshold) + (abs(most) if np.isfinite(most) else 0.0)) * _U + _TINY
+    size = np.where(v > threshold, np.abs(np.minimum(v, most)), 0.0)
+    return size, lost + np.where(np.abs(v - threshold) <= lost, abs(threshold) + lost, 0.0)
+
+
+def _activated(v: Float64s, error: Float64s, activation: str, tanh_error: float) -> tuple[Float64s, Float64s]:
+    if activation == "relu2":
+        size = np.square(np.maximum(v, 0.0))
+        passed = (2 * np.abs(v) + error) * error
+        return size, passed + (size + passed) * _U + _TINY
     passed = _SLOPES[activation] * error
     size = _size_of(v, activation)
     own = _EVALUATION[activation] * (size + passed)
     if activation == "silu":
-        own = own + (_EXP_OVERFLOWS + _TINY)
+        own = own + (_EXP_VANISHES + _TINY)
     if activation == "gelu":  # erfc's argument is rounded, too; |v^2 exp(-v^2/2)|' < 1
-        own = own + _U * (v * v * np.exp(-0.5 * v * v) + error) + _TINY * np.abs(v)
-    if activation == "gelu_tanh" and hardware:
-        own = own + _TANH_HARDWARE * (np.abs(v) + error)
+        own = own + _U * (v * v * np.exp(-0.5 * v * v) + error) + _TINY * (1 + np.abs(v))
+    if activation == "gelu_tanh":  # the exponent is rounded, too, and exp(-2u) may vanish
+        exponent = _tanh_exponent(v)
+        slope = 0.25 / np.square(np.cosh(0.5 * np.minimum(np.abs(exponent), 200.0)))
+        own = own + 4 * _U * np.abs(v * exponent) * slope + (_EXP_VANISHES + _TINY)
+        own = own + tanh_error * (np.abs(v) + error)
     return size, passed + own
 
 
@@ -90,8 +120,14 @@ def _size_of(v: Float64s, activation: str) -> Float64s:
     if activation == "gelu":
         exponent = -0.5 * below * below
     if activation == "gelu_tanh":
-        exponent = 2 * np.sqrt(2 / np.pi) * (below + 0.044715 * below**3)
+        exponent = _tanh_exponent(below)
     found: Float64s = size - below * np.exp(exponent)
+    return found
+
+
+def _tanh_exponent(v: Float64s) -> Float64s:
+    """2u of gelu_tanh(v) = v / (1 + exp(-2u))."""
+    found: Float64s = 2 * np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)
     return found
 
 

@@ -95,6 +95,18 @@ class TilePruneSparse24Args(Args):
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizeSparse24Args(Args):
+    """``x`` [M, K] is read, and ``quantized`` [M, K] written; their rows may lie apart.
+
+    ``scale``, float32, is written as [M], or read as [1] if the descriptor has a static scale.
+    """
+
+    x: Any
+    quantized: Any
+    scale: Any
+
+
+@dataclass(frozen=True, slots=True)
 class MaskSparse24Args(Args):
     """``masked`` [M, K] = ``dense`` [M, K] (a gradient, say) where ``mask`` has a one, +0 elsewhere.
 

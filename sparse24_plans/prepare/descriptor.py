@@ -14,13 +14,16 @@ from ..vocab import (
     Eights,
     ElementKind,
     ElementLike,
+    Flag,
     MaskLayout,
+    MatrixOrder,
     OpCategory,
     PrepareOp,
     Size,
     TileRule,
 )
 from ..weights.packed_layouts import layout_of
+from ..weights.quantize import LARGEST
 
 ELEMENTS = (
     ElementKind.F32,
@@ -256,6 +259,65 @@ class TilePruneSparse24Descriptor(PrepareDescriptor):
             Operand("values_t", Role.OUT, values_t, self.element),
             Operand("metadata_t", Role.OUT, metadata_t, ElementKind.U16),
             self._mask(MaskLayout.TILES, Role.OUT),
+        )
+
+
+class QuantizeSparse24Descriptor(PrepareDescriptor):
+    """Quantize the rows of a matrix [M, K], the tokens of an X for one: x / scale, rounded to 8 bits.
+
+    Parameters
+    ----------
+    m, k : int
+        Rows and columns; either may be 0.
+    element : ElementKind
+        ``f32``, ``f16`` or ``bf16``.
+    out_element : ElementKind
+        ``fp8_e4m3`` or ``s8``.
+    static_scale : bool
+        Whether one scale is given for all rows. Otherwise a row's scale is its largest |x| / 448 (s8: / 127),
+        and at least 2^-100.
+
+    Quotients are rounded to float32, clamped to 448 (127) in magnitude, and rounded to nearest even. NaN is
+    0x7f in fp8_e4m3, and 0 in s8. A row with NaN or Inf has a scale of NaN or Inf.
+
+    Raises InvalidProblemError, naming the field.
+    """
+
+    out_element: ElementKind = ElementKind.FP8_E4M3
+    """Element of the quantized matrix."""
+    static_scale: Flag = False
+    """Whether the scale is given."""
+    k: Size
+    """Columns; 0 or more."""
+
+    category: ClassVar[OpCategory] = OpCategory.QUANTIZE
+    _op: ClassVar[PrepareOp] = PrepareOp.QUANTIZE
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            m: SupportsIndex,
+            k: SupportsIndex,
+            element: ElementLike,
+            out_element: ElementLike = ...,
+            static_scale: bool = ...,
+        ) -> None: ...
+
+    @model_validator(mode="after")
+    def _elements(self) -> QuantizeSparse24Descriptor:
+        self._expect("element", SCORE_ELEMENTS)
+        self._expect("out_element", tuple(LARGEST))
+        return self
+
+    def operands(self) -> tuple[Operand, ...]:
+        shape, f32 = (self.m, self.k), ElementKind.F32
+        scale = Operand("scale", Role.OUT, (self.m,), f32)
+        return (
+            Operand("x", Role.IN, shape, self.element, lines=MatrixOrder.ROW),
+            Operand("quantized", Role.OUT, shape, self.out_element, lines=MatrixOrder.ROW),
+            Operand("scale", Role.IN, (1,), f32) if self.static_scale else scale,
         )
 
 

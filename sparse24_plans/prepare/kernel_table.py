@@ -10,7 +10,7 @@ from ..plan.guarantee import PrecisionGuarantee
 from ..plan.kernel_table import KernelEntry, grid_limit_refusal
 from ..vocab import ElementKind, MathPrecision, PrepareOp, Tier
 from ..weights import inflate
-from .descriptor import ELEMENTS, PrepareDescriptor
+from .descriptor import ELEMENTS, SCORE_ELEMENTS, PrepareDescriptor
 
 PACKED_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
 """Elements that weights/packing.py has a layout for."""
@@ -18,6 +18,10 @@ BLOCK_BYTES = 16384
 """Dense bytes that a CTA of prune.cu processes."""
 SQUARE_SIDE = 128
 """Rows, and columns, that a CTA of tile_prune.cu processes."""
+QUANTIZE_THREADS = 256
+"""Threads of a CTA of quantize.cu."""
+_ROW_BYTES_OF_A_THREAD = 128
+"""Most bytes of a row that a thread of one warp holds in registers."""
 _TILE_SIDES = (64, 128)
 """Fewest rows and columns that a CTA of pack.cu moves."""
 
@@ -38,16 +42,30 @@ def guarantee(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
     )
 
 
+def quantizing(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
+    """Guarantee of entries that quantize: a scale and a quotient are rounded in float32, alike everywhere."""
+    f32 = ElementKind.F32
+    more = {"math_precision": MathPrecision.F32, "accumulator": f32, "nonfinite": "propagates"}
+    rounding = {"unit_roundoff": f32.unit_roundoff, "terms_per_k": 2.0}
+    return guarantee(descriptor).model_copy(update={**more, **rounding})
+
+
 @dataclass(frozen=True)
 class PrepareEntry(KernelEntry):
-    """A kernel entry of the family."""
+    """A kernel entry of the family. ``out_element`` is the one that it quantizes to; None: any."""
 
     guarantee: Callable[[PrepareDescriptor], PrecisionGuarantee] = guarantee
     elements: tuple[ElementKind, ...] = ELEMENTS
     ops: tuple[PrepareOp, ...] = ()
+    out_element: ElementKind | None = None
 
     def refusal(self, descriptor: PrepareDescriptor) -> str | None:
-        return None if descriptor.op in self.ops else f"does not serve op {descriptor.op}"
+        if descriptor.op not in self.ops:
+            return f"does not serve op {descriptor.op}"
+        wanted = getattr(descriptor, "out_element", None)
+        return (
+            None if self.out_element in (None, wanted) else f"quantizes to {self.out_element}, not {wanted}"
+        )
 
 
 def _flat_limits(block_bytes: int, descriptor: PrepareDescriptor) -> str | None:
@@ -64,8 +82,20 @@ def _square_limits(descriptor: PrepareDescriptor) -> str | None:
     return grid_limit_refusal(-(-descriptor.m // SQUARE_SIDE) * -(-descriptor.k // SQUARE_SIDE))
 
 
+def threads_of_row(descriptor: PrepareDescriptor) -> int:
+    """Threads of quantize.cu that a row of a matrix gets."""
+    return (
+        32 if descriptor.k * descriptor.element.itemsize <= 32 * _ROW_BYTES_OF_A_THREAD else QUANTIZE_THREADS
+    )
+
+
+def _row_limits(descriptor: PrepareDescriptor) -> str | None:
+    return grid_limit_refusal(-(-descriptor.m * threads_of_row(descriptor) // QUANTIZE_THREADS))
+
+
 _PRUNE_OPS = (PrepareOp.PRUNE, PrepareOp.COMPRESS, PrepareOp.PRUNE_COMPRESS, PrepareOp.MASK)
 _PACK_OPS = (PrepareOp.PACK, PrepareOp.UNPACK)
+_HOST_OPS = tuple(op for op in PrepareOp if op not in (*_PACK_OPS, PrepareOp.QUANTIZE))
 
 
 def _device_row(
@@ -77,11 +107,35 @@ def _device_row(
     return PrepareEntry(backend, backend, Tier.MEMORY, elements=elements, ops=ops, limits=limits)
 
 
+def _quantize_row(name: str, out: ElementKind, least: tuple[int, int]) -> PrepareEntry:
+    return PrepareEntry(
+        name,
+        "quantize",
+        Tier.MEMORY,
+        guarantee=quantizing,
+        elements=SCORE_ELEMENTS,
+        min_compute_capability=least,
+        limits=_row_limits,
+        ops=(PrepareOp.QUANTIZE,),
+        out_element=out,
+    )
+
+
 ENTRIES: tuple[PrepareEntry, ...] = (
     _device_row("prune", partial(_flat_limits, BLOCK_BYTES), *_PRUNE_OPS),
     _device_row("decompress", partial(_flat_limits, inflate.BLOCK_BYTES), PrepareOp.DECOMPRESS),
     _device_row("pack", _pack_limits, *_PACK_OPS, elements=PACKED_ELEMENTS),
     _device_row("tile_prune", _square_limits, PrepareOp.TILE_PRUNE),
-    PrepareEntry("host", "host", Tier.HOST, ops=tuple(op for op in PrepareOp if op not in _PACK_OPS)),
+    _quantize_row("quantize_fp8", ElementKind.FP8_E4M3, (8, 9)),
+    _quantize_row("quantize_s8", ElementKind.S8, (8, 0)),
+    PrepareEntry("host", "host", Tier.HOST, ops=_HOST_OPS),
     PrepareEntry("host_pack", "host", Tier.HOST, elements=PACKED_ELEMENTS, ops=_PACK_OPS),
+    PrepareEntry(
+        "host_quantize",
+        "host",
+        Tier.HOST,
+        guarantee=quantizing,
+        elements=SCORE_ELEMENTS,
+        ops=(PrepareOp.QUANTIZE,),
+    ),
 )

@@ -25,6 +25,7 @@ from .args import (
     PackSparse24Args,
     PruneCompressSparse24Args,
     PruneSparse24Args,
+    QuantizeSparse24Args,
     TilePruneSparse24Args,
     UnpackSparse24Args,
 )
@@ -37,6 +38,7 @@ from .descriptor import (
     PrepareDescriptor,
     PruneCompressSparse24Descriptor,
     PruneSparse24Descriptor,
+    QuantizeSparse24Descriptor,
     TilePruneSparse24Descriptor,
 )
 from .kernel_table import ENTRIES
@@ -172,6 +174,13 @@ class TilePruneSparse24Plan(PreparePlan):
         """Return the results as weights, W [M, K] and W^T [K, M], that share their memory."""
         views = self._check(args)
         return self._made(views), self._made(views, "_t")
+
+
+class QuantizeSparse24Plan(PreparePlan):
+    """Quantizes the rows of a matrix to 8 bits, in one pass. Here values are rounded, alike everywhere."""
+
+    descriptor_type = QuantizeSparse24Descriptor
+    args_types: ClassVar = {PrepareOp.QUANTIZE: QuantizeSparse24Args}
 
 
 class MaskSparse24Plan(PreparePlan):

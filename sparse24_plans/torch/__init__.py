@@ -16,9 +16,11 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
 
 from . import blocksparse as blocksparse
 from . import gemm_ops as gemm_ops  # registers ops
+from . import grouped_ops as grouped_ops  # registers ops
 from . import prepare_ops as prepare_ops  # registers ops
 from . import tensor_ops as tensor_ops  # fills the dispatch table of Sparse24Tensor
 from .calibration import CalibratedLayer, CalibrationReport, calibrate
+from .experts import Sparse24Experts
 from .gated import GatedBlock as GatedBlock
 from .gated import Sparse24GatedMLP, fuse_gated
 from .late_import import after_import as _after_import
@@ -44,6 +46,7 @@ __all__ = [
     "LoadReport",
     "RowwiseSparse24",
     "SemiStructuredError",
+    "Sparse24Experts",
     "Sparse24GatedMLP",
     "Sparse24Linear",
     "Sparse24QuantizedLinear",

@@ -361,7 +361,7 @@ class _Block:
     def _moment(self, name: str, weight: Tensor) -> Tensor:
         """X^T X of a layer's inputs, float32 [K, K], over all batches."""
         k = weight.shape[1]
-        total = torch.zeros(k, k, device=weight.device)
+        total = torch.zeros(k, k, dtype=torch.float32, device=weight.device)
         counted: Tensor | None = None
 
         def see(_: str, x: Tensor) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FormatError, InvalidProblemError
-from .activations import FORWARD, is_gated, row_order
-from .linear import META_KEY, VALUES_KEY, Sparse24Linear
+from .activations import FORWARD, GATED_BY, called, is_gated, movable, name_of, row_order, rows_in_order
+from .linear import Sparse24Linear
+from .quantized_linear import Sparse24QuantizedLinear
 from .swap import Sparse24Recipe, has_hooks, obstacle_of, owners_of
 
-_WORDS = {"silu": "swiglu", "gelu": "geglu"}
 _PROBES = 2
 """Tokens on which a block is tried."""
 _TF32 = 2.0**-9
@@ -46,7 +46,7 @@ class GatedBlock:
     """What :func:`fuse_gated` did with a block: it has an activation or a reason, never both."""
 
     activation: str | None = None
-    """``swiglu`` or ``geglu``: the epilogue of the product that replaced gate and up projection."""
+    """The epilogue of the product that replaced gate and up: ``swiglu``, ``geglu`` or ``geglu_tanh``."""
     reason: str | None = None
     """Why the block stays as it is."""
 
@@ -61,9 +61,9 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
 
     A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn`` (Llama, Qwen and Mistral
     in transformers), or with ``gate_up_proj``, ``down_proj`` and ``activation_fn`` (Phi-3). Its activation
-    must be SiLU or exact GELU, and a trial must show that it computes down(act(gate(x)) * up(x)). Other
-    layers stay, and ``to_sparse24`` can swap them afterwards. A state_dict then has the block's weight under
-    ``gate_up_proj``.
+    must be SiLU or GELU (exact or by tanh), and a trial must show that it computes down(act(gate(x)) *
+    up(x)). Other layers stay, and ``to_sparse24`` can swap them afterwards. A state_dict then has the block's
+    weight under ``gate_up_proj``.
 
     ``recipe`` says how weights become 2:4; a string is a method. The result says by each block's name what
     became of it. Raises InvalidProblemError for a wrong model or recipe.
@@ -101,16 +101,16 @@ def _fused(
     if any(layer.weight.is_meta for layer in layers):
         return GatedBlock(reason="its weights are on the meta device")
     try:
-        word = _word_of(activation)
+        word = name_of(activation)
         if word is None:
-            return GatedBlock(reason="its activation is neither SiLU nor exact GELU")
+            return GatedBlock(reason="its activation is neither SiLU nor GELU")
         whole = layers[0] if fused else _joined(*layers)
         _check_meaning(block, whole, word)
-        one = replace(recipe, activation=_WORDS[word]).layer(name, whole)
+        one = replace(recipe, activation=GATED_BY[word]).layer(name, whole)
     except (FormatError, InvalidProblemError) as error:
         return GatedBlock(reason=str(error))
     _put(model, name, Sparse24GatedMLP(one, block.down_proj, parts))
-    return GatedBlock(activation=_WORDS[word])
+    return GatedBlock(activation=GATED_BY[word])
 
 
 def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
@@ -121,8 +121,9 @@ def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
     """
     block: Any = model.get_submodule(name)
     parts = _parts_of(block)
-    layers = [getattr(block, part, None) for part in parts]
-    plain = [one for one in layers if type(one) is Sparse24Linear and one.activation == "none"]
+    layers: list[Any] = [getattr(block, part, None) for part in parts]
+    kinds = (Sparse24Linear, Sparse24QuantizedLinear)
+    plain = [one for one in layers if type(one) in kinds and one.activation == "none"]
     alike = {(one.in_features, one.out_features, one.weight.dtype, one.bias is None) for one in plain}
     gates = is_gated(str(options.get("activation")))
     if not gates or len(plain) < len(parts) or len(alike) > 1 or not hasattr(block, "down_proj"):
@@ -130,17 +131,34 @@ def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
             f"gated_blocks: expected a gated activation, and a block with 2:4 layers {', '.join(parts)} of "
             f"one size and a down_proj, got {options.get('activation')} and {name}, a {type(block).__name__}"
         )
-    first, rows, has_bias = plain[0], sum(one.out_features for one in plain), plain[0].bias is not None
-    whole = Sparse24Linear(
-        first.in_features, rows, has_bias, device="meta", dtype=first.weight.dtype, **options
+    first, rows = plain[0], sum(one.out_features for one in plain)
+    whole: Sparse24Linear = type(first)(
+        first.in_features,
+        rows,
+        first.bias is not None,
+        device="meta",
+        dtype=first.weight.dtype,
+        **first.form(),
+        **options,
     )
+    state = _joined_state(name, [one.state_dict() for one in plain], first.out_features)
     order = row_order(whole.activation, rows, first.weight.device)
-    values, meta = (torch.cat(same) for same in zip(*(one.canonical() for one in plain), strict=True))
-    state = {VALUES_KEY: values[order].detach(), META_KEY: meta[order]}
-    if has_bias:
-        state["bias"] = torch.cat([one.state_dict()["bias"] for one in plain])[order]
-    whole.load_state_dict(state, assign=True)
+    whole.load_state_dict(rows_in_order(state, order, rows), assign=True)
     _put(model, name, Sparse24GatedMLP(whole, block.down_proj, parts))
+
+
+def _joined_state(name: str, states: Sequence[Mapping[str, Tensor]], rows: int) -> dict[str, Tensor]:
+    """The state of one layer with the rows of several. Raises InvalidProblemError unless scales are alike."""
+    joined = {}
+    for key, first in states[0].items():
+        same = [state[key] for state in states if key in state and state[key].dim() == first.dim()]
+        if len(same) == len(states) and first.shape[:1] == (rows,):
+            joined[key] = torch.cat([movable(one) for one in same]).view(first.dtype)
+        elif len(same) == len(states) and all(torch.equal(one, first) for one in same):
+            joined[key] = first
+        else:
+            raise InvalidProblemError(f"gated_blocks: expected one {key} in all parts of {name}, got several")
+    return joined
 
 
 def _parts_of(block: nn.Module) -> tuple[str, ...]:
@@ -168,26 +186,6 @@ def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
     return whole
 
 
-def _given(call: Any, x: Tensor, argument: str) -> Any:
-    """The result of the model's own code. Any error that it raises becomes an InvalidProblemError."""
-    try:
-        with torch.no_grad():
-            return call(x)
-    except Exception as error:
-        raise InvalidProblemError(
-            f"{argument}: expected it to take one tensor, got {type(error).__name__}: {error}"
-        ) from error
-
-
-def _word_of(activation: Any) -> str | None:
-    """The name of the activation that has the same values, or None."""
-    v = torch.linspace(-6, 6, 49)
-    found = _given(activation, v, "activation")
-    if type(found) is not Tensor or (found.shape, found.dtype) != (v.shape, v.dtype):
-        return None
-    return next((word for word in _WORDS if torch.allclose(found, FORWARD[word](v), atol=1e-6)), None)
-
-
 def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
     """Raise InvalidProblemError if the block computes something else than its replacement."""
 
@@ -196,9 +194,10 @@ def _check_meaning(block: Any, whole: nn.Linear, word: str) -> None:
         y: Tensor = block.down_proj(FORWARD[word](gate) * up)
         return y
 
-    x = torch.randn(1, _PROBES, whole.in_features, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, _PROBES, whole.in_features, generator=generator, dtype=torch.float32)
     x = x.to(whole.weight.device, whole.weight.dtype)
-    wanted, found = _given(fused, x, "down_proj"), _given(block, x, "block")
+    wanted, found = called(fused, x, "down_proj"), called(block, x, "block")
     if type(found) is not Tensor or found.shape != wanted.shape:
         got = f"one {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise InvalidProblemError(f"block: expected a tensor {list(wanted.shape)}, got {got}")

@@ -4,126 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOperandError, UnsupportedError
 from ..gemm.args import DgradSparse24Args, GemmSparse24Args
-from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.launches import Caller
-from ..vocab import ElementKind, GemmOp, MatrixOrder, ScaleKind
+from ..vocab import ElementKind, MatrixOrder
 from . import packed_weight_cache
-from .activations import epilogue_of
-from .elements import DTYPE_OF, allocation, element_of, plan_device, weight_sizes
-from .plan_cache import CheckedCall, PlanCache, Refusal, descriptor, plans, preference_of
-
-
-class Call(NamedTuple):
-    """The operands and options of a product.
-
-    Inductor keeps generated code on disk that passes the options by position (:class:`CallSite`), so a new
-    option goes to the end.
-    """
-
-    x: Tensor
-    """X [..., K]. ``dgrad`` has dY [..., M] here, and ``mm`` has B^T [N, K]."""
-    weight: Tensor
-    meta: Tensor | None
-    bias: Tensor | None = None
-    scale_x: Tensor | None = None
-    scale_w: Tensor | None = None
-    m: int | None = None
-    k: int | None = None
-    dgrad: bool = False
-    activation: str = "none"
-    out_dtype: torch.dtype | None = None
-    preference: str = ""
-    turned: bool = False
-    """Whether the result is Y^T, contiguous, so that Y is column-major."""
-
-
-OPERANDS = ("x", "weight", "meta", "bias", "scale_x", "scale_w")
-"""The fields of a call that are tensors; they come first."""
-
-# The problem of a call ----------------------------------------------------------------------------
-
-
-def sizes(call: Call) -> tuple[int, int]:
-    """M and K. Raises InvalidProblemError if the weight and x don't fit together."""
-    if call.x.dim() < 1:
-        raise InvalidProblemError("x: expected at least one dimension, got a scalar")
-    width = call.x.shape[-1]
-    m, k = call.m, call.k
-    if call.meta is None:
-        m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)
-    m, k = weight_sizes(call.weight, call.meta, m, k)
-    wanted, name = (m, "M") if call.dgrad else (k, "K")
-    if width != wanted:
-        raise InvalidProblemError(
-            f"x: expected [..., {wanted}], the weight's {name}, got {list(call.x.shape)}"
-        )
-    if call.x.dtype != call.weight.dtype:
-        raise InvalidProblemError(f"x: expected {call.weight.dtype}, as the weight, got {call.x.dtype}")
-    if call.bias is not None and tuple(call.bias.shape) != (m,):
-        raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
-    if call.scale_x is not None:
-        _check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
-    if call.scale_w is not None:
-        _check_scale(call.scale_w, m, "scale_w")
-    for name in ("weight", "bias", "scale_x", "scale_w"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.device != call.x.device:
-            raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
-    return m, k
-
-
-def _check_scale(scale: Tensor, rows: int, argument: str) -> None:
-    if scale.dtype != torch.float32:
-        raise InvalidProblemError(f"{argument}: expected torch.float32, got {scale.dtype}")
-    if scale.numel() not in (1, rows):
-        raise InvalidProblemError(f"{argument}: expected 1 or {rows} elements, got {list(scale.shape)}")
-
-
-def _scale_kind(scale: Tensor | None) -> ScaleKind | None:
-    if scale is None:
-        return None
-    return ScaleKind.TENSOR if scale.numel() == 1 else ScaleKind.ROW
-
-
-def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
-    """The descriptor of the product. Raises InvalidProblemError naming the field."""
-    out, bias = call.out_dtype, call.bias
-    found: GemmSparse24Descriptor = descriptor(
-        GemmSparse24Plan,
-        n=n,
-        m=m,
-        k=k,
-        element=element_of(call.weight.dtype, "weight"),
-        op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
-        epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
-        out_element=None if out is None else element_of(out, "out_dtype"),
-        bias_element=None if bias is None else element_of(bias.dtype, "bias"),
-        scale_x=_scale_kind(call.scale_x),
-        scale_w=_scale_kind(call.scale_w),
-        **orders,
-    )
-    return found
-
-
-def fake_result(call: Call) -> Tensor:
-    """The result's shape, dtype and strides, without a value; ``x`` may have symbolic sizes."""
-    preference_of(call.preference)
-    m, k = sizes(call)
-    desc = describe(call, 1, 16, 8)  # any sizes do for the dtypes; x may have symbols
-    outputs = m // 2 if desc.epilogue.is_gated else m
-    shape = (*call.x.shape[:-1], k if call.dgrad else outputs)
-    if call.turned:
-        shape = shape[::-1]
-    return call.x.new_empty(shape, dtype=DTYPE_OF[desc.out_element])
-
+from .elements import DTYPE_OF, allocation, element_of, plan_device
+from .gemm_call import OPERANDS, Call, describe, sizes
+from .plan_cache import CheckedCall, PlanCache, Refusal, plans, preference_of
 
 # Checked calls ------------------------------------------------------------------------------------
 
@@ -135,7 +29,9 @@ class CheckedProduct(CheckedCall):
         x = call.x
         m, k = sizes(call)
         shape = x.shape[:-1]
-        self._copied = False
+        self._copied, self._residual_copied = False, False
+        if call.residual is not None and _rows(call.residual) is None:
+            self._residual_copied, call = True, call._replace(residual=call.residual.contiguous())
         self.in_columns = call.turned and _in_columns(x)
         rows = x if self.in_columns else _rows(x)
         if rows is None:
@@ -193,8 +89,9 @@ class CheckedProduct(CheckedCall):
     def _args(self, call: Call, weight: Any, rows: Tensor, y: Tensor) -> Any:
         if call.dgrad:
             return DgradSparse24Args(weight, rows, y)
-        scales = [None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w)]
-        return GemmSparse24Args(weight, rows, y, call.bias, *scales)
+        scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
+        c = None if call.residual is None else _rows(call.residual)
+        return GemmSparse24Args(weight, rows, y, call.bias, scale_x, scale_w, c)
 
     def run(
         self,
@@ -206,7 +103,7 @@ class CheckedProduct(CheckedCall):
     ) -> Tensor | None:
         """The result, in ``out`` or in new memory; None if x must be copied to an aligned address first.
 
-        ``others`` are the bias and the scales. Every call runs this, so it is written for speed.
+        ``others`` are the bias, scales and residual. Every call runs this, so it is written for speed.
         """
         if self._copied:
             x = _aligned(x, self.in_columns)
@@ -222,6 +119,8 @@ class CheckedProduct(CheckedCall):
             places = (weight.data_ptr(), source, y.data_ptr())
         else:
             places = (weight.data_ptr(), meta.data_ptr(), source, y.data_ptr())
+        if self._residual_copied:
+            others = *others[:-1], others[-1].contiguous()  # type: ignore[union-attr]
         for other in others:
             if other is not None:
                 places += (other.data_ptr(),)
@@ -268,7 +167,7 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
     Raises InvalidProblemError, MisalignedOperandError, UnsupportedError or BackendUnavailableError.
     """
     found = checked(call, out)
-    y: Tensor | None = found.run(call[0], call[1], call[2], call[3:6], out)
+    y: Tensor | None = found.run(call[0], call[1], call[2], call[3 : len(OPERANDS)], out)
     if y is not None:
         return y
     if out is not None:
@@ -278,7 +177,7 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
 
 def checked(call: tuple[Any, ...], out: Tensor | None = None) -> Any:
     """The CheckedProduct of a call, or its Refusal. Raises what :func:`run` raises."""
-    form = _form(*call) if out is None else (*_form(*call), _about(out))
+    form = _form(*call) if out is None else (*_form(*call), about(out))
     found = plans.get(form)
     return plans.keep(form, CheckedProduct(Call(*call), out)) if found is None else found
 
@@ -290,6 +189,7 @@ def _form(
     bias: Tensor | None = None,
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
+    residual: Tensor | None = None,
     *options: Any,
 ) -> tuple[Any, ...]:
     """The form of a call with these fields. It is written out because every call makes it."""
@@ -302,15 +202,17 @@ def _form(
         weight.stride(),
         weight.dtype,
         weight.get_device(),
-        None if meta is None else _about(meta),
-        None if bias is None else _about(bias),
-        None if scale_x is None else _about(scale_x),
-        None if scale_w is None else _about(scale_w),
+        None if meta is None else about(meta),
+        None if bias is None else about(bias),
+        None if scale_x is None else about(scale_x),
+        None if scale_w is None else about(scale_w),
+        None if residual is None else about(residual),
         options,
     )
 
 
-def _about(tensor: Tensor) -> tuple[Any, ...]:
+def about(tensor: Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor but its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
@@ -335,15 +237,34 @@ def linear(
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    residual: Tensor | None = None,
+    beta: float = 1.0,
     k: int | None = None,
 ) -> Tensor:
     """The kernel of the op. A layer calls it where the dispatcher would do nothing else.
 
     ``k`` is the weight's K, which a packed weight alone doesn't tell.
     """
-    call = x, weight, meta, bias, None, None, m, k, False, activation, out_dtype, preference, False
+    added = residual if beta else None
+    call = (
+        x,
+        weight,
+        meta,
+        bias,
+        None,
+        None,
+        added,
+        m,
+        k,
+        False,
+        activation,
+        out_dtype,
+        preference,
+        False,
+        beta,
+    )
     found = plans.get(_form(*call))
-    y = None if found is None else found.run(x, weight, meta, (bias,), None)
+    y = None if found is None else found.run(x, weight, meta, (bias, added), None)
     return run(call) if y is None else y
 
 
@@ -356,8 +277,12 @@ def linear_call(
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    residual: Tensor | None = None,
+    beta: float = 1.0,
 ) -> Call:
-    return Call(x, weight, meta, bias, None, None, m, None, False, activation, out_dtype, preference)
+    added = residual if beta else None
+    options = None, False, activation, out_dtype, preference, False, beta
+    return Call(x, weight, meta, bias, None, None, added, m, *options)
 
 
 def linear_out_call(
@@ -392,7 +317,8 @@ def scaled_call(
     """Raises InvalidProblemError for elements that have no scales."""
     if element_of(weight.dtype, "weight") not in (ElementKind.S8, ElementKind.FP8_E4M3):
         raise InvalidProblemError(f"weight: expected int8 or float8_e4m3fn, got {weight.dtype}")
-    return Call(x, weight, meta, bias, scale_x, scale_w, m, None, False, activation, out_dtype, preference)
+    options = None, False, activation, out_dtype, preference
+    return Call(x, weight, meta, bias, scale_x, scale_w, None, m, *options)
 
 
 def dgrad_call(
@@ -428,7 +354,7 @@ def mm(
             found = Refusal(error)
         plans.keep(form, found)
     if not isinstance(found, Refusal):
-        y = found.run(call.x, weight, meta, call[3:6], None)
+        y = found.run(call.x, weight, meta, (), None)
         return run(call) if y is None else y
     rows = call._replace(x=call.x.contiguous(), turned=False)
     return run(rows).t().contiguous()
@@ -449,7 +375,7 @@ def mm_call(
     return Call(b.t(), weight, meta, m=m, out_dtype=out_dtype, preference=preference, turned=True)
 
 
-class CallSite:
+class ProductSite:
     """A product at one place in code that Inductor generated, which writes into Inductor's memory.
 
     It passes by PyTorch's dispatcher, and looks its form up by the sizes of x alone: there all else about

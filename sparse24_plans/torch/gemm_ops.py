@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError, UnsupportedError
 from . import activations, gemm_dispatch
+from .gemm_call import Call, fake_result
 from .gemm_dispatch import (
-    Call,
     dgrad_call,
-    fake_result,
     linear_call,
     linear_out_call,
     mm_call,
@@ -59,17 +58,19 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor, values: Tensor, meta: Tens
 
 
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, meta, bias, ctx.m, ctx.activation, ctx.out_dtype, ctx.preference = inputs
-    ctx.weight_at = 1
-    needed = ctx.needs_input_grad[1] or ctx.activation != "none"
+    x, weight, meta, bias, ctx.m, ctx.activation, ctx.out_dtype, ctx.preference, residual, ctx.beta = inputs
+    ctx.weight_at, is_activated = 1, ctx.activation != "none"
+    needed = ctx.needs_input_grad[1] or is_activated
     ctx.width, ctx.x_dtype = x.shape[-1], x.dtype
-    ctx.save_for_backward(x if needed else None, weight, meta, bias)
+    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.save_for_backward(x if needed else None, weight, meta, bias, residual if is_activated else None)
 
 
 def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, weight, meta, bias = ctx.saved_tensors
+    x, weight, meta, bias, residual = ctx.saved_tensors
     if ctx.activation != "none":  # the activation's argument is computed again rather than kept
-        before = _ops.linear(x, weight, meta, bias, ctx.m, out_dtype=ctx.out_dtype, preference=ctx.preference)
+        options = {"out_dtype": ctx.out_dtype, "preference": ctx.preference, "beta": ctx.beta}
+        before = _ops.linear(x, weight, meta, bias, ctx.m, residual=residual, **options)
         dy = activations.GRADIENTS[ctx.activation](dy, before)
     dx = None
     if ctx.needs_input_grad[0]:
@@ -78,7 +79,10 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     db = None
     if bias is not None and ctx.needs_input_grad[3]:
         db = _rows(dy).sum(0).to(bias.dtype)
-    return dx, dw, None, db, None, None, None, None
+    dr = None
+    if ctx.residual_dtype is not None and ctx.needs_input_grad[8]:
+        dr = (dy if ctx.beta == 1 else dy * ctx.beta).to(ctx.residual_dtype)
+    return dx, dw, None, db, None, None, None, None, dr, None
 
 
 def _dgrad_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -172,7 +176,7 @@ _OPTIONS = 'str activation="none", ScalarType? out_dtype=None, str preference=""
 
 define(
     "linear(Tensor x, Tensor weight, Tensor? meta=None, Tensor? bias=None, SymInt? m=None, "
-    f"{_OPTIONS}) -> Tensor",
+    f"{_OPTIONS}, Tensor? residual=None, float beta=1.0) -> Tensor",
     gemm_dispatch.linear,
     _fake_of(linear_call),
     backward=_linear_backward,

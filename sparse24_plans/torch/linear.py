@@ -50,8 +50,9 @@ class Sparse24Linear(nn.Module):
     bias : bool
         Whether there is a bias [out_features] of the weight's dtype.
     activation : str
-        ``none``, ``relu``, ``gelu`` (exact), ``gelu_tanh`` or ``silu``, in the product's epilogue. ``swiglu``
-        and ``geglu`` make one feature of two: silu(gate) * up, gelu(gate) * up. The result is then half as
+        ``none``, ``relu``, ``relu2`` (its square), ``gelu`` (exact), ``gelu_tanh`` or ``silu``, in the
+        product's epilogue. ``swiglu``, ``geglu`` and ``geglu_tanh`` make one feature of two: silu(gate) * up,
+        gelu(gate) * up, gelu_tanh(gate) * up. The result is then half as
         wide as out_features, a multiple of 16, and W's rows have the order of ``gated_rows``.
     out_dtype : torch.dtype, optional
         The result's dtype: the weight's, or float32.
@@ -194,7 +195,7 @@ class Sparse24Linear(nn.Module):
         wishes = self.preference.model_dump_json(exclude_defaults=True)
         options = self._shape[0], self.activation, self.out_dtype, "" if wishes == "{}" else wishes
         self._options: tuple[Any, ...] = options if options[1:] != ("none", None, "") else options[:1]
-        self._direct_options = (*options, self.k)
+        self._direct_options = (*options, None, 1.0, self.k)  # no residual
 
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
         """Make these tensors the layer's own."""
@@ -253,6 +254,18 @@ class Sparse24Linear(nn.Module):
             values, meta = _ops.unpack(self.packed, *self._shape)
         return values, meta
 
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """The weight as ops take it: packed alone, or values and metadata."""
+        if self.packed is not None:
+            return self.packed, None
+        return self._weight, words_of(self.metadata)
+
+    @property
+    def wishes(self) -> str:
+        """The layer's preference as ops take it."""
+        found: str = self._direct_options[3]
+        return found
+
     def dense_weight(self) -> Tensor:
         """The dense W [out_features, in_features], with its rows in the order that ``from_linear`` takes."""
         with torch.no_grad():
@@ -261,6 +274,10 @@ class Sparse24Linear(nn.Module):
             if not is_gated(self.activation):
                 return dense
             return dense[row_order(self.activation, len(dense), dense.device).argsort()]
+
+    def form(self) -> dict[str, Any]:
+        """The arguments besides sizes and dtype that decide which tensors the layer holds."""
+        return {}
 
     def _scaled(self, dense: Tensor) -> Tensor:
         """What the stored numbers stand for."""

@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, DENSE, CheckpointFormat, checkpoint_format
+from ..checkpoints.checkpoint_format import (
+    CHECKPOINT_FORMATS,
+    CONFIG_KEY,
+    DENSE,
+    CheckpointFormat,
+    checkpoint_format,
+)
 from ..checkpoints.folder import ModelReader
 from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
-from ..checkpoints.selection import Selection
+from ..checkpoints.quantization import check_groups, parts_of, scale_obstacle
+from ..checkpoints.selection import Selection, families_of
+from ..device.log import LOAD
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
-from .activations import is_gated, row_order, rows_of
+from ..weights.quantize import SCALE_SUFFIX
+from .activations import is_gated, row_order, rows_in_order
 from .checkpoint_names import conversions_of, place_of, placed
 from .conv1d import is_conv1d, is_swappable, linear_of
 from .elements import DTYPE_OF, tensors_of
@@ -59,12 +68,32 @@ class Source:
         if not layers:
             raise InvalidProblemError(f"path: expected a checkpoint with 2:4 weights, got {reader.path}")
         self.weights: dict[str, Layer] = {layer.name: layer for layer in layers}
+        config = reader.config() or {}
+        if name == _BITMASK and any(DTYPE_OF[layer.element] in LARGEST for layer in layers):
+            entry = config.get(CONFIG_KEY)
+            check_groups(entry if isinstance(entry, Mapping) else {})
         parts = {part for layer in layers for part in layer.sources}
-        self.form = form_in(reader.config())
+        self.form = form_in(config)
         marked = any(FORMAT_KEY in shard.reader.metadata for shard in reader.shards)
         self.is_state = name == SPARSE24 and not marked
         """Whether this is a layer's state_dict in a file: rows have the layer's order, not the model's."""
         self.others = [name for name in reader.tensors if name not in parts]
+        self.quantized = {
+            name
+            for name in self.others
+            if name + SCALE_SUFFIX in reader.tensors and DTYPES_BY_NAME.get(self._type(name)) in LARGEST
+        }
+        """Matrices of 8 bits that aren't 2:4. They are loaded dense, as what they stand for."""
+        plain = set(self.others) - self.accessories()
+        floats = Counter(DTYPES_BY_NAME.get(self._type(name)) for name in plain)
+        self._dtype = max(DTYPES, key=lambda dtype: floats[dtype])
+
+    def _type(self, name: str) -> str:
+        return self.reader.tensors[name].dtype
+
+    def accessories(self) -> set[str]:
+        """The names of the scales of all quantized matrices."""
+        return {part for name in (*self.weights, *self.quantized) for part in parts_of(name)}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The dense shape of a tensor."""
@@ -72,21 +101,29 @@ class Source:
         return self.reader.tensors[name].shape if layer is None else layer.dense_shape
 
     def scales(self, name: str) -> dict[str, str]:
-        """The names of a quantized weight's scales in the checkpoint, by those in a layer's state_dict."""
-        if DTYPE_OF[self.weights[name].element] not in LARGEST:
-            return {}
-        home = name.removesuffix("weight")
-        return {key: home + key for key in SCALES if home + key in self.reader.tensors}
+        """The names of a quantized 2:4 weight's scales in the checkpoint, by those in a layer."""
+        return scales_of(self.reader, self.weights[name]) if name in self.weights else {}
 
     def canonical(self, name: str) -> tuple[Tensor, Tensor]:
         """Values and metadata of a compressed weight."""
         return tensors_of(self._format.read(self.reader, self.weights[name]))
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor or compressed weight as a dense tensor."""
+        """A tensor or compressed weight as a dense tensor; a quantized one as what it stands for."""
         if name in self.weights:
             dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
+            if self.scales(name):
+                dense = self._dequantized(name, dense)
             return dense.T if self.weights[name].transposed else dense
+        stored = self._stored(name)
+        return self._dequantized(name, stored) if name in self.quantized else stored
+
+    def _dequantized(self, name: str, stored: Tensor) -> Tensor:
+        scale = self._stored(name + SCALE_SUFFIX).float()
+        whole = scale.reshape(-1) if scale.numel() == 1 else scale.reshape(*stored.shape[:-1], 1)
+        return (stored.float() * whole).to(self._dtype)
+
+    def _stored(self, name: str) -> Tensor:
         info = self.reader.tensors[name]
         if info.dtype not in DTYPES_BY_NAME:
             raise FormatError(f"{name}: expected one of {', '.join(DTYPES_BY_NAME)}, got {info.dtype}")
@@ -104,10 +141,17 @@ class Load:
         known = {*self._wanted, *(name.removesuffix(f".{_VALUES}") for name in self._wanted)}
         names = [*source.weights, *source.others]
         self._names, self._merged = placed(model, names, known, conversions_of(model))
-        used = {name for one in self._merged for name, _ in one.sources}
-        used |= {scale for weight in source.weights for scale in source.scales(weight).values()}
+        used = {name for one in self._merged for name, _ in one.sources} | source.accessories()
         self.unexpected = [name for name in names if name not in self._names and name not in used]
         self.dense: list[str] = []
+        self.dequantized = [
+            own
+            for name, own in self._names.items()
+            if name in source.quantized or (source.scales(name) and self._module(own) is None)
+        ]
+        for one in self._merged:
+            if any(name in source.quantized or source.scales(name) for name, _ in one.sources):
+                self.dequantized.append(one.target)
 
     def _is_sparse(self, own: str) -> bool:
         """Whether the model already has a Sparse24Linear with this weight."""
@@ -147,6 +191,13 @@ class Load:
         for name, layer in self._source.weights.items():
             if DTYPE_OF[layer.element] not in DTYPES:
                 self._check_quantized(name, layer)
+        for name in sorted(self._source.quantized):
+            home = self._names.get(name, "").rpartition(".")[0]
+            reason = scale_obstacle(self._source.reader, name)
+            if is_conv1d(self._model.get_submodule(home)):
+                reason = "expected [out, in], as quantized matrices are stored, for a layer of [in, out]"
+            if reason is not None:
+                raise UnsupportedError(f"{name}: {reason}")
 
     def _check_quantized(self, name: str, layer: Layer) -> None:
         """Raise UnsupportedError for a weight of 8 bits that no layer takes."""
@@ -159,8 +210,6 @@ class Load:
         count = math.prod(self._source.shape(scale))
         if count not in (1, layer.m):
             raise UnsupportedError(f"{scale}: expected a scale for each of {layer.m} rows, got {count}")
-        if name in self._names and self._module(self._names[name]) is None:
-            raise UnsupportedError(f"{name}: expected a linear layer for a weight of 8 bits, got none")
 
     def _check_shape(self, name: str, own: str) -> None:
         weight = self._source.weights.get(name)
@@ -172,6 +221,8 @@ class Load:
         if weight is not None and module is not None:
             wanted: tuple[int, ...] = sizes_of(module)
             got: tuple[int, ...] = (weight.m, weight.k)
+            if self._source.is_state and weight.k == wanted[1] + 8 and self._source.scales(name):
+                got = weight.m, wanted[1]  # it has the layer's padding to 16 columns
         else:
             wanted, got = tuple(self._wanted[own].shape), self._source.shape(name)
         if got != wanted:
@@ -198,15 +249,8 @@ class Load:
 
     def _layer_for(self, name: str, module: Any, options: Mapping[str, Any]) -> Sparse24Linear:
         """The layer of zeros that a weight is loaded into."""
-        source, scales = self._source, self._source.scales(name)
-        if not scales:
-            return sparse_like(module, options)
-        quantized = {
-            "dtype": DTYPE_OF[source.weights[name].element],
-            "scales": "tensor" if math.prod(source.shape(scales[SCALES[0]])) == 1 else "row",
-            "static_input": len(scales) > 1,
-        }
-        return sparse_like(module, {**quantized, **options}, kind=Sparse24QuantizedLinear)
+        shapes = {key: self._source.shape(one) for key, one in self._source.scales(name).items()}
+        return layer_like(module, self._source.weights[name], shapes, options)
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -224,6 +268,8 @@ class Load:
         for one in self._merged:
             for own, tensor in one.result(self._model, self._source.tensor).items():
                 self._fill_dense(own, tensor)
+        if self.dequantized:
+            LOAD.warning("quantized, but loaded dense: %s", ", ".join(families_of(self.dequantized)))
 
     def _fill_dense(self, own: str, tensor: Tensor) -> None:
         home, _, attribute = own.rpartition(".")
@@ -270,6 +316,28 @@ def sizes_of(module: Any) -> tuple[int, int]:
     return linear.out_features, linear.in_features + -linear.in_features % 8
 
 
+def scales_of(reader: ModelReader, weight: Layer) -> dict[str, str]:
+    """The names of a quantized 2:4 weight's scales in a checkpoint, by those in a layer."""
+    if DTYPE_OF[weight.element] not in LARGEST:
+        return {}
+    home = weight.name.removesuffix("weight")
+    return {key: home + key for key in SCALES if home + key in reader.tensors}
+
+
+def layer_like(
+    module: Any, stored: Layer, scales: Mapping[str, tuple[int, ...]], options: Mapping[str, Any]
+) -> Sparse24Linear:
+    """The layer of zeros for a stored weight. ``scales`` has the shapes of its scales by their names."""
+    if not scales:
+        return sparse_like(module, options)
+    quantized = {
+        "dtype": DTYPE_OF[stored.element],
+        "scales": "tensor" if math.prod(scales[SCALES[0]]) == 1 else "row",
+        "static_input": SCALES[1] in scales,
+    }
+    return sparse_like(module, {**quantized, **options}, kind=Sparse24QuantizedLinear)
+
+
 def sparse_like(module: Any, options: Mapping[str, Any], kind: Any = Sparse24Linear) -> Sparse24Linear:
     """A layer of zeros in place of an nn.Linear or a Conv1D, by default on its device and of its dtype."""
     linear = linear_of(module)
@@ -284,9 +352,8 @@ def in_order_of(layer: Sparse24Linear, tensors: Mapping[str, Tensor]) -> dict[st
     """A checkpoint's tensors of a layer, with their rows in the order that its activation wants."""
     if not is_gated(layer.activation):
         return dict(tensors)
-    return {
-        key: rows_of(one, row_order(layer.activation, len(one), one.device)) for key, one in tensors.items()
-    }
+    order = row_order(layer.activation, layer.out_features, torch.device("cpu"))
+    return rows_in_order(tensors, order, layer.out_features)
 
 
 def fuse_blocks(model: nn.Module, form: SavedForm, options: Mapping[str, Any]) -> None:

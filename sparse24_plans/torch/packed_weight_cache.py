@@ -54,7 +54,7 @@ def converted(
     Raises UnsupportedError in a CUDA-graph capture: run once before it, or pack the weight.
     """
     layout = plan.sku.layout
-    made_of = _state(weight) + (() if meta is None else _state(meta))
+    made_of = state_of(weight) + (() if meta is None else state_of(meta))
     copies = _kept.get(id(weight))
     if copies is None:
         copies = _kept[id(weight)] = {}
@@ -67,7 +67,8 @@ def converted(
     return packed
 
 
-def _state(tensor: torch.Tensor) -> tuple[int, ...]:
+def state_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where a tensor lies, and its version, which each write in place changes."""
     return tensor.data_ptr(), -1 if tensor.is_inference() else _version_of(tensor)
 
 

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..device.install import lock_across_forks
 from ..plan.launches import Caller
 from ..plan.preference import PlanPreference
-from ..weights.threads import lock_across_forks
 from .elements import plan_device, stream_getter
 
 MOST_FORMS = 4096

@@ -18,7 +18,7 @@ from ..vocab import MaskLayout
 from ..weights.packed_layouts import layout_of
 from .elements import canonical_weight, element_of, meta_view, packed_weight, stream_argument, weight_sizes
 from .library import define
-from .plan_cache import descriptor, select
+from .plan_cache import CheckedCall, descriptor, plans, select
 
 _ops: Any = torch.ops.sparse24
 
@@ -166,6 +166,78 @@ def _apply_mask(dense: Tensor, mask: Tensor) -> Tensor:
     return masked
 
 
+class _Quantize(CheckedCall):
+    """The plan that quantizes rows of one form."""
+
+    def __init__(self, rows: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: int) -> None:
+        m, k = rows.shape
+        elements = {"element": element_of(rows.dtype, "x"), "out_element": element_of(dtype, "dtype")}
+        fields = {"m": m, "k": k, **elements, "static_scale": scale is not None}
+        plan = select(prepare_plans.QuantizeSparse24Plan, rows, **fields)
+        self._columns, self._dtype, self._pads = columns, dtype, columns > k
+        quantized, scales = self._made(rows, scale)
+        args = prepare_args.QuantizeSparse24Args(rows, quantized[:, :k], scales.reshape(-1))
+        super().__init__(plan, plan.caller(args), rows.device)
+
+    def _made(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        outer, make = x.shape[:-1], x.new_zeros if self._pads else x.new_empty
+        quantized = make((*outer, self._columns), dtype=self._dtype)
+        return quantized, x.new_empty((*outer, 1), dtype=torch.float32) if scale is None else scale
+
+    def run(self, x: Tensor, rows: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x in 8 bits, and its scales or the given one. ``rows`` is x as a matrix."""
+        quantized, scales = self._made(x, scale)
+        self._launch((rows.data_ptr(), quantized.data_ptr(), scales.data_ptr()))
+        return quantized, scales
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
+    """x [..., K] in ``dtype``, padded with zeros to ``columns``, and its scales [..., 1] or the given one.
+
+    Raises InvalidProblemError, and UnsupportedError for a GPU without a kernel.
+    """
+    _check_quantize(x, dtype, scale, columns)
+    k = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), k)
+    if (k > 1 and rows.stride(1) != 1) or rows.stride(0) < k:
+        rows = rows.contiguous()
+    form = (_Quantize, rows.shape, rows.stride(), rows.dtype, rows.device, dtype, scale is None, columns)
+    found = plans.get(form)
+    if found is None:
+        found = plans.keep(form, _Quantize(rows, dtype, scale, columns))
+    made: tuple[Tensor, Tensor] = found.run(x, rows, scale)
+    return made
+
+
+def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
+    """The op's second result is empty if a scale is given, because it may not be an argument."""
+    quantized, scales = quantize_rows(x, dtype, scale, columns)
+    return quantized, scales if scale is None else scales.new_empty(0)
+
+
+def _check_quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: Any) -> None:
+    if not x.dim():
+        raise InvalidProblemError("x: expected [..., K], got a number")
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device):
+        raise InvalidProblemError(
+            f"scale: expected one float32 on {x.device}, got {scale.dtype} {list(scale.shape)} "
+            f"on {scale.device}"
+        )
+    if columns < x.shape[-1]:
+        raise InvalidProblemError(f"columns: expected at least {x.shape[-1]}, got {columns}")
+
+
+def _fake_quantize(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: Any
+) -> tuple[Tensor, Tensor]:
+    _check_quantize(x, dtype, scale, columns)
+    for kind, name in ((x.dtype, "x"), (dtype, "dtype")):
+        element_of(kind, name)
+    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    quantized = x.new_empty((*x.shape[:-1], columns), dtype=dtype)
+    return quantized, scales if scale is None else scales.new_empty(0)
+
+
 def kept_values(dense: Tensor, meta: Tensor) -> Tensor:
     """The values [M, K/2] of a dense matrix [M, K] at the positions that metadata names."""
     m, k = dense.shape
@@ -299,4 +371,9 @@ define(
     _fake_apply_mask,
     backward=_mask_backward,
     setup_context=_save_second,
+)
+define(
+    "quantize(Tensor x, ScalarType dtype, Tensor? scale, SymInt columns) -> (Tensor, Tensor)",
+    _quantize,
+    _fake_quantize,
 )

@@ -12,7 +12,10 @@ from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ScaleKind
 from ..weights import quantize as quantize_weights
 from .elements import DTYPE_OF, element_of
+from .gemm_dispatch import run, scaled_call
+from .library import only_dispatches
 from .linear import DTYPES, VALUES_KEY, Sparse24Linear, words_of
+from .prepare_ops import quantize_rows
 
 _ops: Any = torch.ops.sparse24
 LARGEST = {DTYPE_OF[element]: largest for element, largest in quantize_weights.LARGEST.items()}
@@ -50,7 +53,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
     """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4 in float8_e4m3fn or int8.
 
     W is ``weight_scale`` times what is stored. x is quantized to W's dtype at each call, with one scale for
-    each token, or with the given ``input_scale``; torch.compile makes that one pass. The product's sums are
+    each token, or with the given ``input_scale``, in one pass on CUDA. The product's sums are
     scaled and biased in float32. The result has x's dtype unless ``out_dtype`` is given. Scales and bias stay
     float32, and ``to`` changes the device alone. The ``state_dict`` has ``weight.values24`` and
     ``weight.meta24``, ``weight_scale`` (float32 [M, 1] or [1]), ``input_scale`` ([1], if it is given) and
@@ -96,8 +99,9 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             raise InvalidProblemError(f"scales: expected row or tensor, got {scales!r}")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype, **options)
         shape = (out_features, 1) if scales == "row" else (1,)
-        self.register_buffer(WEIGHT_SCALE, torch.ones(shape, device=device))
-        self.register_buffer(INPUT_SCALE, torch.ones(1, device=device) if static_input else None)
+        f32 = {"dtype": torch.float32, "device": device}
+        self.register_buffer(WEIGHT_SCALE, torch.ones(shape, **f32))
+        self.register_buffer(INPUT_SCALE, torch.ones(1, **f32) if static_input else None)
 
     @classmethod
     def from_linear(  # type: ignore[override]
@@ -148,6 +152,10 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         words = nn.functional.pad(meta.view(torch.int16), (0, columns), value=_PADDED_GROUP)
         wide = nn.functional.pad(values.view(torch.int8), (0, 4 * columns))
         return wide.view(values.dtype), words
+
+    def form(self) -> dict[str, Any]:
+        kind = "row" if self.weight_scale.dim() == 2 else "tensor"
+        return {"scales": kind, "static_input": self.input_scale is not None}
 
     def _scaled(self, dense: Tensor) -> Tensor:
         return dense.float() * self.weight_scale
@@ -205,24 +213,42 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         """
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(
-                "x: expected a tensor without gradients: a quantized layer has no backward"
+                "x: expected a tensor without gradients: a quantized layer has no backward; "
+                "call the model in torch.no_grad()"
             )
         if x.dtype not in DTYPES:
             raise InvalidProblemError(f"x: expected one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
-        dtype = self._weight.dtype
-        scale = scale_of(x, dtype) if self.input_scale is None else self.input_scale
-        rows = quantize(x, dtype, scale)
-        if self._padding:
-            rows = nn.functional.pad(rows.view(torch.int8), (0, self._padding)).view(dtype)
+        # The dispatcher would take as long as everything else that the host does.
+        alone = not torch.compiler.is_compiling() and only_dispatches(x, self._weight, bias)
+        rows, scale = self._quantized(x, alone)
         meta = None if self.metadata is None else words_of(self.metadata)
-        m, activation, out_dtype, wishes, k = self._direct_options
+        m, activation, out_dtype, wishes, *_, k = self._direct_options
         if rows.dim() and rows.shape[-1] != k:  # another K may fill as many tiles
             raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
-        y: Tensor = _ops.scaled_linear(
+        given = (
             rows, self._weight, meta, scale, self.weight_scale, bias, m, activation,
             out_dtype or x.dtype, wishes,
         )  # fmt: skip
+        y: Tensor = run(scaled_call(*given)) if alone else _ops.scaled_linear(*given)
         return y
+
+    def _quantized(self, x: Tensor, alone: bool = False) -> tuple[Tensor, Tensor]:
+        """x in 8 bits, padded like W, and its scales: by one kernel, or by operations that compile to one.
+
+        ``alone`` says that the dispatcher has nothing to do.
+        """
+        dtype, scale = self._weight.dtype, self.input_scale
+        if x.is_cuda and x.dim() and not torch.compiler.is_compiling():
+            if alone:
+                return quantize_rows(x, dtype, scale, x.shape[-1] + self._padding)
+            rows, scales = _ops.quantize(x, dtype, scale, x.shape[-1] + self._padding)
+            return rows, scales if scale is None else scale
+        if scale is None:
+            scale = scale_of(x, dtype)
+        rows = quantize(x, dtype, scale)
+        if self._padding:
+            rows = nn.functional.pad(rows.view(torch.int8), (0, self._padding)).view(dtype)
+        return rows, scale
 
     def _problem(self, n: int) -> dict[str, Any]:
         """The descriptor's fields for x in bfloat16."""

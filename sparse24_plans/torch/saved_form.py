@@ -20,27 +20,30 @@ from ..checkpoints.layers import SPARSE24, Layer
 from ..errors import InvalidProblemError, UnsupportedError
 from ..plan.preference import PlanPreference
 from ..vocab.model import Model
-from .activations import is_gated, row_order, rows_of
+from .activations import is_gated, row_order, rows_in_order
 from .elements import element_of
+from .experts import Sparse24Experts
 from .gated import Sparse24GatedMLP
-from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
+from .linear import META_KEY, VALUES_KEY, Sparse24Linear
+from .quantized_linear import SCALES, Sparse24QuantizedLinear
 
 Kind = TypeVar("Kind", bound=nn.Module)
 _SUFFIX = VALUES_KEY.removeprefix("weight")
+_KEYS = (VALUES_KEY, META_KEY, *SCALES, "bias")
 
 
 class SavedLayer(Model):
     """What a layer has besides its weight and bias. The fields are arguments of Sparse24Linear."""
 
     activation: str = "none"
-    out_dtype: Literal["float32"] | None = None
+    out_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     preference: PlanPreference = PlanPreference()
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of Sparse24Linear."""
-        wide = torch.float32 if self.out_dtype else None
-        return {"activation": self.activation, "out_dtype": wide, "preference": self.preference}
+        out_dtype = getattr(torch, self.out_dtype) if self.out_dtype else None
+        return {"activation": self.activation, "out_dtype": out_dtype, "preference": self.preference}
 
 
 class SavedForm(Model):
@@ -89,21 +92,24 @@ def saved_state(
     """The tensors of a checkpoint, and its compressed weights, by the names of the model's modules.
 
     ``state`` is the model's state_dict, if another than its own is to be saved. Raises InvalidProblemError
-    for tensors without data, UnsupportedError for weights of 8 bits and tensors cut over ranks.
+    for tensors without data, UnsupportedError for tensors cut over ranks and for 2:4 experts, which no
+    loader knows.
     """
+    for name, _ in modules_of(model, Sparse24Experts):
+        raise UnsupportedError(f"{name}: expected a module that can be saved, got a Sparse24Experts")
     tensors = dict(model.state_dict(destination=_PartsOnHost()) if state is None else state)
     for name, layer in modules_of(model, Sparse24Linear):
-        if is_gated(layer.activation):
-            for key in (VALUES_KEY, META_KEY, "bias"):
-                if (full := f"{name}.{key}") in tensors:
-                    order = row_order(layer.activation, layer.out_features, tensors[full].device)
-                    tensors[full] = rows_of(tensors[full], order.argsort())
+        own = {key: tensors[f"{name}.{key}"] for key in _KEYS if f"{name}.{key}" in tensors}
+        tensors |= {f"{name}.{key}": tensor for key, tensor in _as_stored(layer, own).items()}
     for name, block in modules_of(model, Sparse24GatedMLP):
-        for key in (VALUES_KEY, META_KEY, "bias"):
+        rows = block.gate_up_proj.out_features
+        for key in _KEYS:
             whole = tensors.pop(f"{name}.gate_up_proj.{key}", None)
             if whole is not None:
-                for part, rows in zip(block.parts, whole.chunk(len(block.parts)), strict=True):
-                    tensors[f"{name}.{part}.{key}"] = rows.clone()
+                count = len(block.parts)
+                shares = whole.chunk(count) if whole.shape[:1] == (rows,) else [whole] * count
+                for part, share in zip(block.parts, shares, strict=True):
+                    tensors[f"{name}.{part}.{key}"] = share.clone()
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise InvalidProblemError(f"{name}: expected a tensor with data, got one on the meta device")
@@ -112,8 +118,6 @@ def saved_state(
                 f"{name}: expected a tensor that is on one device, got one that is cut over ranks; save the "
                 "model's state_dict with torch.distributed.checkpoint"
             )
-        if name.endswith(VALUES_KEY) and tensor.dtype not in DTYPES:
-            raise UnsupportedError(f"{name}: expected float32, float16 or bfloat16, got {tensor.dtype}")
     turned = {f"{name}.weight" for name, layer in modules_of(model, Sparse24Linear) if layer.transposed}
     layers = []
     for key, values in tensors.items():
@@ -122,6 +126,19 @@ def saved_state(
             element = element_of(values.dtype, name)
             layers.append(Layer(name, m, 2 * half, element, (), transposed=name in turned))
     return tensors, layers
+
+
+def _as_stored(layer: Sparse24Linear, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A layer's tensors with their rows in the model's order, and without columns beyond the next eight."""
+    if isinstance(layer, Sparse24QuantizedLinear):
+        k = layer.in_features + -layer.in_features % 8
+        for key, columns in ((VALUES_KEY, k // 2), (META_KEY, k // 8)):
+            if key in own:
+                own[key] = own[key][:, :columns].contiguous()
+    if not is_gated(layer.activation):
+        return own
+    order = row_order(layer.activation, layer.out_features, torch.device("cpu")).argsort()
+    return rows_in_order(own, order, layer.out_features)
 
 
 class _PartsOnHost(OrderedDict[str, Tensor]):
@@ -137,9 +154,7 @@ class _PartsOnHost(OrderedDict[str, Tensor]):
 
 def _saved(layer: Sparse24Linear) -> SavedLayer:
     """What a layer has besides its weight. A dtype of results that is the weight's goes without saying."""
-    wide = layer.out_dtype == torch.float32 != layer.weight.dtype
-    return SavedLayer(
-        activation=layer.activation,
-        out_dtype="float32" if wide else None,
-        preference=layer.preference,
-    )
+    out_dtype: Any = None
+    if layer.out_dtype not in (None, layer.weight.dtype):
+        out_dtype = str(layer.out_dtype).removeprefix("torch.")
+    return SavedLayer(activation=layer.activation, out_dtype=out_dtype, preference=layer.preference)

@@ -262,15 +262,19 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         B: Tensor,  # noqa: N803 - PyTorch's name
         *,
         bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        beta: float = 1.0,
         should_transpose_dense: bool = False,
         **_: Any,
     ) -> Tensor:
-        """``self @ B``; with ``should_transpose_dense`` ``B @ self^T + bias``."""
-        self._check_mm(B, bias, -1 if should_transpose_dense else 0)
+        """``self @ B``; with ``should_transpose_dense`` ``B @ self^T + bias + beta * residual``."""
+        self._check_mm(B, bias if residual is None else residual, -1 if should_transpose_dense else 0)
         if should_transpose_dense:
             if self.packed is not None:
-                return in_dtype(_ops.linear(B, self.packed, self.meta, bias), self.dtype)
+                y = _ops.linear(B, self.packed, self.meta, bias, residual=residual, beta=beta)
+                return in_dtype(y, self.dtype)
             y = self._by_transpose(B)
+            y = y if residual is None else y + beta * residual
             return in_dtype(y if bias is None else y + bias, self.dtype)
         if bias is not None:
             raise UnsupportedError("bias: expected None where the sparse operand is the first, got a tensor")

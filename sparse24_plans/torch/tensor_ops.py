@@ -104,16 +104,18 @@ def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _addmm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    bias, first, second = args
-    if bias.ndim != 1:
-        raise UnsupportedError(
-            f"`SparseSemiStructuredTensor` matmul: only bias dim=1 supported. Shape={bias.shape}"
-        )
-    if isinstance(first, Sparse24Tensor) or isinstance(bias, Sparse24Tensor):
+    """``beta * added + first @ second``; a bias [M] is added as it is where beta is 1."""
+    added, first, second = args
+    if isinstance(first, Sparse24Tensor) or isinstance(added, Sparse24Tensor):
         raise UnsupportedError("`SparseSemiStructuredTensor` matmul: only operand B of `addmm` can be sparse")
-    if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
-        raise UnsupportedError(f"`SparseSemiStructuredTensor` addmm: expected alpha and beta 1, got {kwargs}")
-    return cast(Tensor, second.t()._mm(first, bias=bias, should_transpose_dense=True))
+    alpha, beta = (kwargs.get(name, 1) for name in ("alpha", "beta"))
+    if alpha != 1:
+        raise UnsupportedError(f"`SparseSemiStructuredTensor` addmm: expected alpha 1, got {alpha}")
+    options: dict[str, Any] = {"bias": added}
+    if added.ndim != 1 or beta != 1:
+        residual = added.expand(first.shape[0], second.shape[1]) if beta else None
+        options = {"residual": residual, "beta": float(beta)}
+    return cast(Tensor, second.t()._mm(first, should_transpose_dense=True, **options))
 
 
 def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:

@@ -199,8 +199,8 @@ class MathPrecision(_Word):
 class EpilogueKind(_Word):
     """The operation on ``alpha * acc``: an activation, with a bias or without.
 
-    GELU is the exact one, x*Phi(x); GELU_TANH is its tanh approximation. SWIGLU and GEGLU make one result of
-    two rows of W, silu(gate) * up and gelu(gate) * up: ``gated_rows``.
+    GELU is the exact one, x*Phi(x); GELU_TANH is its tanh approximation. RELU2 is the square of relu. SWIGLU,
+    GEGLU and GEGLU_TANH make one result of two rows of W, activation(gate) * up: ``gated_rows``.
     """
 
     IDENTITY = "identity"
@@ -208,15 +208,19 @@ class EpilogueKind(_Word):
     GELU = "gelu"
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    RELU2 = "relu2"
     SWIGLU = "swiglu"
     GEGLU = "geglu"
+    GEGLU_TANH = "geglu_tanh"
     BIAS = "bias"
     BIAS_RELU = "bias_relu"
     BIAS_GELU = "bias_gelu"
     BIAS_SILU = "bias_silu"
     BIAS_GELU_TANH = "bias_gelu_tanh"
+    BIAS_RELU2 = "bias_relu2"
     BIAS_SWIGLU = "bias_swiglu"
     BIAS_GEGLU = "bias_geglu"
+    BIAS_GEGLU_TANH = "bias_geglu_tanh"
 
     @property
     def has_bias(self) -> bool:
@@ -233,7 +237,7 @@ class EpilogueKind(_Word):
     @property
     def is_gated(self) -> bool:
         """Whether two rows of W make one result: an activated gate times the other row's value."""
-        return self.activation in (EpilogueKind.SWIGLU, EpilogueKind.GEGLU)
+        return self.activation in (EpilogueKind.SWIGLU, EpilogueKind.GEGLU, EpilogueKind.GEGLU_TANH)
 
 
 class GemmOp(_Word):
@@ -241,6 +245,13 @@ class GemmOp(_Word):
 
     FORWARD = "forward"
     DGRAD = "dgrad"
+
+
+class GroupTokens(_Word):
+    """How groups' tokens are given: ``offsets`` into sorted rows, or ``counts`` of rows in padded places."""
+
+    OFFSETS = "offsets"
+    COUNTS = "counts"
 
 
 class MatrixOrder(_Word):
@@ -269,6 +280,7 @@ class PrepareOp(_Word):
     UNPACK = "unpack"
     TILE_PRUNE = "tile_prune"
     MASK = "mask"
+    QUANTIZE = "quantize"
 
 
 class TileRule(_Word):
@@ -356,6 +368,7 @@ TILE64X64_PARTS_LAYOUT = "tile64x64_2xbf16_v1"
 CUSPARSELT_LAYOUT = "cusparselt_blob"  # gemm/backends/cusparselt.py
 DENSE_F32_LAYOUT = "dense_f32"  # weights/dense.py
 BLOCKS_LAYOUT = "blocks"  # blocksparse/layout.py
+DENSE_BLOCKS_LAYOUT = "dense_blocks"  # blocksparse/packed.py
 
 
 class OpCategory(_Word):
@@ -366,6 +379,7 @@ class OpCategory(_Word):
     COMPRESS = "compress"
     DECOMPRESS = "decompress"
     PACK = "pack"
+    QUANTIZE = "quantize"
     SOFTMAX = "softmax"
     ATTENTION = "attention"
     CONVOLUTION = "convolution"

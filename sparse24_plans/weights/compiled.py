@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..device.install import importing, lock_across_forks
 from ..device.log import COMPILE
 from .groups import Scratch
-from .threads import lock_across_forks
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -28,8 +28,8 @@ OLDEST = (0, 62)
 
 
 def _numba() -> Any:
-    import numba
-
+    with importing("numba"):
+        import numba
     return numba
 
 

@@ -9,21 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import copy_context
-from threading import Lock, RLock, Thread
-from typing import Any, TypeVar
+from threading import Lock, Thread
+from typing import TypeVar
 
 T = TypeVar("T")
 
 _MOST = 16
 """Most threads of a call. Beyond, memory bandwidth is the limit."""
-
-
-def lock_across_forks() -> Any:
-    """A lock for a module. A fork waits until no other thread holds it, so that a child finds it free."""
-    lock = RLock()
-    if hasattr(os, "register_at_fork"):  # not every system forks
-        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
-    return lock
 
 
 def cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks import fit
-from sparse24_plans.blocksparse.schedules import blocks_wgmma
+from benchmarks.measure_schedules import packed_cells
+from sparse24_plans import BlockSparseLayout, BlockSparseMatmulDescriptor, BlockSparseShape
+from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_for
 from sparse24_plans.plan.schedule_choice import FOLDER, constants, fastest, invariant_split
@@ -94,3 +97,62 @@ def test_no_model_is_without_constants():
     for name in FILE:
         assert constants(name)
     assert Path(fit.SCHEDULES / fit.file_of(GPU, "times")).exists()
+
+
+def made_times(seed: int) -> list[dict]:
+    """Lines of measured packed operands whose times follow the models exactly."""
+    lines = []
+    for cell in itertools.islice(packed_cells(seed), 60):
+        desc = BlockSparseMatmulDescriptor(
+            op=cell.op,
+            layout=BlockSparseLayout(cell.bitmap()[None], cell.block),
+            n=cell.n,
+            element="bf16",
+            trans_a=cell.trans_a,
+            trans_b=cell.trans_b,
+            packed=True,
+        )
+        us = packed.Model(3.0, 2.0, (0.2, 2e-5, 3e-9, 5e-8, 3e-7, 1.0)).microseconds(packed.blocks_work(desc))
+        dense = packed.Model(4.0, 4.0, (2.7e-7, 1e-7, 2.8e-9)).microseconds(packed.dense_work(desc))
+        dense *= packed.unaligned_factor(desc)
+        about = {"blocks": desc.layout.blocks, "longest_panel": desc.longest_panel}
+        lines.append({**cell.fields, **about, "us": us + packed.pre_pass_us(desc), "dense_us": dense})
+    return lines
+
+
+def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch):
+    lines = made_times(3)
+    monkeypatch.setattr(fit, "lines_of", lambda gpu, family: lines)
+    names = {packed.DENSE, *(model for model in fit.PACKED_MODELS if "_128" in model)}
+    assert sum(len(fit.packed_problems(name, GPU)) for name in names if name != packed.DENSE) > 5
+    for name in names:
+        found = fit.packed_entry(name, GPU)
+        terms = packed.DENSE_TERMS if name == packed.DENSE else packed.TERMS
+        assert set(found["constants"]) == {"launch", "exponent", *terms}
+        assert found["measured"]["file"] == "h200-packed-times.jsonl"
+        assert found["measured"]["error"]["mean"] < 0.03
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("op", ["dsd", "dds"])
+def test_more_blocks_never_make_kept_blocks_the_choice_again(op, block):
+    every = (4096 // block) ** 2
+    for n in (1, 64, 504, 4096):
+        wins = [
+            packed.packed_dense_wins(
+                BlockSparseMatmulDescriptor(
+                    op=op,
+                    layout=BlockSparseShape(
+                        heads=1, rows=4096, cols=4096, block=block, blocks=every * part // 20
+                    ),
+                    n=n,
+                    element="bf16",
+                    packed=True,
+                )
+            )
+            is not None
+            for part in range(1, 21)
+        ]
+        assert wins == sorted(wins), n
+        assert wins[-1] or block == 128
+        assert not wins[0]

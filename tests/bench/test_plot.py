@@ -39,11 +39,17 @@ def test_what_select_chooses_is_drawn_last(axes):
     assert list(last.get_ydata()) == list(plot.speedups(record("h200.json"), "auto").values())
 
 
-def test_dense_and_the_limit_by_bandwidth_are_marked(axes):
-    marked = {text.get_text(): text.get_position()[1] for text in axes.texts}
-    assert {"dense cuBLAS", "limit by memory bandwidth, for few tokens"} == marked.keys()
-    assert abs(marked["dense cuBLAS"] - 1) < 0.05
-    assert abs(marked["limit by memory bandwidth, for few tokens"] - 16 / 9) < 0.05
+def test_dense_and_the_ratio_of_bytes_are_marked(axes):
+    dense, fewer = sorted(axes.texts, key=lambda text: text.get_position()[1])
+    assert dense.get_text() == "dense cuBLAS"
+    assert "1.78 times fewer bytes of W" in fewer.get_text()
+    assert abs(dense.get_position()[1] - 1) < 0.05
+    assert abs(fewer.get_position()[1] - 16 / 9) < 0.05
+
+
+def test_the_legend_hides_nothing(axes):
+    axes.figure.draw_without_rendering()
+    assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_the_committed_plot_is_of_the_record(tmp_path):

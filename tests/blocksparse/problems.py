@@ -66,7 +66,9 @@ class Operands:
 
 def random_operands(desc: Any, layout: BlockSparseLayout, rng: np.random.Generator) -> Operands:
     made = {
-        one.name: random_values(rng, one.shape, one.element) for one in desc.operands() if one.role is Role.IN
+        one.name: random_values(rng, one.shape, one.element)
+        for one in desc.operands()
+        if one.role in (Role.IN, Role.PACKED)
     }
     for name in ("key_padding_mask", "attn_mask"):
         if name in made:

@@ -31,8 +31,8 @@ PlanOf = Callable[..., BlockSparseMatmulPlan]
 
 TURNS = [(False, False), (False, True), (True, False), (True, True)]
 WITH_BIAS = tuple(name for name in EPILOGUES if name != "identity")
-EDGES_OF_TILES = (8, 56, 64, 72, 128, 136, 248, 256, 264, 520, 1040)
-"""n: multiples of 8, round the tokens of every tile."""
+EDGES_OF_TILES = (1, 7, 8, 56, 63, 64, 65, 72, 128, 136, 248, 255, 256, 264, 333, 520, 1040)
+"""n: round the tokens of every tile; rows of n begin at multiples of 16 bytes, or do not."""
 
 gpu = pytest.mark.gpu
 every_turn = pytest.mark.parametrize("turned", TURNS)
@@ -84,9 +84,11 @@ def lines_of_many_words(plan_of: PlanOf, op: str, block: int, density: float) ->
     random_check(plan_of, BlockSparseLayout(kept, block), op=op, n=40, batch=1)
 
 
-def any_n_for_dds(plan_of: PlanOf) -> None:
+def any_n_with_every_result(plan_of: PlanOf, op: str) -> None:
     for n in (1, 7, 65, 333):
-        random_check(plan_of, random_layout(block=64), op="dds", n=n)
+        for out in results_of("f16"):
+            layout = random_layout(heads=2, block=64)
+            random_check(plan_of, layout, op=op, n=n, element="f16", out_element=out, trans_a=op == "dds")
 
 
 def epilogues(plan_of: PlanOf, op: str, epilogue: str, element: str) -> None:

@@ -45,17 +45,18 @@ def test_what_is_chosen():
     assert chosen(op="dds", n=4097, element="f16") == "blocks_wgmma_sp"
     assert chosen(layout=SHAPE.model_copy(update={"block": 64})) == "blocks_wgmma_sp"
     assert chosen(inner="dense") == "blocks_wgmma"
-    assert chosen(n=4097) is None  # rows that the copy engine can't take
+    assert chosen(n=4097) == "blocks_wgmma_sp"
+    assert chosen(n=4097, preference={"max_workspace_bytes": 1 << 20}) is None
     older = H200.model_copy(update={"compute_capability": (8, 0)})
     assert chosen(device=older) is None
 
 
 def test_why_not():
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16", inner="sparse24")
-    with pytest.raises(UnsupportedError, match=r"needs rows of b in multiples of 16 bytes, got n = 4097"):
-        BlockSparseMatmulPlan.compile(desc, device=H200)
+    with pytest.raises(UnsupportedError, match=r"blocks_wgmma_sp: needs a workspace of 33619968 bytes"):
+        BlockSparseMatmulPlan.compile(desc, device=H200, preference={"max_workspace_bytes": 0})
     with pytest.raises(UnsupportedError, match=r"inflate_cublas.*: does not serve inner sparse24"):
-        BlockSparseMatmulPlan.compile(desc, device=H200)
+        BlockSparseMatmulPlan.compile(desc, device=H200, preference={"prefer_backend": "inflate_cublas"})
 
 
 @pytest.mark.parametrize(("rows", "cols", "batch"), [(4096, 4096, 1), (8192, 8192, 1), (4096, 14336, 3)])
@@ -122,8 +123,9 @@ def test_lines_of_many_words(block, density):
 
 
 @gpu
-def test_any_n_for_dds():
-    shared.any_n_for_dds(plan_of)
+@pytest.mark.parametrize("op", OPS)
+def test_any_n_with_every_result(op):
+    shared.any_n_with_every_result(plan_of, op)
 
 
 @gpu

@@ -15,7 +15,6 @@ from sparse24_plans import (
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
     InvalidProblemError,
-    UnsupportedError,
 )
 from sparse24_plans.arithmetic.fma32 import fma_f32
 
@@ -85,20 +84,13 @@ def test_every_size_of_blocks(row, op, block):
 
 @every_row
 @pytest.mark.parametrize("op", ["dsd", "dds"])
-@pytest.mark.parametrize("epilogue", ["bias", "bias_relu", "bias_gelu", "bias_silu"])
+@pytest.mark.parametrize("epilogue", ["bias", "bias_relu", "bias_gelu", "bias_silu", "bias_gelu_tanh"])
 @pytest.mark.parametrize("element", ["f16", "s8"])
 def test_epilogues(row, op, epilogue, element):
     for out in results_of(element):
         random_check(
             row, random_layout(), op=op, epilogue=epilogue, element=element, out_element=out, alpha=0.01
         )
-
-
-def test_the_tanh_approximation_is_blas_alone():
-    random_check("host_blas", random_layout(), op="dsd", epilogue="bias_gelu_tanh")
-    desc = plan_of("host_blas", op="dsd", layout=random_layout(), epilogue="bias_gelu_tanh").descriptor
-    with pytest.raises(UnsupportedError, match="host_strict: does not serve epilogue bias_gelu_tanh"):
-        BlockSparseMatmulPlan.select(desc, device="host", preference=STRICT)
 
 
 @every_row

@@ -66,8 +66,11 @@ def test_what_is_chosen():
     most = SHAPE.model_copy(update={"blocks": 2800})
     assert chosen(element="f32", layout=most) == "inflate_cublas"
     assert chosen(element="f32", layout=most, preference=EXACT) == "blocks_strict_any"
-    assert chosen(n=4097) == "inflate_cublas"  # rows that the copy engine can't take
-    assert chosen(op="dds", n=4097) == "blocks_wgmma"
+    for op in OPS:
+        for n in (1, 63, 4097):
+            assert chosen(op=op, n=n) == "blocks_wgmma"
+            assert chosen(op=op, n=n, preference={"require": {"batch_invariant": True}}) == "blocks_wgmma"
+    assert chosen(n=4097, preference={"max_workspace_bytes": 1 << 20}) == "blocks_strict_any"
     assert chosen(op="sdd") == "blocks_wgmma"
     small = SHAPE.model_copy(update={"block": 32})
     assert chosen(op="sdd", layout=small) == "blocks_wgmma"
@@ -134,8 +137,8 @@ def test_sums_of_s8_that_may_exceed_int32():
 
 
 def test_why_not():
-    desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16")
-    with pytest.raises(UnsupportedError, match=r"needs rows of b in multiples of 16 bytes, got n = 4097"):
+    desc = BlockSparseMatmulDescriptor(op="sdd", layout=SHAPE, n=4097, element="s8", trans_a=True)
+    with pytest.raises(UnsupportedError, match=r"needs rows of a in multiples of 16 bytes, got n = 4097"):
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"prefer_backend": "blocks_wgmma"})
     small = SHAPE.model_copy(update={"block": 16})
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=small, n=4096, element="s8")
@@ -188,8 +191,9 @@ def test_lines_of_many_words(block, density):
 
 
 @gpu
-def test_any_n_for_dds():
-    shared.any_n_for_dds(wgmma)
+@pytest.mark.parametrize("op", OPS)
+def test_any_n_with_every_result(op):
+    shared.any_n_with_every_result(wgmma, op)
 
 
 @gpu
@@ -216,7 +220,7 @@ def test_8_bits_on_tensor_cores(element, block, op):
             random_check(wgmma, layout, n=96, out_element=out, alpha=alpha, **fields)
     for epilogue in () if op == "sdd" else shared.WITH_BIAS:
         random_check(wgmma, layout, n=96, epilogue=epilogue, alpha=0.01, **fields)
-    for n in (16, 64, 80, 128, 144, 256, 272, 528, 1040):
+    for n in (1, 7, 16, 63, 64, 80, 128, 144, 256, 272, 333, 528, 1040):
         random_check(wgmma, layout, n=n, **fields)
 
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from sparse24_plans import BlockSparseLayout, BlockSparseTables, InvalidProblemError
+from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseMatmulArgs,
+    BlockSparseMatmulDescriptor,
+    BlockSparseMatmulPlan,
+    BlockSparseTables,
+    InvalidProblemError,
+    UnsupportedError,
+)
 from sparse24_plans.blocksparse.lookup_tables import LookUp
 
 from .sample_layouts import EDGES, layouts, random_layout
@@ -191,3 +200,131 @@ def test_tables_are_made_in_less_than_a_millisecond():
         tables.update(layout)
         times.append(time.perf_counter() - begin)
     assert min(times) < 1e-3
+
+
+# On a GPU -----------------------------------------------------------------------------------------
+
+
+def plan_for(layout: BlockSparseLayout, device: int | str) -> BlockSparseMatmulPlan:
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=8, element="bf16")
+    return BlockSparseMatmulPlan.select(desc, device=device)
+
+
+def masks(layout: BlockSparseLayout) -> Iterator[BlockSparseLayout]:
+    """The layout, and others of its shape."""
+    yield layout
+    for seed in range(3):
+        kept = np.random.default_rng(seed).permutation(layout.bitmap.reshape(-1)).reshape(layout.bitmap.shape)
+        yield BlockSparseLayout(kept, layout.shape.block)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "rows", "cols", "density"),
+    [
+        (1, 1, 1, 1.0),
+        (1, 7, 70, 0.3),
+        (3, 33, 5, 0.5),
+        (16, 128, 128, 0.1),
+        (2, 64, 200, 0.9),
+        (5, 9, 9, 0.0),
+    ],
+)
+def test_tables_made_on_a_gpu_are_the_hosts(block, heads, rows, cols, density):
+    import cupy
+
+    first = random_layout(seed=1, heads=heads, rows=rows, cols=cols, block=block, density=density)
+    plan = plan_for(first, 0)
+    tables = plan.pack(first)
+    for layout in masks(first):
+        plan.update(tables, cupy.asarray(layout.bitmap.view(np.uint8)))
+        assert tables.is_behind
+        for ours, theirs in zip(tables.lookup, BlockSparseTables(layout).lookup, strict=True):
+            assert np.array_equal(ours, theirs)
+        assert not tables.is_behind
+        assert np.array_equal(copy.deepcopy(tables).lookup.rows, tables.lookup.rows)
+
+
+@pytest.mark.gpu
+def test_tables_made_on_a_gpu_are_captured_and_products_follow():
+    import cupy
+
+    first = random_layout(seed=6, heads=2, rows=6, cols=8, block=64, density=0.4)
+    plan = plan_for(first, 0)
+    tables, one = plan.pack(first), first.shape
+    bitmap = cupy.asarray(first.bitmap.view(np.uint8))
+    values = cupy.ones((1, one.blocks, 64, 64), np.uint16)  # the bits of tiny numbers: only places count
+    x, y = cupy.full((1, 2, one.cols, 8), 0x3F80, np.uint16), cupy.empty((1, 2, one.rows, 8), np.uint16)
+    values[...] = 0x3F80
+    bound = plan.bind(BlockSparseMatmulArgs(layout=tables, a=values, b=x, c=y))
+    plan.update(tables, bitmap)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    stream.begin_capture()
+    plan.update(tables, bitmap, stream=stream)
+    bound.launch(stream=stream)
+    graph = stream.end_capture()
+    for layout in masks(first):
+        bitmap.set(layout.bitmap.view(np.uint8))
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        counts = 64.0 * layout.bitmap.sum(2).repeat(64, axis=1)
+        got = (y.get().astype(np.uint32) << 16).view(np.float32)
+        assert np.array_equal(got[0], np.broadcast_to(counts[:, :, None], got[0].shape))
+        assert np.array_equal(tables.lookup.columns, BlockSparseTables(layout).lookup.columns)
+        assert tables.is_behind  # as the next replay does not say so
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [0, 1])
+def test_another_number_of_blocks_leaves_none(kept):
+    import cupy
+
+    first = random_layout(seed=1, heads=3, rows=5, cols=7, block=128, density=0.4)
+    plan = plan_for(first, 0)
+    tables = plan.pack(first)
+    plan.update(tables, cupy.full(first.bitmap.shape, kept, np.uint8))
+    found = tables.lookup
+    for name in (
+        "row_pointers",
+        "row_bits",
+        "column_bits",
+        "row_panel_columns",
+        "columns",
+        "rows",
+        "column_order",
+    ):
+        assert not getattr(found, name).any()
+    assert (found.group_rows == -1).all()
+
+
+@pytest.mark.gpu
+def test_what_a_gpu_makes_no_tables_of():
+    import cupy
+
+    first = random_layout(heads=2, block=64)
+    plan = plan_for(first, 0)
+    tables, bitmap = plan.pack(first), cupy.asarray(first.bitmap.view(np.uint8))
+    with pytest.raises(InvalidProblemError, match="bitmap: expected shape"):
+        plan.update(tables, bitmap[:, :1])
+    with pytest.raises(InvalidProblemError, match="bitmap: expected memory on cuda:0, got host"):
+        plan.update(tables, first.bitmap.view(np.uint8))
+    with pytest.raises(InvalidProblemError, match="tables: expected tables on cuda:0, got host"):
+        plan.update(BlockSparseTables(first), bitmap)
+    small = random_layout(heads=2, block=32)
+    plan = plan_for(small, 0)
+    with pytest.raises(UnsupportedError, match="expected blocks of 64 or 128, got 32; call update"):
+        plan.update(plan.pack(small), cupy.asarray(small.bitmap.view(np.uint8)))
+
+
+def test_a_host_plan_updates_tables_by_their_own_call():
+    layout = random_layout(block=64)
+    plan = plan_for(layout, "host")
+    with pytest.raises(
+        UnsupportedError, match=r"expected one of a GPU, got one of the host; call tables\.update"
+    ):
+        plan.update(plan.pack(layout), layout.bitmap.view(np.uint8))
+    with pytest.raises(InvalidProblemError, match="layout: expected BlockSparseTables"):
+        plan.update(layout, layout.bitmap.view(np.uint8))

@@ -103,7 +103,7 @@ def test_help_fits_80_columns_and_offers_only_what_is_served(monkeypatch, comman
     served = {element.value for row in ENTRIES for element in row.elements}
     unserved = {kind.value for kind in ElementKind} - served - {"i32"}  # i32 is a type of results
     unserved |= set(backends()) - {row.backend for row in ENTRIES}
-    assert not words & (unserved - {"prune", "decompress", "pack"})  # which are English, too
+    assert not words & (unserved - {"prune", "decompress", "pack", "quantize"})  # which are English, too
     for option in ("--backend NAME", "--element TYPE"):
         if option in text:
             offered = said(text.partition(option)[2]).partition("One of ")[2].partition(".")[0].split(", ")

@@ -45,6 +45,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "s8 sums": {"element": "s8", "out_element": "i32"},
     "fp8": {"element": "fp8_e4m3", "out_element": "bf16", "scale_x": "row", "scale_w": "row", "alpha": 0.25},
     "bf16 backward": {"element": "bf16", "op": "dgrad"},
+    "bf16 and C": {"element": "bf16", "epilogue": "bias_gelu_tanh", "beta": 0.5},
+    "f16 and C in columns": {"element": "f16", "y_order": "column", "beta": -1.0, "c_element": "f32"},
+    "f32 and C": {"element": "f32", "beta": 1.0},
 }
 REQUIRED: dict[str, dict[str, Any]] = {
     "any": {},
@@ -52,7 +55,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "strict": {"require": {"bit_stable_across_hardware": True}},
     "mma_sp": {"prefer_backend": "mma_sp"},
 }
-ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated"
+ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated", "bf16 and C"
 SERVED = [
     *((kind, required) for kind in TYPES for required in ("any", "invariant")),
     *(
@@ -208,3 +211,25 @@ def test_tables_choose_as_select_does(c, tmp_path, named_cubins):
     problem = random_problem(seed, 2500)
     ns = {1, 2500, *(seed.randrange(1, 2501) for _ in range(300))}
     assert differences(c, problem, ns, tmp_path / "plans") == [], f"seed {number}"
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"), [((0, 0), False), ((0, 16), True), ((32, 0), True), ((1 << 40, 16), False)]
+)
+def test_c_may_be_y_if_it_lies_alike(c, tmp_path, named_cubins, change, refused):
+    """``change`` is how C differs from Y: in bytes of the address, and elements of the stride."""
+    descriptor = GemmSparse24Descriptor(n=8, m=64, k=64, element="bf16", beta=1.0)
+    export_plans({"product": descriptor}, tmp_path, device="h200")
+    opened = c.open(tmp_path)
+    found = c.find(opened, "product", 8)
+    plan = plan_of(descriptor).select(descriptor, preference={"exportable": True}, device=H200)
+    _, given = random_operands(plan, random.Random(0))
+    names = c.names(found)
+    address, stride = given[names.index("y")]
+    given[names.index("c")] = address + change[0], stride + change[1]
+    if refused:
+        with pytest.raises(RefusedError, match="y: expected memory apart from c, got an overlap"):
+            c.check(found, given, 1 << 61, plan.workspace_size())
+    else:
+        c.check(found, given, 1 << 61, plan.workspace_size())
+    c.library.s24_close(opened)

@@ -35,6 +35,7 @@ SHAPE = BlockSparseShape(heads=2, rows=128, cols=128, block=64, blocks=5)
 PROBLEMS = {
     "bf16": GemmSparse24Descriptor(n=40, m=128, k=256, element="bf16"),
     "gated": GemmSparse24Descriptor(n=40, m=128, k=256, element="f16", epilogue="bias_swiglu"),
+    "with C": GemmSparse24Descriptor(n=40, m=128, k=256, element="bf16", beta=0.5),
     "columns": GemmSparse24Descriptor(n=40, m=128, k=256, element="bf16", x_order="column", y_order="column"),
     "f32": GemmSparse24Descriptor(n=7, m=64, k=512, element="f32", epilogue="bias"),
     "three narrow rows": GemmSparse24Descriptor(n=3, m=16, k=32, element="bf16"),

@@ -19,6 +19,7 @@ from sparse24_plans import (
     MisalignedOperandError,
     PackSparse24Descriptor,
     PlanPreference,
+    QuantizeSparse24Descriptor,
     Sparse24Error,
     Sparse24Weight,
     TilePruneSparse24Descriptor,
@@ -27,12 +28,13 @@ from sparse24_plans import (
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.packing import pack
 
+from ..gemm.grouped_cases import grouped_case
 from ..plan.cases import equal, matrix, parts_of
-from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers
+from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers, quantized_rows
 from ..prepare.prepare_cases import PrepareCase
 from ..support import POISON, Case, Data, case_of, reference, same_bits
 from .check_blocks import check_block_problem
-from .problems import BlockProblem, Preparation, Problem, Product
+from .problems import BlockProblem, GroupedProduct, Preparation, Problem, Product
 
 
 def check(problem: Problem, device: int | str) -> bool:
@@ -41,6 +43,8 @@ def check(problem: Problem, device: int | str) -> bool:
         return check_block_problem(problem, device)
     if isinstance(problem, Preparation):
         return _check_preparation(problem, device)
+    if isinstance(problem, GroupedProduct):
+        return _check_grouped(problem, device)
     return _check_product(problem, device)
 
 
@@ -58,20 +62,35 @@ def _check_product(problem: Product, device: int | str) -> bool:
         assert device != "host" or preference != PlanPreference(), "the host serves every product"
         return False
     data = problem.data()
-    case = case_of(plan, data, problem.pads, problem.offsets)
+    case = case_of(plan, data, problem.pads, problem.offsets, in_place=problem.in_place)
     verdict = plan.can_implement(case.args)
     if not verdict:
         _check_refusal(problem, case, verdict.error)
-        return _check_product(replace(problem, pads=(0, 0), offsets=(0, 0)), device)
+        return _check_product(replace(problem, pads=(0, 0, 0), offsets=(0, 0, 0)), device)
     got = case.run().copy()
     _check_numbers(case, got)
     _check_inputs(case, data)
     if plan.guarantee.deterministic:
-        _check_the_same_again(case, got)
+        _check_the_same_again(case, got, data.c if problem.in_place else None)
     if plan.guarantee.batch_invariant and problem.rows:
         _check_rows(problem, device, data, got, plan.sku.backend)
     if plan.guarantee.arithmetic is not None:
         _check_replay(plan, data, got)
+    return True
+
+
+def _check_grouped(problem: GroupedProduct, device: int | str) -> bool:
+    try:
+        plan = GemmSparse24Plan.select(problem.desc, device=device, preference=problem.preference)
+    except UnsupportedError:
+        assert device != "host" or problem.preference != PlanPreference(), "the host serves every product"
+        return False
+    case = grouped_case(plan, problem.tokens, problem.data_seed, problem.pad)
+    got = case.run().copy()
+    if not case.has_shared_rows():
+        case.check(got)
+        if plan.guarantee.deterministic:
+            assert same_bits(case.run(), got), "other bits in a second run"
     return True
 
 
@@ -90,7 +109,7 @@ def _check_numbers(case: Case, got: np.ndarray) -> None:
     A library that scales partial sums by alpha before it adds them may give NaN where alpha times the sum is
     beyond float32: docs/guarantees.md. So may a gate that is Inf, or what it lets through.
     """
-    exact, tolerance = reference(case.plan, case.x, case.dense, case.bias, case.scale)
+    exact, tolerance = reference(case.plan, case.x, case.dense, case.bias, case.scale, case.c)
     out, wide = case.plan.descriptor.out_element, got.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         right = np.abs(wide - exact) <= tolerance
@@ -118,15 +137,19 @@ def largest_of(element: ElementKind) -> float:
 
 
 def _check_inputs(case: Case, data: Data) -> None:
-    given = [value for value in (data.x, data.bias, data.scale_x, data.scale_w) if value is not None]
-    for operand, value in zip(case.inputs, given, strict=True):
+    values = data.x, data.bias, data.scale_x, data.scale_w, data.c
+    given = [value for value in values if value is not None]
+    for operand, value in zip(case.inputs, given[: len(case.inputs)], strict=True):  # c may be y
         assert same_bits(operand.numpy().copy(order="C"), np.ascontiguousarray(value)), "an input was written"
 
 
-def _check_the_same_again(case: Case, got: np.ndarray) -> None:
-    """Through a bound plan, onto poison."""
+def _check_the_same_again(case: Case, got: np.ndarray, c: np.ndarray | None) -> None:
+    """Through a bound plan, onto poison, or onto C."""
     bits = case.result.view.bits()
-    bits[...] = bits.dtype.type(POISON * (2 ** (8 * bits.itemsize) - 1) // 0xFF)
+    if c is not None:
+        case.result.fill(c)
+    else:
+        bits[...] = bits.dtype.type(POISON * (2 ** (8 * bits.itemsize) - 1) // 0xFF)
     case.plan.bind(case.args, workspace=case.workspace and case.workspace.view).launch()
     again = case.fetch()
     assert same_bits(np.ascontiguousarray(again), np.ascontiguousarray(got)), "other bits in a second run"
@@ -135,14 +158,17 @@ def _check_the_same_again(case: Case, got: np.ndarray) -> None:
 def _check_replay(plan: GemmSparse24Plan, data: Data, got: np.ndarray) -> None:
     """Some results have the bits that the plan's arithmetic gives on the host."""
     desc = plan.descriptor
-    x, result = (
+    x, result, c = (
         np.asfortranarray(values) if order == "column" else np.ascontiguousarray(values)
-        for values, order in ((data.x, desc.x_order), (got, desc.y_order))
+        for values, order in ((data.x, desc.x_order), (got, desc.y_order), (data.c, desc.y_order))
     )
     weight = Sparse24Weight.prune_compress(data.dense)
     if desc.op == "forward":
         found = plan.replay(
-            GemmSparse24Args(weight, x, result, data.bias, data.scale_x, data.scale_w), _REPLAYED
+            GemmSparse24Args(
+                weight, x, result, data.bias, data.scale_x, data.scale_w, None if data.c is None else c
+            ),
+            _REPLAYED,
         )
     else:
         found = plan.replay(DgradSparse24Args(weight, x, result), _REPLAYED)
@@ -159,6 +185,7 @@ def _check_rows(problem: Product, device: int | str, data: Data, got: np.ndarray
     scale_x = data.scale_x
     if problem.desc.scale_x == "row":
         scale_x = data.scale_x[rows]
+    c = None if data.c is None else np.ascontiguousarray(data.c[rows])
     desc = problem.desc.model_copy(update={"n": len(rows)})
     require = problem.preference.require
     wanted = problem.preference.model_copy(
@@ -170,7 +197,7 @@ def _check_rows(problem: Product, device: int | str, data: Data, got: np.ndarray
         plan = GemmSparse24Plan.select(desc, device=device, preference=wanted)
     except UnsupportedError:
         return  # a backend that was asked for may not serve this n
-    part = case_of(plan, replace(data, x=np.ascontiguousarray(data.x[rows]), scale_x=scale_x))
+    part = case_of(plan, replace(data, x=np.ascontiguousarray(data.x[rows]), scale_x=scale_x, c=c))
     try:
         found = part.run()
     except MisalignedOperandError:
@@ -219,6 +246,9 @@ def _check_report(case: PrepareCase, wrong: np.ndarray) -> None:
 def _inputs(problem: Preparation) -> dict[str, np.ndarray]:
     """Bits of what is read: of a compressed weight sound ones, of all else any."""
     rng, desc = np.random.default_rng(problem.data_seed), problem.desc
+    if isinstance(desc, QuantizeSparse24Descriptor):
+        read = [one for one in desc.operands() if one.role is not Role.OUT]
+        return {one.name: matrix(rng, one.shape, one.element, problem.mood) for one in read}
     dense = matrix(rng, (desc.m, desc.k), desc.element, problem.mood)
     weight = Sparse24Weight.prune_compress(dense, element=desc.element)
     if isinstance(desc, CompressSparse24Descriptor) and rng.random() < 0.7:
@@ -248,6 +278,10 @@ def _model(
         return {"dense": weight.decompress().view(desc.element.bits_dtype)}, None
     if isinstance(desc, PackSparse24Descriptor):
         return {}, None  # packing: tests/weights; both ways: _check_preparation
+    if isinstance(desc, QuantizeSparse24Descriptor):
+        given = float(inputs["scale"].view(np.float32)[0]) if desc.static_scale else None
+        codes, scales = quantized_rows(inputs["x"].view(desc.element.dtype), desc.out_element, given)
+        return {"quantized": codes, "scale": scales.view(np.uint32)}, None
     dense = inputs["dense"]
     if isinstance(desc, MaskSparse24Descriptor):
         keep = np.unpackbits(inputs["mask"], axis=-1, bitorder="little").astype(bool)

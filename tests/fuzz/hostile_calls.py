@@ -27,6 +27,7 @@ from sparse24_plans import (
     GemmSparse24Plan,
     GuaranteeRequirement,
     MaskSparse24Descriptor,
+    PackedBlocks,
     PackedWeight,
     PlanPreference,
     RecordedRun,
@@ -139,6 +140,11 @@ _call(
     abs_sum=np.ones(3),
     out=ElementKind.F32,
     alpha=1.0,
+    epilogue="relu",
+    beta=0.5,
+    c=np.ones(3),
+    relu_threshold=0.5,
+    relu_upper_bound=6.0,
 )
 _call(
     "PrecisionGuarantee.softmax_tolerance",
@@ -434,6 +440,26 @@ _call(
 _call("BlockSparseTables", BlockSparseTables, layout=LAYOUT)
 _MATMUL = BlockSparseMatmulDescriptor(op="dsd", layout=LAYOUT, n=4, element="f32")
 _call("BlockSparseMatmulPlan.pack", select(_MATMUL, "host").pack, layout=LAYOUT)
+_PACKING = select(_MATMUL.model_copy(update={"packed": True}), "host")
+_VALUES = np.zeros((1, LAYOUT.shape.blocks, LAYOUT.shape.block, LAYOUT.shape.block), np.float32)
+_call("BlockSparseMatmulPlan.pack, packed", _PACKING.pack, layout=LAYOUT, values=_VALUES, stream=None)
+_PACKED = _PACKING.pack(LAYOUT, _VALUES)
+_call("PackedBlocks", PackedBlocks, **{one.name: getattr(_PACKED, one.name) for one in fields(PackedBlocks)})
+_BITMAP = LAYOUT.bitmap.view(np.uint8)
+for _desc in (
+    _MATMUL,
+    BlockSparseSoftmaxDescriptor(layout=LAYOUT, element="f32"),
+    BlockSparseAttentionDescriptor(layout=LAYOUT, element="f32", head_size=4),
+    BlockSparseConv2dDescriptor(layout=LAYOUT, element="f32", height=2, width=2, kernel=1),
+):
+    _plan = select(_desc, "host")
+    _call(
+        f"{type(_plan).__name__}.update",
+        _plan.update,
+        tables=BlockSparseTables(LAYOUT),
+        bitmap=_BITMAP,
+        stream=None,
+    )
 _SOFTMAX = BlockSparseSoftmaxDescriptor(layout=LAYOUT, element="f32")
 _call("BlockSparseSoftmaxPlan.pack", select(_SOFTMAX, "host").pack, layout=LAYOUT)
 _ATTENTION = BlockSparseAttentionDescriptor(layout=LAYOUT, element="f32", head_size=4)

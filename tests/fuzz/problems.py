@@ -25,7 +25,7 @@ from sparse24_plans import (
     Tier,
     TileRule,
 )
-from sparse24_plans.arithmetic.epilogue import EXACT_UNGATED, UNGATED
+from sparse24_plans.arithmetic.epilogue import UNGATED
 from sparse24_plans.plan.families import backends
 from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
 from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
@@ -73,9 +73,11 @@ class Product:
     desc: GemmSparse24Descriptor
     preference: PlanPreference
     mood: str
-    pads: tuple[int, int]
-    offsets: tuple[int, int]
-    """Offsets of x (dy) and of y (dx), in elements, as are the pads of their rows."""
+    pads: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Offsets of x (dy), of y (dx) and of c, in elements, as are the pads of their rows."""
+    in_place: bool
+    """Whether c is y."""
     rows: tuple[int, ...] = field(repr=False)
     """Rows with which batch invariance is tried."""
     data_seed: tuple[int, ...] = field(repr=False)
@@ -88,6 +90,18 @@ class Product:
             return _shaped_integers(made, self.mood, rng)
         dense, x = (_shaped(part, self.mood, rng, self.desc.element) for part in (made.dense, made.x))
         return replace(made, dense=dense, x=x)
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """A product of groups of tokens with weights of their own."""
+
+    desc: GemmSparse24Descriptor
+    preference: PlanPreference
+    tokens: tuple[int, ...]
+    """Offsets or counts, which may be hostile."""
+    pad: int
+    data_seed: tuple[int, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -110,7 +124,7 @@ class BlockProblem:
     data_seed: tuple[int, ...] = field(repr=False)
 
 
-Problem = Product | Preparation | BlockProblem
+Problem = Product | GroupedProduct | Preparation | BlockProblem
 
 
 def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
@@ -130,6 +144,8 @@ def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
     limits = GPU if on_gpu else HOST
     if rng.random() < 0.3:
         return _preparation(rng, limits, (*key, 1))
+    if rng.random() < 0.15:
+        return _grouped(rng, limits, (*key, 1))
     return _product(rng, limits, (*key, 1))
 
 
@@ -192,22 +208,66 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
             fields[name] = "column" if rng.random() < 0.15 else "row"
         for name in ("scale_x", "scale_w"):
             fields[name] = "none" if rng.random() < 0.7 else _pick(rng, ("tensor", "row"))
+        fields |= _c_and_bounds(rng, fields)
     epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
     slow = epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU)
     most = min(limits.results, _SLOW_RESULTS) if slow else limits.results
     sizes = _sizes(rng, limits, most, GATE_GROUP if epilogue.is_gated else 1)
     desc = GemmSparse24Descriptor(**fields, **sizes)
     rows = rng.permutation(desc.n)[: int(rng.integers(1, min(desc.n, 300) + 1))] if desc.n else ()
-    widths = desc.element.itemsize, desc.out_element.itemsize
+    widths = desc.element.itemsize, desc.out_element.itemsize, desc.c_element.itemsize
     return Product(
         desc,
         _preference(rng, host=limits is HOST),
         str(_pick(rng, ("normal", "positive", "wide", "small", "zeros", "integers"))),
         tuple(_distance(rng, size) for size in widths),
         tuple(_distance(rng, size) for size in widths),
+        desc.has_c and desc.c_element is desc.out_element and rng.random() < 0.4,
         tuple(map(int, rows)),
         data_seed,
     )
+
+
+def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...]) -> GroupedProduct:
+    """Up to 40 groups, or 1,024 small ones; a fifth of the offsets are hostile."""
+    host = limits is HOST
+    groups = int(2 ** rng.uniform(0, 5.3 if host or rng.random() < 0.8 else 10))
+    element = _pick(rng, ("f16", "bf16", "s8", "fp8_e4m3"))
+    fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
+    if rng.random() < 0.5:
+        fields["epilogue"] = _pick(rng, ("bias", "silu", "swiglu", "bias_geglu"))
+        if fields["out_element"] == "i32" and fields["epilogue"].endswith("glu"):
+            fields["out_element"] = "s8"
+        fields["bias_element"] = _default_bias(fields)
+    for name in ("scale_x", "scale_w"):
+        fields[name] = "none" if element in ("f16", "bf16") else _pick(rng, ("none", "tensor", "row"))
+    m, k = 64 * int(rng.integers(1, 3 if host else 9)), 32 * int(rng.integers(1, 5 if host else 40))
+    n = int(2 ** rng.uniform(0, 6 if host else 11))
+    counts = rng.random() < 0.3
+    if counts:
+        fields["group_tokens"], n = "counts", -(-n // groups) * groups
+    most = n // groups if counts else n
+    tokens = rng.integers(0, most + 1, groups if counts else groups + 1)
+    if not counts:
+        tokens.sort()
+    if rng.random() < 0.2:
+        tokens[rng.integers(len(tokens))] = _pick(rng, (-1, -(2**31), 2**31 - 1, most + 1, 0))
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, groups=groups, **fields)
+    pad = 16 * int(rng.integers(0, 2))
+    return GroupedProduct(desc, _preference(rng, host=host), tuple(map(int, tokens)), pad, data_seed)
+
+
+def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str, Any]:
+    """Sometimes beta and C's type, and bounds of relu."""
+    found: dict[str, Any] = {}
+    epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
+    if not epilogue.is_gated and rng.random() < 0.3:
+        found["beta"] = float(_pick(rng, (1.0, -1.0, 0.5, 1 / 3, rng.standard_normal())))
+        found["c_element"] = str(_pick(rng, (fields["out_element"], "f32")))
+    if epilogue.activation is EpilogueKind.RELU and rng.random() < 0.3:
+        threshold = float(_pick(rng, (0.0, 0.5, -1.5)))
+        found |= {"relu_threshold": threshold, "relu_upper_bound": _pick(rng, (6.0, None))}
+    return found
 
 
 def _default_bias(fields: dict[str, Any]) -> str:
@@ -253,11 +313,17 @@ def _preparation(rng: np.random.Generator, limits: Limits, data_seed: tuple[int,
         fields["rule"] = _pick(rng, TileRule)
     if name == "Pack":
         fields["direction"] = _pick(rng, ("pack", "unpack"))
+    if name == "Quantize":
+        fields = {
+            "element": _pick(rng, ("f32", "f16", "bf16")),
+            "out_element": _pick(rng, ("fp8_e4m3", "s8")),
+        }
+        fields["static_scale"] = rng.random() < 0.3
     if name == "Mask":
         fields["layout"] = _pick(rng, ("rows", "tiles"))
     squares = kind is TilePruneSparse24Descriptor or fields.get("layout") == "tiles"
     m = _size(rng, min(limits.side, limits.cells // 8), 8 if squares else 1)
-    k = _size(rng, min(limits.side, limits.cells // max(m, 1)), 8)
+    k = _size(rng, min(limits.side, limits.cells // max(m, 1)), 1 if name == "Quantize" else 8)
     return Preparation(kind(m=m, k=k, **fields), str(_pick(rng, MOODS)), without, data_seed)
 
 
@@ -290,6 +356,8 @@ def _block_problem(rng: np.random.Generator, data_seed: tuple[int, ...]) -> Bloc
         fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     if _may_be_2_4(layout, fields) and rng.random() < 0.5:
         fields["inner"] = "sparse24"
+    elif fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.3:
+        fields["packed"] = True
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
 
@@ -306,16 +374,17 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
     of_8_bits = element in ("s8", "fp8_e4m3")
     fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields |= {"op": _pick(rng, BlockSparseOp), "alpha": _alpha(rng)}
-    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.2 else 16 if of_8_bits else 8)
+    fields["n"] = _size(rng, 600, 1 if rng.random() < 0.5 else 16 if of_8_bits else 8)
     fields |= {name: rng.random() < 0.5 for name in ("trans_a", "trans_b")}
     if of_8_bits and rng.random() < 0.7:
         fields |= {"trans_a": False, "trans_b": True}  # what the tensor cores take
     if fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.5:
-        fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     batch = int(_pick(rng, (1, 1, 2, 3, 0)))
     if _may_be_2_4(layout, fields) and rng.random() < 0.6:
-        # One kernel serves these, and asks for whole lines of 16 bytes.
-        fields |= {"inner": "sparse24", "n": fields["n"] // 8 * 8}
+        fields["inner"] = "sparse24"
+    elif fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.4:
+        fields["packed"] = True
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)
 
@@ -379,7 +448,7 @@ def _convolution(
     fields: dict[str, Any] = {"op": op, "element": element, "out_element": _pick(rng, _RESULTS[element])}
     fields["alpha"] = _alpha(rng)
     if op is BlockSparseConvOp.FORWARD and rng.random() < 0.5:
-        fields |= {"epilogue": _pick(rng, EXACT_UNGATED), "bias_element": _default_bias(fields)}
+        fields |= {"epilogue": _pick(rng, UNGATED), "bias_element": _default_bias(fields)}
     height, width = (one + int(rng.integers(0, 9)) for one in least)
     walk = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
     size = {"height": height, "width": width, "batch": batch}

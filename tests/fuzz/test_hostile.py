@@ -21,8 +21,11 @@ from .hostile_calls import CALLS, Call, Prepared
 from .hostile_values import VALUES
 from .problems import draw
 
-REFUSED_HERE = {"tune", "CompressSparse24Plan.check(compress_sparse24)"}
-"""There is no GPU to tune for; random cells are not 2:4."""
+REFUSED_HERE = {
+    *("tune", "CompressSparse24Plan.check(compress_sparse24)"),
+    *(f"BlockSparse{one}Plan.update" for one in ("Matmul", "Softmax", "Attention", "Conv2d")),
+}
+"""There is no GPU to tune for or to update on; random cells are not 2:4."""
 WITHOUT_ARGUMENTS = {
     *(
         "Bound",

@@ -13,9 +13,11 @@ from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
 from ..support import Case, device_of_row, make_case
 
 gpu = pytest.mark.gpu
-OWN = tuple(row.name for row in ENTRIES if row.backend != "cusparselt" and not row.on_request)
+OWN = tuple(
+    row.name for row in ENTRIES if row.backend != "cusparselt" and not row.on_request and not row.only_groups
+)
 """The package's own kernels. The library's have sizes of their own: test_cusparselt.py; what runs on
-request has test_named_arithmetics.py."""
+request has test_named_arithmetics.py, and what serves groups alone test_grouped.py."""
 MOST_TOKENS = {"mma_sp": 128}
 """The largest n of kernels that leave larger ones to others."""
 BOTH_OPS = ("forward", "dgrad")

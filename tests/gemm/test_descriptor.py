@@ -23,12 +23,30 @@ CHANGES = {
     "y_order": "column",
     "scale_x": "tensor",
     "scale_w": "row",
+    "groups": 1,
+    "group_tokens": "counts",
+    "beta": 0.5,
+    "c_element": "f32",
+    "relu_threshold": 0.5,
+    "relu_upper_bound": 6.0,
 }
+BESIDE = {
+    **{name: {"epilogue": "relu"} for name in ("relu_threshold", "relu_upper_bound")},
+    "group_tokens": {"groups": 1},
+}
+"""Further fields of the problems, which the changed one needs."""
 
 
 def test_any_changed_field_makes_another_problem():
     fields = {"n": 1, "m": 8, "k": 8, "element": "f16"}
-    problems = [GemmSparse24Descriptor(**{**fields, name: value}) for name, value in CHANGES.items()]
+    problems = [
+        GemmSparse24Descriptor(**fields, **BESIDE.get(name, {}), **{name: value})
+        for name, value in CHANGES.items()
+        if name not in fields
+    ]
+    problems += [
+        GemmSparse24Descriptor(**{**fields, name: value}) for name, value in CHANGES.items() if name in fields
+    ]
     assert set(CHANGES) == set(GemmSparse24Descriptor.model_fields)
     assert len({GemmSparse24Descriptor(**fields), *problems}) == 1 + len(CHANGES)
 
@@ -95,7 +113,7 @@ def test_what_is_derived_of_a_descriptor(desc):
     forward = desc.op == "forward"
     assert desc.op_name == f"gemm_sparse24_{desc.op.value}"
     assert (desc.reduction, desc.sums) == ((desc.k, desc.m) if forward else (desc.m, desc.k))
-    assert desc.outputs == (desc.m // 2 if desc.epilogue.endswith("glu") else desc.sums)
+    assert desc.outputs == (desc.m // 2 if "glu" in desc.epilogue else desc.sums)
     operands = {one.argument: (one.shape, one.element) for one in desc.operands()}
     want = {"weight": ((desc.m, desc.k), desc.element)}
     want["x" if forward else "dy"] = ((desc.n, desc.reduction), desc.element)
@@ -105,6 +123,8 @@ def test_what_is_derived_of_a_descriptor(desc):
     for name, kind, rows in (("scale_x", desc.scale_x, desc.n), ("scale_w", desc.scale_w, desc.m)):
         if kind != "none":
             want[name] = ((1 if kind == "tensor" else rows,), ElementKind.F32)
+    if desc.beta:
+        want["c"] = ((desc.n, desc.m), desc.c_element)
     assert operands == want
 
 

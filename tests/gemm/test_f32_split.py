@@ -28,7 +28,7 @@ from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import TILE_M, layout_called
 
 from ..sample_devices import HOPPER
-from ..support import Data, case_of, make_case, random_data
+from ..support import Data, case_of, device_of_row, make_case, plan_of_row, random_data
 from .kernel_entries import gpu, row_of
 from .test_schedules import pieces
 
@@ -177,7 +177,7 @@ def test_the_least_workspace_is_enough(name, n, m, k):
         choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
         one = f32_split_heuristics.best_schedule(desc, row, None, most)
         assert row.kernel.arithmetic(choice) == f"{NAMES[row.split_terms]}/slices={one.split_k}"
-        blocks = grid_size(one, n, m, HOPPER)
+        blocks = grid_size(one, one.work_tiles(n, m), HOPPER)
         assert most is None or f32_split_heuristics.Regions.of(one, desc, row.split_terms, blocks).end <= most
     assert row.limits(desc) is None
 
@@ -291,3 +291,20 @@ def test_inf_and_nan_on_a_gpu(row, epilogue, n, m, k):
     tame = ~special & np.isfinite(size)
     assert (np.abs(got - exact)[tame] <= 1e-4 * (size[tame] + 1)).all()
     assert np.isfinite(got[~special]).all()
+
+
+@gpu
+@every_row
+@pytest.mark.parametrize("epilogue", ["swiglu", "bias_geglu_tanh"])
+@pytest.mark.parametrize("n", [5, 200])
+def test_gated_pairs_of_which_a_sum_is_nan_are_recomputed(row, epilogue, n):
+    """Values near 2^128 have no finite terms: gates, what they multiply, or both, are summed again."""
+    desc = GemmSparse24Descriptor(n=n, m=352, k=512, element="f32", epilogue=epilogue)
+    data = random_data(np.random.default_rng(0), desc)
+    data.x[3], data.dense[:, 8:], data.dense[:, :8] = 3.39e38, 0, 0
+    data.dense[:, :8:4] = 2.0**-126 * np.arange(1, 353)[:, None]
+    data.dense[::5, :8] = 0
+    plans = (plan_of_row(one).select(desc, device=device_of_row(one)) for one in (row, "host_strict"))
+    found, want = (case_of(plan, data).run() for plan in plans)
+    assert np.isfinite(want[3]).all()
+    np.testing.assert_allclose(found[3], want[3], rtol=1e-5)

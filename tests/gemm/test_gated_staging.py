@@ -24,8 +24,9 @@ def test_gated_results_are_staged_where_tma_reads_them(order, out, tokens):
     fields = {"element": element, "out_element": out, "y_order": order, "epilogue": "bias_swiglu"}
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, **fields)
     schedule = schedules.WgmmaSpSchedule(1, 1, tokens)
-    box, step = result_box(desc, schedule), schedule.step_tokens(desc.out_element.itemsize)
-    assert box.lines * box.pitch <= schedules._STEP_BYTES // 2
+    layouts = schedules.OperandLayouts.of(desc)
+    box, step = result_box(desc, schedule, layouts), schedule.step_tokens(layouts)
+    assert box.lines * box.pitch <= schedules._STAGED_BYTES // layouts.buffers // 2
     assert (box.lines, box.elements) == ((32, step) if order == "column" else (step, 32))
     addresses = model.addresses(box, desc.out_element.itemsize)
     of_token = addresses.T if order == "column" else addresses

@@ -206,10 +206,13 @@ def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
 
 @pytest.mark.parametrize("row", WGMMA_ENTRIES)
 @settings(max_examples=100, deadline=None)
-@given(desc=shapes, columns=st.tuples(st.booleans(), st.booleans()), out_f32=st.booleans())
-def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out_f32):
+@given(
+    desc=shapes, columns=st.tuples(st.booleans(), st.booleans()), out_f32=st.booleans(), beta=st.booleans()
+)
+def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out_f32, beta):
     element = row_of(row).elements[0]
     out = {"out_element": "f32"} if out_f32 else {}
+    out |= {"beta": float(beta)}
     desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=element, **out)
     lines = wgmma_schedules.OperandLayouts.of(desc)
     if row_of(row).column_order:
@@ -221,6 +224,11 @@ def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out
         weights, sources = cut.stages(lines)
         assert (weights >= 2, sources >= 2) == (True, True)
         assert cut.cluster <= 8
+        buffers = cut.warpgroups * lines.buffers if lines.stages_c and cut.split_k == 1 else 0
+        barriers = 2 * weights + 2 * sources + 2 * buffers
+        used, bytes_of_both = cut._staging_bytes(lines), cut._stage_bytes(lines)
+        stages = weights * bytes_of_both[0] + sources * bytes_of_both[1]
+        assert stages + used - 16 * buffers + 8 * barriers <= cut.shared_bytes(lines)
 
 
 def every_width(n: int, widest: int, m: int) -> tuple[int, ...]:
@@ -422,8 +430,9 @@ def test_what_lies_where_in_the_workspace_is_known_without_one(at):
     x, y = np.zeros((desc.n, desc.k), np.uint16), np.zeros((desc.n, desc.m + 1), np.uint16)[:, 1:]
     views = {"source": TensorView.of(x), "packed": TensorView.of(x), "result": TensorView.of(y)}
     for one in SPACES:
-        fixed = wgmma.fixed_parameters(desc, one, wgmma_schedules.OperandLayouts.of(desc))
-        box = wgmma.result_box(desc, one)
+        lines = wgmma_schedules.OperandLayouts.of(desc)
+        fixed = wgmma.fixed_parameters(desc, one, lines)
+        box = wgmma.result_box(desc, one, lines)
         found = wgmma.launch_parameters(fixed, desc, one, views, list, box, at)
         sums = at + one.flags_bytes()
         places = found.flags or 0, found.partials or 0, found.blocked_sums

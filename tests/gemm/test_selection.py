@@ -282,6 +282,13 @@ def says(error: BaseException, kernel: str, reason: str) -> bool:
     return re.search(rf"\b{kernel}(, \w+)*: {re.escape(reason)}", str(error)) is not None
 
 
+def test_the_reasons_of_kernels_of_the_device_and_element_come_first():
+    problem = GemmSparse24Descriptor(n=2, m=8, k=24, element="fp8_e4m3")
+    first = r"problem\. cusparselt_fp8: needs n .*; wgmma_sp_fp8, .*rows of X"
+    with pytest.raises(UnsupportedError, match=first):
+        GemmSparse24Plan.select(problem, device="h200")
+
+
 def test_the_reason_of_the_forced_kernels_comes_before_that_of_all_others():
     with pytest.raises(UnsupportedError, match=r"^no kernel can serve this problem\. wgmma_sp, wgmma_sp_inv"):
         choose(HOST, prefer_backend="wgmma_sp")
@@ -486,6 +493,7 @@ def test_a_sku_says_what_the_kernel_is(op, element, strict):
         "terms_per_k": 0.5 if strict and op is GemmOp.FORWARD else 1,
         "promoted_every": None,
         "product_roundoff": 0,
+        "tanh_error": 0,
         "arithmetic": ("exact_sum" if integer else "fma32_in_order") if strict else None,
         **dict.fromkeys(
             (
@@ -566,7 +574,8 @@ def test_a_row_serves_somewhere_and_guarantees_for_all_it_serves(spec):
     device = HOST if spec.tier == "host" else gpu_of(*spec.min_compute_capability)
     for element in spec.elements:
         for op in spec.ops:
-            desc = GemmSparse24Descriptor(n=16, m=256, k=512, element=element, op=op)
+            sizes = {"n": 16, "m": 256, "k": 512, "groups": spec.least_groups}
+            desc = GemmSparse24Descriptor(**sizes, element=element, op=op)
             require = {"arithmetic": str(Arithmetic.hopper(element, 2))} if spec.on_request else {}
             if spec.for_a_bound:
                 require = {"max_error_bound": 1e-3}

@@ -107,7 +107,7 @@ def test_order_is_increasing_k_over_kept_positions(element):
     assert same_bits(case.run(), np.array(want, np.float32))
 
 
-@pytest.mark.parametrize("kind", [EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_SILU])
+@pytest.mark.parametrize("kind", [EpilogueKind.GELU, EpilogueKind.SILU, EpilogueKind.GELU_TANH])
 def test_activations_are_right_to_the_last_bits(kind):
     v = np.concatenate(
         [np.linspace(-130, 130, 20001), np.linspace(-16, 16, 20001), np.geomspace(1e-44, 1, 500)]
@@ -129,6 +129,13 @@ def test_activations_are_right_to_the_last_bits(kind):
         ("bias_silu", np.inf, np.inf),
         ("bias_silu", np.nan, np.nan),
         ("bias_silu", -0.0, -0.0),
+        ("bias_gelu_tanh", -np.inf, -0.0),
+        ("bias_gelu_tanh", np.inf, np.inf),
+        ("bias_gelu_tanh", np.nan, np.nan),
+        ("bias_gelu_tanh", -0.0, -0.0),
+        ("bias_relu2", -np.inf, 0.0),
+        ("bias_relu2", 1e30, np.inf),
+        ("bias_relu2", np.nan, np.nan),
     ],
 )
 def test_activations_of_special_values(kind, v, want):
@@ -176,7 +183,7 @@ def test_gpu_equals_host_on_hostile_values(element, op, n, m, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("epilogue", EPILOGUES[1:])
+@pytest.mark.parametrize("epilogue", [*EPILOGUES[1:], "bias_gelu_tanh", "bias_relu2"])
 def test_gpu_equals_host_on_the_whole_range_of_an_activation(epilogue):
     """K = 0: the bias alone reaches the activation."""
     m = 1 << 20

@@ -37,7 +37,7 @@ FULL = (
 """Sources whose threads use all registers."""
 COUNTS = {
     *("DENSE_STAGES", "X_STAGES", "SPARSE_STAGES", "STAGES", "STEP_TOKENS", "WEIGHT_STAGES"),
-    *("EXPONENT_BIAS", "FIRST_NAN", "MANTISSA_BITS"),
+    *("EXPONENT_BIAS", "FIRST_NAN", "MANTISSA_BITS", "RELU_THRESHOLD", "RELU_UPPER_BOUND"),
 }
 """Macros that follow from others and are only numbers in the code: they take no registers."""
 REGISTERS = {
@@ -46,6 +46,7 @@ REGISTERS = {
         "OP",
         "ELEMENT",
         "EPILOGUE",
+        "C",
         "SPLIT_TERMS",
         "SAMPLED",
         "PHASES",

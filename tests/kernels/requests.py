@@ -22,16 +22,17 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     PlanPreference,
 )
+from sparse24_plans.blocksparse import device_tables
 from sparse24_plans.blocksparse import kernel_table as blocks_table
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
-from sparse24_plans.device import transpose
+from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
-from sparse24_plans.gemm.backends import f32_split
+from sparse24_plans.gemm.backends import f32_split, wgmma_sp_grouped
 from sparse24_plans.gemm.kernel_table import GemmEntry
-from sparse24_plans.gemm.schedules import f32_split_heuristics, wgmma_heuristics
+from sparse24_plans.gemm.schedules import f32_split_heuristics, grouped, wgmma_heuristics
 from sparse24_plans.plan.kernel import Choice, Kernel
 from sparse24_plans.plan.kernel_table import consider
 from sparse24_plans.prepare import kernel_table as prepare_table
@@ -72,6 +73,20 @@ KINDS = (
     {"element": "s8", "epilogue": "bias_geglu", "out_element": "bf16", "scale_w": "row"},
     {"element": "fp8_e4m3", "epilogue": "bias_swiglu", "scale_x": "tensor", "scale_w": "row"},
     {"element": "fp8_e4m3", "epilogue": "bias_geglu", "out_element": "f32"},
+    {"element": "bf16", "epilogue": "bias_gelu_tanh"},
+    {"element": "f32", "epilogue": "bias_gelu_tanh"},
+    {"element": "bf16", "epilogue": "bias_geglu_tanh"},
+    {"element": "f32", "epilogue": "bias_geglu_tanh"},
+    {"element": "fp8_e4m3", "epilogue": "bias_geglu_tanh", "scale_x": "row", "scale_w": "row"},
+    {"element": "f16", "epilogue": "bias_relu2"},
+    {"element": "bf16", "epilogue": "bias_relu", "relu_threshold": 0.5, "relu_upper_bound": 6.0},
+    {"element": "bf16", "epilogue": "bias_gelu", "beta": 0.5},
+    {"element": "bf16", "out_element": "f32", "beta": 1.0},
+    {"element": "f16", "epilogue": "bias_silu", "y_order": "column", "c_element": "f32", "beta": 0.5},
+    {"element": "f32", "epilogue": "bias_gelu", "beta": 0.5},
+    {"element": "s8", "beta": 0.5},
+    {"element": "s8", "epilogue": "bias_silu", "out_element": "s8", "scale_x": "row", "beta": 0.5},
+    {"element": "fp8_e4m3", "epilogue": "bias_gelu", "c_element": "f32", "beta": 0.5},
 )
 SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
@@ -81,6 +96,10 @@ SIZES = {
     "mma_sp_many": [{"n": 300}],
     "wgmma_sp": [{"n": 8}],
     "wgmma_sp_invariant": [{"n": 8}],
+    **{
+        f"wgmma_sp_grouped{suffix}": [{"n": 64, "groups": 8}, {"n": 4096, "groups": 8}]
+        for suffix in ("", "_s8", "_fp8")
+    },
 }
 WGMMA_TOKENS = {
     "wgmma_sp": (8, 48, 64, 128, 300, 1024),
@@ -89,6 +108,9 @@ WGMMA_TOKENS = {
     "wgmma_sp_fp8": (8, 1024),
     "wgmma_sp_fp8_invariant": (64, 300),
     "wgmma_sp_fp8_promoted": (64, 1024),
+    "wgmma_sp_grouped": (256,),
+    "wgmma_sp_grouped_s8": (256,),
+    "wgmma_sp_grouped_fp8": (256,),
     "f32_split3": (8, 128, 4096),
     "f32_split6": (16, 48, 4096),
 }
@@ -105,6 +127,7 @@ BLOCK_KINDS_OF_8_BITS = (
     {"element": "fp8_e4m3", "epilogue": "bias_silu", "out_element": "f32"},
     {"element": "fp8_e4m3"},
 )
+BLOCK_TOKENS = (63, 64, 127, 128, 255, 256, 4095, 4096)
 BLOCKS_ENTRIES = [row for row in blocks_table.MATMUL_ENTRIES if not row.on_host]
 ATTENTION_ENTRIES = [row for row in blocks_table.ATTENTION_ENTRIES if not row.on_host]
 CONVOLUTION_ENTRIES = [row for row in blocks_table.CONVOLUTION_ENTRIES if not row.on_host]
@@ -137,7 +160,11 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {inflate, transpose}:
+        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {
+            inflate,
+            pad_rows,
+            transpose,
+        }:
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found
@@ -148,9 +175,13 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
     """Every size of one kind; on Hopper also every kind at one size, and every schedule."""
     sizes = SIZES.get(row.name, [{}])
     kinds = [kind for kind in KINDS if kind["element"] in row.elements]
+    if row.only_groups:
+        kinds = [kind for kind in kinds if not {"x_order", "y_order", "op", "beta"} & set(kind)]
     cases = [(size, kinds[0]) for size in sizes]
     if capability == HOPPER:
         cases += [(sizes[0], kind) for kind in kinds[1:]]
+    else:
+        cases += [(sizes[0], kind) for kind in with_c(row)[:1]]
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for size, kind in cases:
@@ -158,15 +189,19 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
             considered = consider(gemm_table.ENTRIES, desc, preference, device)
             if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
-        tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), (kinds[0], *gated_kinds(row)[:1]))
+        wide = kinds[0], *gated_kinds(row)[:1], *with_c(row)[:1]
+        tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), wide)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
             if row.split_terms:
                 found += split_requests(row, desc, device)
                 continue
+            if row.only_groups:
+                found += grouped_requests(row, desc.model_copy(update={"groups": 8}), device)
+                continue
             for schedule in wgmma_heuristics.allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
-        columns = COLUMNS, {**COLUMNS, "epilogue": "bias_swiglu"}
+        columns = COLUMNS, {**COLUMNS, "epilogue": "bias_swiglu"}, {**COLUMNS, "beta": 0.5}
         tried = itertools.product(WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()), columns)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
@@ -185,11 +220,25 @@ def gated_kinds(row: GemmEntry) -> list[dict[str, str]]:
     return [kind for kind in found if kind["element"] in row.elements]
 
 
+def with_c(row: GemmEntry) -> list[dict[str, object]]:
+    """Return the kinds of the kernel's elements that add C."""
+    return [kind for kind in KINDS if "beta" in kind and kind["element"] in row.elements and row.adds_c]
+
+
 def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
     """Every schedule of float32 in parts, which no configuration can ask for."""
     with recorded_loads(row.kernel) as found:
         for schedule in f32_split_heuristics.allowed_schedules(desc, row):
             with mock.patch.object(f32_split, "best_schedule", lambda *_, one=schedule: one):
+                row.kernel(Choice(desc, device, row, PlanPreference(), {}))
+    return found
+
+
+def grouped_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
+    """Every schedule of grouped products, which no configuration can ask for."""
+    with recorded_loads(row.kernel) as found:
+        for schedule in grouped.schedules_for(desc.n):
+            with mock.patch.object(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one):
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 
@@ -200,7 +249,9 @@ def prepare_requests(row: PrepareEntry, capability: tuple[int, int]) -> list[Req
     device = device_of(capability)
     with recorded_loads(row.kernel) as found:
         for desc in kernel_descriptors(few=capability != HOPPER):
-            if desc.op in row.ops and desc.element in row.elements:
+            if capability < row.min_compute_capability:
+                break
+            if desc.element in row.elements and row.refusal(desc) is None:
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 
@@ -213,20 +264,21 @@ def block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
         shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=100)
         for op in ("sdd", "dsd", "dds"):
             for turned in turns:
-                for n in (256,) if few or turned != (False, False) else (64, 128, 256, 4096):
+                for n in (255, 256) if few or turned != (False, False) else BLOCK_TOKENS:
                     yield _block_problem(op, shape, n, turned, {"element": "bf16"})
             for kind in kinds:
                 if op == "sdd":
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
-                yield _block_problem(op, shape, 4096, (False, False), kind)
+                for n in (4095, 4096):
+                    yield _block_problem(op, shape, n, (False, False), kind)
             for kind in () if few else BLOCK_KINDS_OF_8_BITS:
                 if op == "sdd":
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
-                for n in (64, 4096):
+                for n in (63, 64, 4096):
                     yield _block_problem(op, shape, n, (n == 64, n == 64), kind)
             if op == "sdd" or block < 64:
                 continue
-            for n in (256,) if few else (64, 128, 256, 4096):
+            for n in (256,) if few else BLOCK_TOKENS:
                 for turned in turns:
                     yield _block_problem(op, shape, n, turned, {"element": "bf16", "inner": "sparse24"})
             for kind in kinds:
@@ -246,8 +298,10 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in block_problems(few=capability != HOPPER):
-            if row.name == "inflate_cublas":  # asks cuBLAS itself only where there is a result
+            if row.backend == "inflate_cublas":  # asks cuBLAS itself only where there is a result
                 desc = desc.model_copy(update={"batch": 0})
+            if False not in row.packed and desc.op != "sdd" and desc.inner == "dense":
+                desc = desc.model_copy(update={"packed": True})
             considered = consider(blocks_table.MATMUL_ENTRIES, desc, preference, device)
             if any(one.entry is row and one.reason is None for one in considered):
                 row.kernel(Choice(desc, device, row, preference, {}))
@@ -326,6 +380,22 @@ def softmax_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list
     return found
 
 
+def table_requests(capability: tuple[int, int]) -> list[Request]:
+    """Kernels that make look-up tables, which no plan's kernel loads."""
+    shapes = [BlockSparseShape(heads=1, rows=1024, cols=1024, block=one, blocks=9) for one in (64, 128)]
+    device_tables._function.cache_clear()
+    found: list[Request] = []
+
+    def record(source, name, threads, device, defines, shared_bytes=0):
+        found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
+
+    with mock.patch.object(device_tables, "load", record):
+        for shape in shapes:
+            device_tables.TableKernel(shape, device_of(capability))
+    device_tables._function.cache_clear()
+    return found
+
+
 ASKED = list(
     dict.fromkeys(
         request
@@ -336,6 +406,7 @@ ASKED = list(
             (ATTENTION_ENTRIES, attention_requests),
             (CONVOLUTION_ENTRIES, convolution_requests),
             (SOFTMAX_ENTRIES, softmax_requests),
+            ((None,), lambda row, capability: table_requests(capability)),
         )
         for row in rows
         for capability in CAPABILITIES

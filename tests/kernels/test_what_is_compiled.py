@@ -105,6 +105,12 @@ def test_every_architecture_that_a_source_is_for_is_covered(source):
 @pytest.mark.parametrize("row", PREPARE_ENTRIES, ids=lambda row: row.name)
 def test_preparing_is_compiled_for_every_width_of_its_elements(row):
     asked = [dict(request.defines) for request in prepare_requests(row, HOPPER)]
+    if row.backend == "quantize":
+        assert {d["ELEMENT"] for d in asked} == {enum_codes.ELEMENT_CODES[one] for one in row.elements}
+        assert {(d["OUT"], d["STATIC"]) for d in asked} == {
+            (enum_codes.ELEMENT_CODES[row.out_element], static) for static in (0, 1)
+        }
+        return
     widths = {d["WIDTH"] for d in asked}
     assert widths == {element.itemsize for element in row.elements}
     numbers = {d["NUMBER"] for d in asked if "NUMBER" in d}  # unsigned, two's complement, sign and magnitude

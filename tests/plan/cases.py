@@ -37,6 +37,8 @@ from sparse24_plans import (
     PruneCompressSparse24Plan,
     PruneSparse24Descriptor,
     PruneSparse24Plan,
+    QuantizeSparse24Descriptor,
+    QuantizeSparse24Plan,
     Sparse24Error,
     Sparse24Weight,
     TensorView,
@@ -61,6 +63,7 @@ PLANS: dict[type[Descriptor], type[Plan]] = {
     PackSparse24Descriptor: PackSparse24Plan,
     TilePruneSparse24Descriptor: TilePruneSparse24Plan,
     MaskSparse24Descriptor: MaskSparse24Plan,
+    QuantizeSparse24Descriptor: QuantizeSparse24Plan,
     BlockSparseMatmulDescriptor: BlockSparseMatmulPlan,
     BlockSparseSoftmaxDescriptor: BlockSparseSoftmaxPlan,
     BlockSparseAttentionDescriptor: BlockSparseAttentionPlan,
@@ -84,6 +87,8 @@ PREPARE = (
     TilePruneSparse24Descriptor(m=M, k=K, element="bf16", rule="optimal"),
     MaskSparse24Descriptor(m=M, k=K, element="f16"),
     MaskSparse24Descriptor(m=M, k=K, element="f32", layout="tiles"),
+    QuantizeSparse24Descriptor(m=M, k=K, element="bf16"),
+    QuantizeSparse24Descriptor(m=M, k=K, element="f32", out_element="s8", static_scale=True),
 )
 SHAPE = BlockSparseShape(heads=2, rows=32, cols=48, block=16, blocks=7)
 LARGE = BlockSparseShape(heads=2, rows=64, cols=128, block=64, blocks=3)
@@ -98,6 +103,8 @@ BLOCKSPARSE: tuple[Any, ...] = (
     BlockSparseMatmulDescriptor(
         op="dsd", layout=LARGE, n=8, element="bf16", batch=2, inner="sparse24", epilogue="bias"
     ),
+    BlockSparseMatmulDescriptor(op="dds", layout=SHAPE, n=5, element="f32", batch=2, packed=True),
+    BlockSparseMatmulDescriptor(op="dsd", layout=LARGE, n=7, element="bf16", packed=True, epilogue="bias"),
     BlockSparseSoftmaxDescriptor(
         layout=SHAPE, element="f32", batch=2, rpe=True, key_padding_mask="add", attn_mask="mul", causal=True
     ),
@@ -191,10 +198,12 @@ def random_inputs(desc: Any, seed: int = 0) -> dict[str, Any]:
         if operand.role is Role.TABLES:
             found[operand.name] = layout_of_shape(desc.layout, rng)
             continue
+        if operand.role is Role.PACKED:
+            found["layout"] = layout_of_shape(desc.layout, rng)
         bits = matrix(rng, operand.shape, operand.element)
         if operand.name == "metadata":  # of blocks: any bits aren't
             bits[...] = 0x44
-        if operand.role is Role.IN:
+        if operand.role in (Role.IN, Role.PACKED):
             found[operand.name] = bits
             continue
         weight = Sparse24Weight.prune_compress(bits, element=operand.element)
@@ -225,6 +234,8 @@ class PlanCase:
                 if part.name not in without:
                     given.setdefault(operand.argument, []).append(self._place(part, inputs))
         values = {name: self._whole(name, views) for name, views in given.items()}
+        if any(operand.role is Role.PACKED for operand in self.desc.operands()):
+            values["layout"] = None  # the packed operand brings its tables
         self.args = plan.args_type(self.desc)(**values)
         self.workspace = scratch(plan.workspace_size(), self.device)
 
@@ -247,7 +258,8 @@ class PlanCase:
         if part.lines is MatrixOrder.COLUMN:
             return memory.view
         view = memory.view
-        return TensorView(view.address, part.shape, view.element, view.device, owner=view.owner)
+        found = TensorView(view.address, part.shape, view.element, view.device, owner=view.owner)
+        return self.plan.pack(inputs["layout"], found) if part.role is Role.PACKED else found
 
     def _whole(self, name: str, views: list[Any]) -> Any:
         """Return the operands as arguments take them: a weight is one object of several buffers."""
@@ -370,6 +382,7 @@ KERNELS: dict[str, _Medium] = {
     "tile_prune": _Medium(TilePruneSparse24Descriptor(**_SIZE)),
     "mask": _Medium(MaskSparse24Descriptor(**_SIZE)),
     "mask_tiles": _Medium(MaskSparse24Descriptor(**_SIZE, layout="tiles")),
+    "quantize": _Medium(QuantizeSparse24Descriptor(**_SIZE)),
     "blocks_wgmma_sp": _Medium(
         BlockSparseMatmulDescriptor(
             op="dsd", layout=_LARGE_BLOCKS, n=520, element="bf16", batch=2, inner="sparse24"

@@ -8,9 +8,6 @@ import pytest
 
 from sparse24_plans import (
     BackendUnavailableError,
-    BlockSparseConv2dDescriptor,
-    BlockSparseConv2dPlan,
-    BlockSparseShape,
     Device,
     DeviceProperties,
     ElementKind,
@@ -34,7 +31,7 @@ from .cases import PLANS, PROBLEMS, name_of
 
 CUDA = Device("cuda", 0)
 H200 = gpu_of(9, 0, name="H200, absent", multiprocessors=132)
-LIBRARIES = ("cusparselt", "cusparselt_fp8", "inflate_cublas")
+LIBRARIES = ("cusparselt", "cusparselt_fp8", "inflate_cublas", "packed_dense")
 
 
 def product(n: int = 1024, element: str = "bf16", **more: object) -> GemmSparse24Descriptor:
@@ -70,7 +67,7 @@ SERVED = [(entry, n) for entry in ON_GPUS for n in (1, 16, 704, 4096) if not ent
 @pytest.mark.parametrize(("entry", "n"), SERVED, ids=lambda one: getattr(one, "name", None))
 def test_workspaces_are_those_of_the_kernel_that_is_compiled(entry, n, monkeypatch):
     """For a library it is a bound: all split-K scratch that cuBLASLt may take, or what is allowed."""
-    desc = product(n, entry.elements[0])
+    desc = product(n, entry.elements[0], groups=entry.least_groups)
     asked = {"prefer_kernel": entry.name, "max_workspace_bytes": 2**31}
     plan = GemmSparse24Plan.select(desc, preference=asked, device=H200)
     if entry.name in LIBRARIES:
@@ -132,15 +129,6 @@ def test_cusparselt_needs_a_limit_because_it_tells_its_workspace_on_the_gpu_alon
     assert (about.chosen, about.workspace_size, about.workspace_is_exact) == ("cusparselt", None, False)
     plan = GemmSparse24Plan.select(desc, preference={**forced, "max_workspace_bytes": 1 << 20}, device=H200)
     assert (plan.workspace_size(), plan.explain().workspace_is_exact) == (1 << 20, False)
-
-
-def test_a_convolution_with_an_epilogue_without_a_kernel_is_refused():
-    layout = BlockSparseShape(heads=1, rows=64, cols=64, block=64, blocks=1)
-    desc = BlockSparseConv2dDescriptor(
-        element="bf16", layout=layout, batch=1, height=4, width=4, kernel=(1, 1), epilogue="bias_gelu_tanh"
-    )
-    with pytest.raises(UnsupportedError, match="conv_wgmma: does not serve epilogue bias_gelu_tanh"):
-        BlockSparseConv2dPlan.select(desc, device="h200")
 
 
 @pytest.mark.gpu

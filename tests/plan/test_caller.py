@@ -12,6 +12,7 @@ from sparse24_plans import (
     GemmSparse24Plan,
     InvalidProblemError,
     MisalignedOperandError,
+    PackedBlocks,
     PackedWeight,
     TensorView,
     WorkspaceTooSmallError,
@@ -47,6 +48,8 @@ def address_of(args: object, name: str) -> int:
         return given.view.address
     if buffer and isinstance(given, PackedWeight):  # a canonical one
         return given.buffers[("values", "metadata").index(buffer)].address
+    if isinstance(given, PackedBlocks):
+        return given.buffers[int(buffer == "tables")].address
     if buffer:
         return getattr(given, f"{buffer}_view").address
     if isinstance(given, PackedWeight):

@@ -15,6 +15,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     InvalidProblemError,
     MaskSparse24Descriptor,
+    PackedBlocks,
     PackedWeight,
     PruneSparse24Descriptor,
     Sparse24Weight,
@@ -34,6 +35,9 @@ def unguarded(case: PlanCase) -> Iterator[tuple[str, TensorView]]:
     """Memory of a plan's run that isn't one of its tensors, with the argument that it belongs to."""
     if tables := getattr(case.args, "layout", None):
         yield "layout", tables.view
+    for name in "ab":  # a packed operand has tables beside its values
+        if isinstance(packed := getattr(case.args, name, None), PackedBlocks):
+            yield from ((name, one) for one in packed.buffers)
     weight = getattr(case.args, "weight", None)
     if isinstance(weight, Sparse24Weight):
         weight = PackedWeight.canonical(weight)
@@ -41,6 +45,12 @@ def unguarded(case: PlanCase) -> Iterator[tuple[str, TensorView]]:
         yield from (("weight", one) for one in weight.buffers)
     if case.workspace:
         yield "workspace", case.workspace.view
+
+
+def memory_of(case, argument: str, name: str) -> TensorView:
+    """What the plan reads or writes: of a packed operand its values, or the dense copy of them."""
+    given = getattr(case.args, argument)
+    return given.buffers[0] if isinstance(given, PackedBlocks) else case.guarded[name].view
 
 
 @every_problem
@@ -51,7 +61,7 @@ def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device
     for name in case.written:
         view = getattr(case.args, argument_of[name])
         for other in set(case.guarded) - {name}:
-            there = case.guarded[other].view
+            there = memory_of(case, argument_of[other], other)
             # The result's first bytes on the last ones of the other, or its last bytes on the first ones.
             start = there.end - 16 if end == "last" else there.address - view.nbytes_spanned + 16
             if there.nbytes_spanned <= 16 or view.nbytes_spanned <= 16:
@@ -59,7 +69,8 @@ def test_a_result_that_shares_a_few_bytes_with_another_operand(desc, end, device
             moved = changed(view, address=start)
             args = replace(case.args, **{argument_of[name]: moved})
             message = str(rejected(case, args, InvalidProblemError, "expected memory apart from", "overlap"))
-            tensors = [(argument_of[one], memory.view) for one, memory in case.guarded.items() if one != name]
+            others = {one: argument_of[one] for one in case.guarded if one != name}
+            tensors = [(argument, memory_of(case, argument, one)) for one, argument in others.items()]
             hit = [  # wherever the allocator put them: it may be several
                 argument
                 for argument, one in (*tensors, *unguarded(case))

@@ -102,11 +102,15 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
         return
     with pytest.raises((UnsupportedError, BackendUnavailableError)) as caught:
         choose(considered)
-    groups: dict[str | None, list[str]] = {}
+    groups: dict[tuple[bool, str | None], list[str]] = {}
+    apart = (
+        *("prefer_", "tier is", "runs on", "can't be exported", "allow_sm90a"),
+        *("needs compute", "needs a compute", "serves elements"),
+    )
     for name, _, reason in answer.rows:
-        groups.setdefault(reason, []).append(name)
-    rarest_first = sorted(groups, key=lambda reason: len(groups[reason]))
-    told = "; ".join(f"{', '.join(groups[reason])}: {reason}" for reason in rarest_first)
+        groups.setdefault((reason.startswith(apart), reason), []).append(name)
+    telling_first = sorted(groups, key=lambda group: (group[0], len(groups[group])))
+    told = "; ".join(f"{', '.join(groups[group])}: {group[1]}" for group in telling_first)
     assert str(caught.value) == f"no kernel can serve this problem. {told}"
 
 

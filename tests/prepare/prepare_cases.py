@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from sparse24_plans import (
@@ -9,6 +11,7 @@ from sparse24_plans import (
     MaskSparse24Descriptor,
     PackSparse24Descriptor,
     PruneSparse24Descriptor,
+    QuantizeSparse24Descriptor,
     TilePruneSparse24Descriptor,
     TileRule,
 )
@@ -41,7 +44,7 @@ def kernel_descriptors(*, few: bool) -> list[PrepareDescriptor]:
     made: list[PrepareDescriptor] = []
     for element in ("bf16", "f32") if few else ELEMENTS:
         fields = {"m": 64, "k": 128, "element": element}
-        made += [kind(**fields) for kind in PLANS]
+        made += [kind(**fields) for kind in PLANS if kind is not QuantizeSparse24Descriptor]
         made += [
             PackSparse24Descriptor(**fields, direction="unpack"),
             MaskSparse24Descriptor(**fields, layout="tiles"),
@@ -52,6 +55,10 @@ def kernel_descriptors(*, few: bool) -> list[PrepareDescriptor]:
         PruneSparse24Descriptor(m=64, k=128, element="bf16", scores=scores)
         for scores in ("f32", "f16", "bf16")
     ]
+    for element in ("bf16",) if few else ("bf16", "f16", "f32"):
+        for out, static in itertools.product(("fp8_e4m3", "s8"), (False, True)):
+            fields = {"m": 64, "element": element, "out_element": out, "static_scale": static}
+            made += [QuantizeSparse24Descriptor(k=k, **fields) for k in (128, 4096, 14336)]
     return made
 
 

@@ -31,7 +31,12 @@ def test_what_is_promised(desc, device):
     """The tests below, and test_prepare_gpu.py across hardware, are about these."""
     promised = select(desc, device).guarantee
     assert all(getattr(promised, flag) for flag in FLAGS)
-    assert (promised.subnormals, promised.nonfinite) == ("preserved", "skips_pruned")
+    assert promised.subnormals == "preserved"
+    if desc.op == "quantize":  # it rounds a scale and a quotient, alike everywhere
+        assert promised.nonfinite == "propagates"
+        assert 2 * 2.0**-24 < promised.error_bound(desc.reduction) < 2.001 * 2.0**-24
+        return
+    assert promised.nonfinite == "skips_pruned"
     assert [promised.error_bound(k) for k in (8, 4096, 2**20)] == [0, 0, 0]
 
 

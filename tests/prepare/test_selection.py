@@ -31,7 +31,14 @@ IDENTITY = {
     "decompress": ("decompress", "decompress", "host"),
     "pack": ("pack", "pack", "host_pack"),
     "unpack": ("pack", "pack", "host_pack"),
+    "quantize": ("quantize", "quantize", "host_quantize"),
 }
+
+
+def kernel_of(desc) -> str:
+    """The kernel entry that serves on a GPU. Two of one backend quantize to different elements."""
+    name = IDENTITY[desc.op][1]
+    return f"{name}_{str(desc.out_element).removesuffix('_e4m3')}" if desc.op == "quantize" else name
 
 
 def test_every_op_is_listed_here():
@@ -46,11 +53,12 @@ def test_a_plan_says_what_it_is(desc, device):
     assert plan is select(desc, device)
     sku = plan.sku
     assert (sku.category, sku.op) == (category, f"{desc.op}_sparse24")
-    assert (sku.element, sku.aux_element, sku.epilogue) == (desc.element, desc.element, "identity")
+    made = getattr(desc, "out_element", desc.element)
+    assert (sku.element, sku.aux_element, sku.epilogue) == (desc.element, made, "identity")
     assert sku.layout == ("tile64x128_16bit_v1" if "pack" in desc.op else "canonical")
     assert (sku.arch, sku.backend) == ("any", "host" if on_host else backend)
     about = plan.explain()
-    assert about.chosen == (row if on_host else backend)
+    assert about.chosen == (row if on_host else kernel_of(desc))
     assert [name for name, _, reason in about.rows if reason is None] == [about.chosen]
     assert plan.workspace_size() == 0
     assert plan.tier == ("host" if on_host else "memory")
@@ -58,8 +66,7 @@ def test_a_plan_says_what_it_is(desc, device):
 
 @every_descriptor
 def test_one_row_serves_each_place(desc):
-    _, backend, row = IDENTITY[desc.op]
-    for place, name in ((HOPPER, backend), (HOST, row)):
+    for place, name in ((HOPPER, kernel_of(desc)), (HOST, IDENTITY[desc.op][2])):
         rows = consider(kernel_table.ENTRIES, desc, PlanPreference(), place)
         assert [one.entry.name for one in rows if one.reason is None] == [name]
 

@@ -111,6 +111,24 @@ def test_calibration_costs_the_models_output_less():
     assert errors["sparsegpt"] < errors["wanda"] < errors["magnitude"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_pytorchs_default_dtype_changes_nothing(dtype, monkeypatch):
+    """Code that builds models in 16 bits often sets it, and leaves it so."""
+    linear = torch.nn.Linear(32, 64, dtype=torch.float32)
+    batches = [torch.randn(4, 32) for _ in range(3)]
+    found = []
+    for default in (torch.float32, dtype):
+        model = torch.nn.Sequential(copy.deepcopy(linear), torch.nn.ReLU())
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            calibrate(model, batches)
+        finally:
+            torch.set_default_dtype(before)
+        found.append(model[0].weight)
+    assert torch.equal(*found)
+
+
 def test_layers_with_one_input_count_as_one_group(monkeypatch):
     seen = []
     together = calibration_module.pruned_together

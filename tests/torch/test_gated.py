@@ -151,6 +151,7 @@ def model() -> nn.Module:
         "gelu": Block(nn.GELU()),
         "phi": FusedBlock(),
         "tanh": Block(nn.GELU(approximate="tanh")),
+        "mish": Block(nn.Mish()),
         "odd": Block(nn.SiLU(), features=44),
         "more": Block(nn.SiLU(), extra=1.0),
         "plain": nn.Linear(64, 64),
@@ -158,16 +159,19 @@ def model() -> nn.Module:
     return nn.ModuleDict(blocks).to(DEVICE).eval()
 
 
+FUSED = {"llama": "swiglu", "gelu": "geglu", "phi": "swiglu", "tanh": "geglu_tanh"}
+
+
 def test_blocks_of_a_model_are_fused_and_others_say_why_not():
     whole, fused = model(), model()
     for parameter in (*whole.parameters(), *fused.parameters()):
         parameter.data = pruned(parameter.data) if parameter.dim() == 2 else parameter.data
     report = fuse_gated(fused, "compress")
-    for name, word in {"llama": "swiglu", "gelu": "geglu", "phi": "swiglu"}.items():
+    for name, word in FUSED.items():
         assert report[name] == GatedBlock(activation=word)
         assert report[name].fused
     for name, word in {
-        "tanh": "exact GELU",
+        "mish": "neither SiLU nor GELU",
         "odd": "multiple of 16",
         "more": "down(act(gate(x)) * up(x))",
     }.items():
@@ -176,7 +180,7 @@ def test_blocks_of_a_model_are_fused_and_others_say_why_not():
         assert type(fused[name]) is Block
     assert report.keys() == set(whole) - {"plain"}
     x = randn(2, 5, 64)
-    for name in ("llama", "gelu", "phi"):
+    for name in FUSED:
         assert type(fused[name]) is Sparse24GatedMLP
         assert not fused[name].training
         close(fused[name](x), whole.double()[name](x.double()))

@@ -1,6 +1,7 @@
 """Sparse24QuantizedLinear: what it computes, what it holds, and what it refuses."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ from sparse24_plans.torch import (
     load_sparse24,
     to_sparse24,
 )
+from sparse24_plans.torch.quantized_linear import quantize, scale_of
 from sparse24_plans.weights.quantize import quantized_rows
+
+from .cases import DEVICE
 
 F8, S8 = torch.float8_e4m3fn, torch.int8
 LARGEST = {F8: 448, S8: 127}
@@ -129,6 +133,20 @@ def test_each_token_has_its_own_scale(dtype):
     found = layer(hostile)
     assert not torch.isfinite(found[[0, 4]]).any()
     assert torch.equal(found[[1, 2, 3, 5]], alone[[1, 2, 3, 5]])
+
+
+@each_dtype
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_pytorchs_default_dtype_changes_nothing(dtype, default):
+    linear, x = dense_layer(dtype=torch.float32), torch.randn(3, 72)
+    wanted = Sparse24QuantizedLinear.from_linear(linear, dtype=dtype, input_scale=0.02)
+    torch.set_default_dtype(default)
+    try:
+        found = Sparse24QuantizedLinear.from_linear(linear, dtype=dtype, input_scale=0.02)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [one.dtype for one in found.buffers()] == [one.dtype for one in wanted.buffers()]
+    assert torch.equal(found(x), wanted(x))
 
 
 # What the layer holds -----------------------------------------------------------------------------
@@ -304,6 +322,143 @@ def test_an_fp8_bitmask_checkpoint_of_compressed_tensors(dense_file, tmp_path, s
     assert torch.isfinite(found(torch.randn(3, 40))).all()
 
 
+# Quantized checkpoints whose zeros are stored (float-quantized, int-quantized) --------------------
+
+
+@pytest.fixture
+def quantized_file(dense_file, tmp_path, dtype):
+    """The matrix ``up`` is 2:4, ``down`` isn't."""
+    block, path = dense_file
+    ours, zeros, file = (tmp_path / f"{name}.safetensors" for name in ("ours", "zeros", "file"))
+    compress_checkpoint(path, ours, include=["up.weight"], element="s8" if dtype == S8 else "fp8_e4m3")
+    convert_checkpoint(ours, zeros, from_format="sparse24", to_format="dense")
+    tensors = load_file(zeros)
+    assert tensors["up.weight"].dtype == dtype
+    tensors["down.weight_scale"] = scale_of(block.down.weight.detach(), dtype)
+    tensors["down.weight"] = quantize(block.down.weight.detach(), dtype, tensors["down.weight_scale"])
+    save_file(tensors, file)
+    return block, file, tensors
+
+
+@each_dtype
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+@pytest.mark.parametrize("static", [False, True])
+def test_quantized_matrices_with_stored_zeros(quantized_file, dtype, scale, static, caplog):
+    """2:4 ones become layers that quantize their input. Others are dense, as what they stand for, by name."""
+    block, file, tensors = quantized_file
+    if scale == "tensor":
+        tensors |= {"up.weight_scale": torch.tensor([0.5]), "down.weight_scale": torch.tensor(0.25)}
+    if static:
+        tensors |= {f"{name}.input_scale": torch.tensor([0.01]) for name in ("up", "down")}
+    tensors["up.weight_zero_point"] = torch.zeros(64, 1, dtype=torch.int8)
+    save_file(tensors, file)
+    found = _Block()
+    report = load_sparse24(found, file)
+    assert (report.sparse, report.unexpected, report.dequantized) == (("up",), (), ("down.weight",))
+    assert "quantized, but loaded dense: down.weight" in caplog.text
+    assert (type(found.up), type(found.down)) == (Sparse24QuantizedLinear, torch.nn.Linear)
+    wanted = Sparse24QuantizedLinear.from_linear(block.up, dtype=dtype)
+    values = [one.canonical()[0].view(torch.uint8) for one in (found.up, wanted)]
+    assert torch.equal(*values)
+    assert torch.equal(found.up.weight_scale, tensors["up.weight_scale"].float())
+    assert (found.up.input_scale is not None) == static
+    assert torch.equal(found.down.weight, tensors["down.weight"].float() * tensors["down.weight_scale"])
+    with torch.device("meta"):
+        empty = _Block()
+    load_sparse24(empty, file, dtype=torch.bfloat16)
+    assert torch.equal(empty.down.weight, found.down.weight.bfloat16())
+
+
+CHANGES = {
+    "too many scales": (
+        {"down.weight_scale": torch.ones(40, 4)},
+        r"down\.weight: expected one scale, .*got 160",
+    ),
+    "zero points": (
+        {"down.weight_zero_point": torch.ones(40, 1)},
+        r"down\.weight: expected zero points of 0",
+    ),
+    "nothing is 2:4": ({"up.weight": None}, "path: expected a checkpoint with 2:4 weights"),
+}
+
+
+@pytest.mark.parametrize("dtype", [F8])
+@pytest.mark.parametrize("name", CHANGES)
+def test_quantized_matrices_that_are_refused(quantized_file, name):
+    _, file, tensors = quantized_file
+    change, message = CHANGES[name]
+    tensors |= change
+    save_file({key: one for key, one in tensors.items() if one is not None}, file)
+    block = _Block()
+    with pytest.raises((UnsupportedError, InvalidProblemError), match=message):
+        load_sparse24(block, file)
+    assert type(block.up) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [F8])
+def test_quantized_matrices_of_in_by_out_are_refused(quantized_file):
+    """Their scales would be those of the inputs."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    _, file, tensors = quantized_file
+    turned = {key: one.T.contiguous() if key == "down.weight" else one for key, one in tensors.items()}
+    save_file({**turned, "down.bias": torch.zeros(40), "down.weight_scale": torch.ones(64)}, file)
+    block = _Block()
+    block.down = conv1d(40, 64)
+    with pytest.raises(UnsupportedError, match=r"down.weight: expected \[out, in\]"):
+        load_sparse24(block, file)
+
+
+GROUP = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [F8])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"input_activations": None}, "config_groups.g.input_activations: expected symmetric 8 bits"),
+        ({"weights": {**GROUP["weights"], "strategy": "group"}}, "config_groups.g.weights: expected"),
+        ({"output_activations": GROUP["weights"]}, "config_groups.g.output_activations: expected none"),
+    ],
+)
+def test_quantization_that_layers_do_not_compute_is_refused(quantized_file, tmp_path, change, message):
+    _, file, _ = quantized_file
+    entry = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    config = {"quantization_config": {**entry, "config_groups": {"g": {**GROUP, **change}}}}
+    (tmp_path / "model").mkdir()
+    file.rename(tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    if message is None:
+        assert load_sparse24(_Block(), tmp_path / "model").sparse == ("up",)
+        return
+    with pytest.raises(UnsupportedError, match=message):
+        load_sparse24(_Block(), tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", [F8])
+def test_a_conversion_says_why_a_quantized_matrix_is_copied(quantized_file, tmp_path):
+    _, file, _ = quantized_file
+    out = tmp_path / "out.safetensors"
+    reports = convert_checkpoint(file, out, from_format="compressed_tensors", to_format="sparse24")
+    told = {one.name: (one.action, one.reason) for one in reports}
+    assert told["up.weight"] == ("converted", None)
+    assert told["down.weight"] == ("copied", "not 2:4 in row 0, group 0")
+    assert load_sparse24(_Block(), out).sparse == ("up",)
+
+
+@each_dtype
+def test_a_state_dict_with_padding_in_a_file_is_loaded(tmp_path, dtype):
+    layer = quantized_layer(dtype, input_scale=0.5)
+    save_file({f"0.{key}": one for key, one in layer.state_dict().items()}, tmp_path / "state.safetensors")
+    found = torch.nn.Sequential(torch.nn.Linear(72, 48))
+    assert load_sparse24(found, tmp_path / "state.safetensors").sparse == ("0",)
+    assert torch.equal(found[0](x := torch.randn(3, 72)), layer(x))
+
+
 def test_8_bits_without_scales_are_refused(dense_file, tmp_path):
     _, path = dense_file
     out, bare = tmp_path / "out.safetensors", tmp_path / "bare.safetensors"
@@ -316,3 +471,79 @@ def test_8_bits_without_scales_are_refused(dense_file, tmp_path):
     with pytest.raises(UnsupportedError, match=r"down\.weight: expected .* of 8 bits with weight_scale"):
         load_sparse24(block, bare)
     assert type(block.up) is torch.nn.Linear
+
+
+# The op that quantizes ------------------------------------------------------------------------------
+
+op = torch.ops.sparse24.quantize
+SOURCES = {
+    "matrix": lambda: torch.randn(5, 72),
+    "leading dimensions, ragged": lambda: torch.randn(2, 3, 75).bfloat16(),
+    "vector": lambda: torch.randn(72).half(),
+    "no rows": lambda: torch.randn(0, 16),
+    "no columns": lambda: torch.randn(3, 0),
+    "columns": lambda: torch.randn(64, 9).t(),
+    "rows apart": lambda: torch.randn(9, 100)[:, 3:67],
+    "one row again and again": lambda: torch.randn(1, 16).expand(4, 16),
+    "long": lambda: torch.randn(3, 5000).bfloat16(),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_op_gives_what_the_layers_expression_gives(dtype, static, name):
+    """The definition is computed on the host, because CUDA divides by a number as it likes."""
+    x = SOURCES[name]()
+    scale = torch.tensor([0.02]) if static else None
+    columns = -(-x.shape[-1] // 16) * 16
+    place = [None if one is None else one.to(DEVICE) for one in (x, scale)]
+    for found in (
+        op(place[0], dtype, place[1], columns),
+        torch.compile(op)(place[0], dtype, place[1], columns),
+    ):
+        rows, scales = (one.cpu() for one in found)
+        by = scale_of(x, dtype) if scale is None else scale
+        assert rows.shape == (*x.shape[:-1], columns)
+        assert torch.equal(rows[..., : x.shape[-1]].float(), quantize(x, dtype, by).float())
+        assert not rows[..., x.shape[-1] :].float().any()
+        assert torch.equal(scales, by) if scale is None else scales.shape == (0,)
+
+
+def test_what_the_op_refuses():
+    x = torch.randn(3, 16)
+    for args, message in (
+        ((x, F8, torch.ones(3), 16), r"scale: expected one float32 on cpu, got torch.float32 \[3\]"),
+        ((x, F8, None, 8), "columns: expected at least 16, got 8"),
+        ((x, torch.float16, None, 16), "out_element: expected fp8_e4m3 or s8, got f16"),
+        ((x.double(), F8, None, 16), "x: expected one of .*, got torch.float64"),
+        ((x[0, 0], F8, None, 16), r"x: expected \[..., K\]"),
+    ):
+        with pytest.raises(InvalidProblemError, match=message):
+            op(*args)
+    with pytest.raises(UnsupportedError, match="quantize has no gradient"):
+        op(x.requires_grad_(), F8, None, 16)
+
+
+@pytest.mark.gpu
+@each_dtype
+@pytest.mark.parametrize("k", [72, 75, 4096])
+@pytest.mark.parametrize("input_scale", [None, 0.02])
+def test_a_layer_on_a_gpu_quantizes_as_on_the_host(dtype, k, input_scale):
+    """It is one kernel, and a graph of the layer replays it."""
+    layer, x = quantized_layer(dtype, k, input_scale=input_scale), torch.randn(7, k)
+    wanted, by = layer._quantized(x)
+    result = layer(x).double()
+    layer, on_gpu = layer.cuda(), x.cuda()
+    with torch.no_grad():
+        found, scale = layer._quantized(on_gpu)
+        assert torch.equal(found.cpu().float(), wanted.float())
+        assert torch.equal(scale.cpu(), by)
+        y = layer(on_gpu)
+        assert float((y.cpu().double() - result).norm() / result.norm()) < 1e-3
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = layer(on_gpu)
+        on_gpu.copy_(x.flip(0))
+        graph.replay()
+        assert torch.equal(again.flip(0), y)

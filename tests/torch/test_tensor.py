@@ -165,6 +165,18 @@ def test_addmm():
     close(torch.addmm(bias, x, a.t()), bias.double() + x.double() @ a.to_dense().double().t())
 
 
+@pytest.mark.parametrize("beta", [1, 0, -0.5])
+@pytest.mark.parametrize("shape", [(5, 0), (1, 0), (5, 1), (0,)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_addmm_adds_beta_times_whatever_broadcasts(beta, shape, transposed):
+    """0 stands for the width of the result."""
+    a = sparse()
+    second = a if transposed else a.t()
+    x, added = randn(5, second.shape[0]), randn(*(size or second.shape[1] for size in shape))
+    dense = a.to_dense().double() if transposed else a.to_dense().double().t()
+    close(torch.addmm(added, x, second, beta=beta), beta * added.double() + x.double() @ dense)
+
+
 @pytest.mark.parametrize("most", [2, 9])
 def test_int8_products_are_exact_and_clamped_to_int8(most):
     """Results are int8 as in PyTorch: small sums fit, large ones are clamped."""
@@ -212,9 +224,8 @@ UNSERVED = {
         randn(2, 5, 128), a.t().expand(2, 128, 64)
     ),
     "same data type": lambda a: a @ randn(128, 8).half(),
-    "only bias dim=1": lambda a: torch.addmm(randn(5, 64), randn(5, 128), a.t()),
     "only operand B": lambda a: torch.addmm(randn(8), a, randn(128, 8)),
-    "alpha and beta": lambda a: torch.addmm(randn(64), randn(5, 128), a.t(), beta=2),
+    "expected alpha 1, got 2": lambda a: torch.addmm(randn(64), randn(5, 128), a.t(), alpha=2),
     "except for the dummy case": lambda a: a.view(128, 64),
     "_scaled_mm": lambda a: (
         Sparse24Tensor.from_dense(a.to_dense().to(torch.float8_e4m3fn))

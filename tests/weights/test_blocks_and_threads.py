@@ -234,7 +234,7 @@ def test_running_again_takes_no_fresh_memory():
 
 FORK = """
 import os, signal, threading, time
-from sparse24_plans.weights.threads import lock_across_forks
+from sparse24_plans.device.install import lock_across_forks
 
 lock, held = lock_across_forks(), threading.Event()
 
@@ -280,19 +280,50 @@ if child == 0:
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
+FORK_WHILE_IMPORTING = """
+import os, signal, sys, threading, time
+from sparse24_plans.device import install
+
+begun = threading.Event()
+
+class SlowFinder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "slow":
+            begun.set()
+            time.sleep(0.5)
+
+sys.meta_path.insert(0, SlowFinder())
+sys.path.insert(0, os.environ["SLOW"])
+def load():
+    with install.importing("slow"):
+        import slow
+    return slow.status
+
+threading.Thread(target=load).start()
+begun.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(load())
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system doesn't fork")
 @pytest.mark.parametrize(
     "script",
     [
         FORK,
+        FORK_WHILE_IMPORTING,
         pytest.param(
             FORK_WHILE_COMPILING,
             marks=pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle())),
         ),
     ],
-    ids=["a lock", "compressing"],
+    ids=["a lock", "importing", "compressing"],
 )
-def test_a_forks_child_finds_no_lock_held(script):
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+def test_a_forks_child_finds_no_lock_held(script, tmp_path):
+    (tmp_path / "slow.py").write_text("import logging; logging.getLogger('slow'); status = 0")
+    slow = {**os.environ, "SLOW": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=slow)
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,8 @@ struct BlocksWgmmaParams {
   const int* value_index;
   // Values of S, read or written without a tensor map for small blocks.
   void* values;
+  // C [Z * H, rows, tokens], stored without a tensor map if its rows are not aligned.
+  void* out;
   // Bias [H, rows], or null.
   const void* bias;
   // Number of kept blocks of a batch element.
@@ -67,18 +69,19 @@ static_assert(S24_OFFSET(BlocksWgmmaParams, pointers) == 408);
 static_assert(S24_OFFSET(BlocksWgmmaParams, columns) == 416);
 static_assert(S24_OFFSET(BlocksWgmmaParams, value_index) == 424);
 static_assert(S24_OFFSET(BlocksWgmmaParams, values) == 432);
-static_assert(S24_OFFSET(BlocksWgmmaParams, bias) == 440);
-static_assert(S24_OFFSET(BlocksWgmmaParams, blocks) == 448);
-static_assert(S24_OFFSET(BlocksWgmmaParams, alpha) == 452);
-static_assert(S24_OFFSET(BlocksWgmmaParams, panels) == 456);
-static_assert(S24_OFFSET(BlocksWgmmaParams, head_panels) == 460);
-static_assert(S24_OFFSET(BlocksWgmmaParams, head_block_rows) == 464);
-static_assert(S24_OFFSET(BlocksWgmmaParams, bit_words) == 468);
-static_assert(S24_OFFSET(BlocksWgmmaParams, heads) == 472);
-static_assert(S24_OFFSET(BlocksWgmmaParams, batch) == 476);
-static_assert(S24_OFFSET(BlocksWgmmaParams, tokens) == 480);
-static_assert(S24_OFFSET(BlocksWgmmaParams, cluster_tiles) == 484);
-static_assert(S24_OFFSET(BlocksWgmmaParams, raster_tiles) == 488);
-static_assert(S24_OFFSET(BlocksWgmmaParams, panel_groups) == 492);
-static_assert(S24_OFFSET(BlocksWgmmaParams, k_steps) == 496);
-static_assert(S24_OFFSET(BlocksWgmmaParams, full_boxes) == 500);
+static_assert(S24_OFFSET(BlocksWgmmaParams, out) == 440);
+static_assert(S24_OFFSET(BlocksWgmmaParams, bias) == 448);
+static_assert(S24_OFFSET(BlocksWgmmaParams, blocks) == 456);
+static_assert(S24_OFFSET(BlocksWgmmaParams, alpha) == 460);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panels) == 464);
+static_assert(S24_OFFSET(BlocksWgmmaParams, head_panels) == 468);
+static_assert(S24_OFFSET(BlocksWgmmaParams, head_block_rows) == 472);
+static_assert(S24_OFFSET(BlocksWgmmaParams, bit_words) == 476);
+static_assert(S24_OFFSET(BlocksWgmmaParams, heads) == 480);
+static_assert(S24_OFFSET(BlocksWgmmaParams, batch) == 484);
+static_assert(S24_OFFSET(BlocksWgmmaParams, tokens) == 488);
+static_assert(S24_OFFSET(BlocksWgmmaParams, cluster_tiles) == 492);
+static_assert(S24_OFFSET(BlocksWgmmaParams, raster_tiles) == 496);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panel_groups) == 500);
+static_assert(S24_OFFSET(BlocksWgmmaParams, k_steps) == 504);
+static_assert(S24_OFFSET(BlocksWgmmaParams, full_boxes) == 508);

@@ -24,6 +24,8 @@ struct BlocksWgmmaSpParams {
   const int* value_index;
   // Bias [H, rows], or null.
   const void* bias;
+  // C [Z * H, rows, tokens], stored without a tensor map if its rows are not aligned.
+  void* out;
   // Number of kept blocks of a batch element.
   int blocks;
   // Factor of the product.
@@ -60,15 +62,16 @@ static_assert(S24_OFFSET(BlocksWgmmaSpParams, kept) == 408);
 static_assert(S24_OFFSET(BlocksWgmmaSpParams, pointers) == 416);
 static_assert(S24_OFFSET(BlocksWgmmaSpParams, value_index) == 424);
 static_assert(S24_OFFSET(BlocksWgmmaSpParams, bias) == 432);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, blocks) == 440);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, alpha) == 444);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, panels) == 448);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_panels) == 452);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_block_rows) == 456);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, bit_words) == 460);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, heads) == 464);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, batch) == 468);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, tokens) == 472);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, cluster_tiles) == 476);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_tiles) == 480);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_groups) == 484);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, out) == 440);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, blocks) == 448);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, alpha) == 452);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, panels) == 456);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_panels) == 460);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_block_rows) == 464);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, bit_words) == 468);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, heads) == 472);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, batch) == 476);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, tokens) == 480);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, cluster_tiles) == 484);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_tiles) == 488);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_groups) == 492);

@@ -28,7 +28,7 @@ struct InflateBlocksParams {
   i64 blocks;
   // Number of cells of a row of the dense matrix.
   i64 row_cells;
-  // inflate_blocks: Z * block_rows * bit_words; gather_blocks: Z * blocks.
+  // inflate_blocks: Z * block_rows * bit_words * b/16; gather_blocks: Z * blocks.
   i64 work_items;
   // Number of heads, H.
   i64 heads;

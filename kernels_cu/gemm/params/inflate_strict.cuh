@@ -26,8 +26,14 @@ struct StrictParams {
   i64 y_stride;
   // Factor of the product.
   float alpha;
+  // Factor of C.
+  float beta;
+  // C, which lies as y does, or null.
+  const void* c;
+  // Elements from one row of C to the next.
+  i64 c_stride;
 };
-static_assert(sizeof(StrictParams) == 88);
+static_assert(sizeof(StrictParams) == 104);
 static_assert(S24_OFFSET(StrictParams, values) == 0);
 static_assert(S24_OFFSET(StrictParams, metadata) == 8);
 static_assert(S24_OFFSET(StrictParams, x) == 16);
@@ -39,3 +45,6 @@ static_assert(S24_OFFSET(StrictParams, k) == 56);
 static_assert(S24_OFFSET(StrictParams, x_stride) == 64);
 static_assert(S24_OFFSET(StrictParams, y_stride) == 72);
 static_assert(S24_OFFSET(StrictParams, alpha) == 80);
+static_assert(S24_OFFSET(StrictParams, beta) == 84);
+static_assert(S24_OFFSET(StrictParams, c) == 88);
+static_assert(S24_OFFSET(StrictParams, c_stride) == 96);

@@ -30,8 +30,14 @@ struct MmaSpParams {
   float alpha;
   // Number of token tiles that cover n.
   u32 n_tiles;
+  // Factor of C.
+  float beta;
+  // C, which lies as y does, or null.
+  const void* c;
+  // Elements from one row of C to the next, or column if Y is column-major.
+  i64 c_stride;
 };
-static_assert(sizeof(MmaSpParams) == 96);
+static_assert(sizeof(MmaSpParams) == 120);
 static_assert(S24_OFFSET(MmaSpParams, packed) == 0);
 static_assert(S24_OFFSET(MmaSpParams, x) == 8);
 static_assert(S24_OFFSET(MmaSpParams, bias) == 16);
@@ -45,3 +51,6 @@ static_assert(S24_OFFSET(MmaSpParams, row_tiles) == 72);
 static_assert(S24_OFFSET(MmaSpParams, k_tiles) == 80);
 static_assert(S24_OFFSET(MmaSpParams, alpha) == 88);
 static_assert(S24_OFFSET(MmaSpParams, n_tiles) == 92);
+static_assert(S24_OFFSET(MmaSpParams, beta) == 96);
+static_assert(S24_OFFSET(MmaSpParams, c) == 104);
+static_assert(S24_OFFSET(MmaSpParams, c_stride) == 112);

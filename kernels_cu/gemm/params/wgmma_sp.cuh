@@ -69,8 +69,24 @@ struct WgmmaSpParams {
   u32 big_units;
   // Always 0, unknown to the compiler: see opaque_zero() for its two uses.
   u32 opaque_zero;
+  // Factor of C.
+  float beta;
+  // C, which lies as Y does, or null.
+  const void* c;
+  // Elements from one row of C to the next, or column if Y is column-major.
+  i64 c_stride;
+  // C in the boxes of y_map. Used if TMA loads C.
+  TensorMap c_map;
+  // 1 if rows (columns) of C begin at 16-byte multiples.
+  u32 c_aligned;
+  // Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].
+  const int* group_tokens;
+  // Grouped: number of groups of tokens. m and row_tiles are those of one group.
+  u32 groups;
+  // Grouped: rows of X and Y that every group has; 0 where offsets are given.
+  u32 group_places;
 };
-static_assert(sizeof(WgmmaSpParams) == 832);
+static_assert(sizeof(WgmmaSpParams) == 1024);
 static_assert(S24_OFFSET(WgmmaSpParams, x_map) == 0);
 static_assert(S24_OFFSET(WgmmaSpParams, x_tail_map) == 128);
 static_assert(S24_OFFSET(WgmmaSpParams, x_remainder_map) == 256);
@@ -102,3 +118,11 @@ static_assert(S24_OFFSET(WgmmaSpParams, data_parallel_tiles) == 796);
 static_assert(S24_OFFSET(WgmmaSpParams, units_per_cluster) == 800);
 static_assert(S24_OFFSET(WgmmaSpParams, big_units) == 804);
 static_assert(S24_OFFSET(WgmmaSpParams, opaque_zero) == 808);
+static_assert(S24_OFFSET(WgmmaSpParams, beta) == 812);
+static_assert(S24_OFFSET(WgmmaSpParams, c) == 816);
+static_assert(S24_OFFSET(WgmmaSpParams, c_stride) == 824);
+static_assert(S24_OFFSET(WgmmaSpParams, c_map) == 832);
+static_assert(S24_OFFSET(WgmmaSpParams, c_aligned) == 960);
+static_assert(S24_OFFSET(WgmmaSpParams, group_tokens) == 968);
+static_assert(S24_OFFSET(WgmmaSpParams, groups) == 976);
+static_assert(S24_OFFSET(WgmmaSpParams, group_places) == 980);

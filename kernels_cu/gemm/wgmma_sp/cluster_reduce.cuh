@@ -76,28 +76,30 @@ struct ClusterReduce {
 
   // The finished sum of the row of W behind `output`, or of the row `offset` further for a gated epilogue's other
   // factor.
-  template <class Math>
-  __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output, int offset = 0) const {
+  template <class Math> __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output,
+                                                               int offset = 0, float c = 0.0f) const {
     const bool inside = kColumns || output < outputs_per_token(p);
     const i64 row = row_of_output<Config>(output) + offset;
     const float bias = p.bias && inside ? bias_at<Config>(p.bias, row) : 0.0f;
     const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, row) : 1.0f;
-    return finished<Math>(total, p, scale_x, scale_w, bias);
+    return finished<Math>(total, p, scale_x, scale_w, bias, c);
   }
 
-  __device__ __forceinline__ void store(u32 (&v)[Config::kRowsPerOutput][Config::kSplitK][4], int token,
-                                        int output) const {
+  __device__ __forceinline__ void store(u32 (&v)[Config::kRowsPerOutput][Config::kSplitK][4], const float (&c)[4],
+                                        int token, int output) const {
     const i64 n = work.token + token, m = work.row_tile * Config::kMTileOutputs + output;
     Config::Out::Bits out[4];
     const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
-    u32 nans = 0;  // one bit for each float32 sum that must be recomputed
+    u32 nans = 0;  // one bit for each float32 result that must be recomputed
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Accumulator total = reduced(v[0], j);
       if constexpr (Config::kSplitTerms > 0) nans |= (u32)(total != total) << j;
-      const float first = value<FastMath>(total, scale_x, kColumns ? m : m + j);
+      const float first = value<FastMath>(total, scale_x, kColumns ? m : m + j, 0, c[j]);
       if constexpr (Config::kGated) {
-        const float up = value<NoMath>(reduced(v[1], j), scale_x, kColumns ? m : m + j, Config::kGateRows);
+        const Accumulator other = reduced(v[1], j);
+        if constexpr (Config::kSplitTerms > 0) nans |= (u32)(other != other) << j;
+        const float up = value<NoMath>(other, scale_x, kColumns ? m : m + j, Config::kGateRows);
         out[j] = rounded<Config::Out>(__fmul_rn(first, up));
       } else {
         out[j] = rounded<Config::Out>(total, first);
@@ -118,9 +120,8 @@ struct ClusterReduce {
     if constexpr (Config::kSplitTerms > 0) {
       for (; nans; nans &= nans - 1) {
         const int j = __ffs(nans) - 1;
-        if (m + j >= p.m) break;
-        const float sum = dot_in_float64(p, n, m + j), bias = p.bias ? bias_at<Config>(p.bias, m + j) : 0.0f;
-        to[j] = rounded<Config::Out>(sum, finished(sum, p, 1.0f, 1.0f, bias));
+        if (m + j >= outputs_per_token(p)) break;
+        to[j] = rounded<Config::Out>(finished_again(p, n, row_of_output<Config>(m + j), c[j]));
       }
     }
   }
@@ -129,10 +130,15 @@ struct ClusterReduce {
 #pragma unroll 1
     for (int first = threadIdx.x; first < kCount; first += kThreads * kAhead) {
       u32 v[kAhead][Config::kRowsPerOutput][Config::kSplitK][4];
+      float c[kAhead][4];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         const int i = first + a * kThreads, token = token_of(i), output = output_of(i);
         if (i >= kCount || !inside(token, output)) continue;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          c[a][j] = c_of(p, work.token + token + (kColumns ? j : 0),
+                         work.row_tile * Config::kMTileOutputs + output + (kColumns ? 0 : j));
 #pragma unroll
         for (int h = 0; h < Config::kRowsPerOutput; ++h)
 #pragma unroll
@@ -144,7 +150,7 @@ struct ClusterReduce {
       for (int a = 0; a < kAhead; ++a) {
         const int i = first + a * kThreads;
         const int token = token_of(i), output = output_of(i);
-        if (i < kCount && inside(token, output)) store(v[a], token, output);
+        if (i < kCount && inside(token, output)) store(v[a], c[a], token, output);
       }
     }
   }

@@ -9,7 +9,8 @@
 #define S24_CLUSTER_SIZE (S24_CLUSTER_M * S24_SPLIT_K)
 #include "common/cluster.cuh"
 
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
+struct Config
+    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
   // Tiling ------------------------------------------------------------------------------------------
   static constexpr int kWarpgroups = S24_WARPGROUPS;                     // consumer warpgroups
   static constexpr int kMTilesPerWarpgroup = S24_M_TILES_PER_WARPGROUP;  // m64 tiles of one consumer warpgroup
@@ -24,6 +25,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kSavedAccumulators =  // accumulators per thread that earlier K chunks leave in the workspace
       S24_SAVED_ACCUMULATORS;
   static_assert(kSplitK == 1 || kKChunks == 1, "K is cut either along the cluster or within the CTA");
+  static constexpr bool kGrouped = S24_GROUPED;  // groups of tokens have weights of their own
+  static_assert(!kGrouped || (kSplitK == 1 && kKChunks == 1 && !kStreamK && !kHasC), "a group has one piece of K");
   static_assert(kSavedAccumulators % 4 == 0 && (!kSavedAccumulators || kKChunks > 1),
                 "accumulators of earlier K chunks are saved four at a time");
 
@@ -38,7 +41,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kRaw = S24_RAW;          // Y is the integer sum itself
   static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
   static_assert(!kStreamK || (kSplitK == 1 && !kPromote && kCtasPerSm == 1), "stream-K is the only cut of K");
-  static_assert(!kGated || (!kSplitTerms && !kRaw), "gated sums are neither recomputed nor stored as integers");
+  static_assert(!kGated || !kRaw, "gated sums are not stored as integers");
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
 
@@ -83,14 +86,22 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kXAt = kWeightStages * kWeightStageBytes;
   static_assert(kXAt % 1024 == 0, "stages of X begin where the swizzle's pattern does");
   static constexpr int kStagingAt = kXAt + kXStages * kXStageBytes;
-  static constexpr int kStepTokens = S24_STEP_TOKENS,
-                       kStagingBuffers = 2;  // an epilogue step stages kStepTokens tokens
+  // TMA loads C into the staging buffers, from which the results replace it.
+  static constexpr bool kCStaged = S24_C_STAGED;
+  static constexpr int kStepTokens = S24_STEP_TOKENS,  // tokens of an epilogue step
+      kStagingBuffers = kCStaged ? 4 : 2;
   static_assert(kStagingBuffers >= 2, "TMA may read the buffer of the step before");
   static constexpr int kTokenBytes = kStepTokens * sizeof(Out::Bits);  // tokens of one step of a column-major Y
   static constexpr int kLineBytes = kTokenBytes <= 16 ? 16 : kTokenBytes <= 32 ? 32 : kTokenBytes <= 64 ? 64 : 128;
   static constexpr int kStepBytes = Tile::kRows * (kYColumnMajor ? kLineBytes : kTokenBytes);
   static constexpr int kStagingBytes = kStagingBuffers * kStepBytes;
+  static_assert(!kCStaged || (kSplitK == 1 && !kXCpAsync && sizeof(C::Bits) == sizeof(Out::Bits)),
+                "a warp is free to load C, and a result fits the place of its C");
   static constexpr int kBarrierAt = kStagingAt + (kSplitK == 1 ? kWarpgroups * kStagingBytes : 0);
+  static constexpr int kBarrierBytes = 512;
+  static_assert(8 * (2 * kWeightStages + (kXCpAsync ? 3 : 2) * kXStages) <= kBarrierBytes);
+  static constexpr int kGroupTableAt = kBarrierAt + kBarrierBytes;
 };
 using Tile = Config::Tile;
+extern __shared__ __align__(1024) u8 shared[];
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;

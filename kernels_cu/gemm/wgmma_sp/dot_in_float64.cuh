@@ -1,7 +1,7 @@
 // Recomputation of float32 results that are NaN. Splitting Inf, NaN or the largest numbers into bf16 terms makes NaN,
 // so a NaN sum is computed again, term after term in float64: then it is NaN or infinite exactly where it has to be.
 #pragma once
-#include "gemm/wgmma_sp/config.cuh"
+#include "gemm/wgmma_sp/accumulators.cuh"
 
 // A kept value of a K tile of W: float32 in fragment order, or the exact sum of two bf16 terms, of which each swizzled
 // row of 128 bytes has 32 high ones and then 32 low ones.
@@ -34,4 +34,14 @@ __device__ __noinline__ float dot_in_float64(const WgmmaSpParams& p, i64 token, 
                      weight_at(tile, (int)(row % Tile::kRows), group * 2 + i), sum);
   }
   return __double2float_rn(sum);
+}
+
+// The result whose first row of W is `row`, with all of its sums computed again.
+__device__ __forceinline__ float finished_again(const WgmmaSpParams& p, i64 token, i64 row, float c) {
+  const float first =
+      finished(dot_in_float64(p, token, row), p, 1.0f, 1.0f, p.bias ? bias_at<Config>(p.bias, row) : 0.0f, c);
+  if constexpr (!Config::kGated) return first;
+  const i64 other = row + Config::kGateRows;
+  return __fmul_rn(first, finished<NoMath>(dot_in_float64(p, token, other), p, 1.0f, 1.0f,
+                                           p.bias ? bias_at<Config>(p.bias, other) : 0.0f));
 }

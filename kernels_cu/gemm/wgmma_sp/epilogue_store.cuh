@@ -4,10 +4,21 @@
 #include "gemm/wgmma_sp/dot_in_float64.cuh"
 #include "ptx/stmatrix.cuh"
 
+// The state of a warpgroup's staging buffers that TMA loads C into; empty if it loads none. The empty one leaves no
+// trace in the code of other products.
+template <class Result, bool kStaged = Config::kCStaged> struct CStaging {};
+template <class Result> struct CStaging<Result, true> {
+  Barriers barriers;
+  PipelineState<Config::kStagingBuffers> at;  // the buffer of the next step
+  u32 stored = Config::kStagingBuffers;       // the buffer of the step before; none before the first step
+};
+
 // Stores 64 rows x kTileN tokens of one warpgroup. A step stages kStepTokens tokens in one of two buffers. TMA stores
 // them while the next step is staged, and the last steps while the next work tile is multiplied. Where the lines of Y
-// are not aligned for TMA, the threads store single elements.
-template <class Result> struct EpilogueStore {
+// are not aligned for TMA, the threads store single elements; where a group of tokens ends within a step, they store
+// 16 bytes at a time. Where TMA loads C, a producer thread has loaded it into a step's buffer before, and each thread
+// replaces the C of its results.
+template <class Result> struct EpilogueStore : CStaging<Result> {
   typedef typename Result::Bits Bits;
 
   const WgmmaSpParams& p;
@@ -19,7 +30,12 @@ template <class Result> struct EpilogueStore {
   // Results of one token in a TMA box.
   static constexpr int kLineOutputs = Config::kYColumnMajor ? Config::kMTileOutputs : 128 / kOutBytes;
   static constexpr int kBoxOutputs = Config::kMTileOutputs < kLineOutputs ? Config::kMTileOutputs : kLineOutputs;
-  static constexpr int kBoxBytes = kBoxOutputs * kOutBytes;
+  static constexpr int kBoxBytes = kBoxOutputs * kOutBytes, kBoxes = Config::kMTileOutputs / kBoxOutputs;
+
+  // Completes the initialisation of the aggregate.
+  __device__ __forceinline__ void begin(Barriers barriers) {
+    if constexpr (Config::kCStaged) this->barriers = barriers;
+  }
 
   // The offset of a token's output in a buffer. For a row-major Y a box's tokens lie one after the other under the
   // swizzle of kBoxBytes; for a column-major Y each output has a line of tokens under the swizzle of kLineBytes.
@@ -44,7 +60,7 @@ template <class Result> struct EpilogueStore {
     else return Config::kYColumnMajor ? staged_at(token, output + lane % 8) : staged_at(token + lane % 8, output);
   }
 
-  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, i64 token0) {
+  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work) {
     if (row0 >= p.m) return;
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const i64 output0 = row0 / Config::kRowsPerOutput;
@@ -53,35 +69,45 @@ template <class Result> struct EpilogueStore {
     for (int i = 0; i < 2; ++i) {
       const i64 row = row0 + 16 * warp + g + 8 * i;
       if (row >= p.m) continue;
-      if (p.bias) bias[i] = bias_at<Config>(p.bias, row);
-      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, row);
+      if (p.bias) bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
+      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
     }
 #pragma unroll
     for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
-      const i64 token = token0 + step * Config::kStepTokens;
-      if (token >= p.n) break;
+      const i64 token = work.token + step * Config::kStepTokens;
+      if (token >= work.token_end(p)) break;
       const u32 buffer = staging + next_buffer * Config::kStepBytes;
       if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
-      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, bias, scale_w);
-      if (p.y_aligned) store_box(buffer, output0, token);
-      else store_elements(buffer, output0, token);
+      if constexpr (Config::kCStaged) {
+        if (loads_c(p)) barrier_wait(this->barriers.c_full(barrier - 1, this->at.stage), this->at.parity);
+      }
+      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, work, bias, scale_w);
+      if (p.y_aligned && (!Config::kGrouped || token + Config::kStepTokens <= work.token_end(p)))
+        store_box(buffer, output0, token);
+      else if (Config::kGrouped && p.y_aligned) store_chunks(buffer, output0, token, work);
+      else store_elements(buffer, output0, token, work);
+      if constexpr (Config::kCStaged) this->stored = this->at.stage, this->at.next();
     }
-    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, token0);
+    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work.token);
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0,
+  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
                                        const float (&bias)[2], const float (&scale_w)[2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < Config::kStepTokens / 8; ++j) {
       const Accumulator* d = sums + 4 * j;
-      float v[4];
+      float v[4], c[4];
+      if constexpr (Config::kHasC) load_c(c, buffer, row0, token0, 8 * j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
-        const float scale_x = Config::kScaleX && token < p.n ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
+        const float scale_x =
+            Config::kScaleX && token < work.token_end(p) ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
         if (Config::kGated && i / 2) v[i] = finished<NoMath>(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
-        else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
+        else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2], Config::kHasC ? c[i] : 0.0f);
+        // A NaN sum is recomputed behind the store, which leaves C for it where Y is C.
+        if constexpr (Config::kSplitTerms > 0 && Config::kHasC) v[i] = d[i] == d[i] ? v[i] : c[i];
       }
       if constexpr (Config::kGated) {
         stage_gated(buffer, 8 * j, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
@@ -103,6 +129,68 @@ template <class Result> struct EpilogueStore {
     }
   }
 
+  // Loads C for the results of eight tokens of the step, in the order of the accumulators.
+  __device__ __forceinline__ void load_c(float (&c)[4], u32 buffer, i64 row0, i64 token0, int token) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
+    if (!Config::kCStaged || !loads_c(p)) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] = c_of(p, token0 + token + 2 * t + i % 2, row0 + row + g + i / 2 * 8);
+    } else if constexpr (kOutBytes == 2) {
+      u32 pairs[2];
+      if constexpr (Config::kYColumnMajor) load_matrix_x2(pairs, buffer + staged_at(token, row + lane % 16));
+      else load_matrix_transposed_x2(pairs, buffer + staged_at(token + lane % 8, row + lane / 8 % 2 * 8));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] = Config::C::to_float((typename Config::C::Bits)(pairs[i / 2] >> i % 2 * 16));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        c[i] = Config::C::to_float(
+            load_shared_as<typename Config::C::Bits>(buffer + staged_at(token + 2 * t + i % 2, row + g + i / 2 * 8)));
+    }
+  }
+
+  // One thread of the producer warpgroup loads C, step by step in the order in which the consumers store. While a work
+  // tile is multiplied it prefetches all of the tile's C to L2, because the buffers hold a part of it only.
+  static __device__ __forceinline__ void produce_c(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
+                                                   u32 slice) {
+    PipelineState<Config::kStagingBuffers> at[Config::kWarpgroups];
+    for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+      if (scheduler.stores_partials()) continue;
+      const WorkTile work(p, scheduler.index, m_rank);
+      for_each_box(p, work, [&](int, u32 output, u32 token, int) { tma_prefetch(&p.c_map, output, token); });
+      for_each_box(p, work, [&](int w, u32 output, u32 token, int box) {
+        const u32 full = barriers.c_full(w, at[w].stage);
+        const u32 to = base + Config::kStagingAt + w * Config::kStagingBytes + at[w].stage * Config::kStepBytes;
+        if (box == 0) {
+          barrier_wait(barriers.c_empty(w, at[w].stage), at[w].parity ^ 1);
+          barrier_arrive_expect_tx(full, Config::kMTileOutputs * Config::kTokenBytes);
+        }
+        tma_load(to + box * Config::kStepTokens * kBoxBytes, &p.c_map, output, token, full);
+        if (box == kBoxes - 1) at[w].next();
+      });
+    }
+  }
+  // Calls visit(warpgroup, first coordinate, second coordinate, number in its step) for each box of a work tile.
+  template <class Visit>
+  static __device__ __forceinline__ void for_each_box(const WgmmaSpParams& p, WorkTile work, Visit visit) {
+#pragma unroll 1
+    for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
+#pragma unroll 1
+      for (u32 token = (u32)work.token; token < (u32)work.token + Config::kTileN && token < p.n;
+           token += Config::kStepTokens)
+#pragma unroll
+        for (int w = 0; w < Config::kWarpgroups; ++w) {
+          const i64 output = (work.row_tile + w * Config::kMTilesPerWarpgroup + r) * Config::kMTileOutputs;
+          if (output >= p.m) continue;
+          if constexpr (Config::kYColumnMajor) {
+            visit(w, token, (u32)output, 0);
+          } else {
+#pragma unroll
+            for (int box = 0; box < kBoxes; ++box) visit(w, (u32)output + box * kBoxOutputs, token, box);
+          }
+        }
+  }
+
   // Stages gated results: a thread has one output of two tokens.
   __device__ __forceinline__ void stage_gated(u32 buffer, int token, float first, float second) const {
     const u32 to = buffer + gated_at(threadIdx.x, token);
@@ -118,12 +206,15 @@ template <class Result> struct EpilogueStore {
     }
   }
 
-  // Recomputes sums that are NaN. Each thread replaces its own results, once the whole tile has been stored to Y.
+  // Recomputes results of which a sum is NaN. Each thread replaces its own, once the whole tile has been stored to Y.
   __device__ __forceinline__ void recompute_nans(const AccumulatorTile& sums, i64 row0, i64 token0) const {
     static_assert(Config::kAccumulators <= 128, "one bit per accumulator");
     u64 nans[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < Config::kAccumulators; ++i) nans[i / 64] |= (u64)(sums[i] != sums[i]) << i % 64;
+    for (int i = 0; i < Config::kAccumulators; ++i) {
+      const int result = Config::kGated ? i & ~2 : i;  // of the two sums of a gated result, the first
+      nans[i / 64] |= (u64)(sums[i] != sums[i]) << result % 64;
+    }
     if (!named_barrier_or(barrier, 128, (nans[0] | nans[1]) != 0)) return;
     if (p.y_aligned && issues_stores()) tma_store_wait();
     named_barrier_sync(barrier, 128);
@@ -135,8 +226,8 @@ template <class Result> struct EpilogueStore {
       const i64 token = token0 + i / 4 * 8 + lane % 4 * 2 + i % 2,
                 row = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
       if (token >= p.n || row >= p.m) continue;
-      const float sum = dot_in_float64(p, token, row), bias = p.bias ? bias_at<Config>(p.bias, row) : 0.0f;
-      ((Bits*)p.y)[y_offset(p, token, row)] = rounded<Result>(sum, finished(sum, p, 1.0f, 1.0f, bias));
+      ((Bits*)p.y)[y_offset(p, token, output_of_row<Config>(row))] =
+          rounded<Result>(finished_again(p, token, row, c_of(p, token, row)));
     }
   }
 
@@ -144,7 +235,7 @@ template <class Result> struct EpilogueStore {
   // issuing threads wait until the next step's buffer has been read.
   __device__ __forceinline__ void store_box(u32 buffer, i64 output0, i64 token) const {
     async_proxy_fence();
-    if (issues_stores()) tma_store_wait_read<Config::kStagingBuffers - 2>();
+    if (!Config::kCStaged && issues_stores()) tma_store_wait_read<Config::kStagingBuffers - 2>();
     named_barrier_sync(barrier, 128);
     if (!issues_stores()) return;
     const int box = threadIdx.x % 128 / 32;
@@ -152,18 +243,40 @@ template <class Result> struct EpilogueStore {
     else
       tma_store(&p.y_map, (u32)output0 + box * kBoxOutputs, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
     tma_store_commit();
+    if constexpr (Config::kCStaged) {
+      tma_store_wait_read<1>();
+      if (this->stored < Config::kStagingBuffers) barrier_arrive(this->barriers.c_empty(barrier - 1, this->stored));
+    }
   }
+  // Whether TMA loads C (produce_c).
+  static __device__ __forceinline__ bool loads_c(const WgmmaSpParams& p) { return p.y_aligned && p.c_aligned; }
   static __device__ __forceinline__ bool issues_stores() {
-    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < Config::kMTileOutputs / kBoxOutputs;
+    return threadIdx.x % 32 == 0 && threadIdx.x % 128 / 32 < kBoxes;
   }
 
-  __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0) const {
+  // Stores the tokens of a step that belong to the group. Rows of Y begin at multiples of 16 bytes.
+  __device__ __forceinline__ void store_chunks(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
+    constexpr int kOutputs = 16 / kOutBytes, kChunks = Config::kMTileOutputs / kOutputs;
+    if (issues_stores()) tma_store_wait_read<0>();  // of the other buffer, which the next step fills
+    named_barrier_sync(barrier, 128);
+    for (int i = threadIdx.x % 128; i < Config::kStepTokens * kChunks; i += 128) {
+      const int t = i / kChunks, o = i % kChunks * kOutputs;
+      const i64 token = token0 + t, output = output0 + o;
+      if (token >= work.token_end(p) || output >= outputs_per_token(p)) continue;
+      float v[4];
+      load_shared_x4(v, buffer + staged_at(t, o));
+      store_global((Bits*)p.y + y_offset(p, token, output), __float_as_uint(v[0]), __float_as_uint(v[1]),
+                   __float_as_uint(v[2]), __float_as_uint(v[3]));
+    }
+  }
+
+  __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
     named_barrier_sync(barrier, 128);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kMTileOutputs; i += 128) {
       const int t = Config::kYColumnMajor ? i % Config::kStepTokens : i / Config::kMTileOutputs,
                 o = Config::kYColumnMajor ? i / Config::kStepTokens : i % Config::kMTileOutputs;
       const i64 token = token0 + t, output = output0 + o;
-      if (token < p.n && output < outputs_per_token(p))
+      if (token < work.token_end(p) && output < outputs_per_token(p))
         ((Bits*)p.y)[y_offset(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
     }
   }

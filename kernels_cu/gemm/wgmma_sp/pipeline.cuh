@@ -16,6 +16,13 @@ struct Barriers {
   __device__ __forceinline__ u32 x_copied(u32 stage) const {
     return at + 8 * (2 * Config::kWeightStages + 2 * Config::kXStages + stage);
   }
+  // C is loaded into a staging buffer of a warpgroup, or the buffer is free for it.
+  __device__ __forceinline__ u32 c_full(u32 warpgroup, u32 buffer) const {
+    return x_copied(0) + 8 * (warpgroup * Config::kStagingBuffers + buffer);
+  }
+  __device__ __forceinline__ u32 c_empty(u32 warpgroup, u32 buffer) const {
+    return c_full(Config::kWarpgroups + warpgroup, buffer);
+  }
 };
 
 // Returns 0, which the compiler must not know. A value that is combined with it by ^ or + stays what it is, but then

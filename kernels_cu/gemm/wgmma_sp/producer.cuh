@@ -4,7 +4,8 @@
 #include "gemm/wgmma_sp/tile_scheduler.cuh"
 
 __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, WorkTile work, int i, i64 tile) {
-  const i64 row_tile = min(work.row_tile + i, p.row_tiles - 1);  // rows past the end are multiplied, not stored
+  i64 row_tile = min(work.row_tile + i, p.row_tiles - 1);  // rows past the end are multiplied, not stored
+  if constexpr (Config::kGrouped) row_tile += work.group * p.row_tiles;
   return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
 }
 
@@ -126,7 +127,8 @@ struct XLoader {
   u32 rows;
 
   __device__ __forceinline__ XLoader(const WgmmaSpParams& p, WorkTile work) : work(work) {
-    const bool is_tail = work.token + Config::kTileN >= p.n;
+    // The last tokens of a group are followed by another group's, which are multiplied and not stored.
+    const bool is_tail = !Config::kGrouped && work.token + Config::kTileN >= p.n;
     map = is_tail ? &p.x_tail_map : &p.x_map;
     rows = is_tail ? p.x_tail_tokens : Config::kTileN / Config::kClusterM;
   }

@@ -1,24 +1,44 @@
 // The persistent tile scheduler of gemm/wgmma_sp.cu: every role iterates over the same work tiles and K tiles.
 #pragma once
-#include "gemm/wgmma_sp/config.cuh"
+#include "gemm/wgmma_sp/group_table.cuh"
+
+// Number of work tiles along the rows of W, or of one group's W.
+__device__ __forceinline__ u32 m_blocks_of(const WgmmaSpParams& p) {
+  return (u32)((p.row_tiles + Config::kMTiles * Config::kClusterM - 1) / (Config::kMTiles * Config::kClusterM));
+}
 
 // A work tile of one CTA, given by its first row tile of W and its first token. kRasterGroupM tiles along M are
-// computed with the same tokens before the next tokens, so that L2 serves both operands.
+// computed with the same tokens before the next tokens, so that L2 serves both operands. With groups, row tiles count
+// from the first one of the group's weight.
 struct WorkTile {
   i64 row_tile, token;
+  u32 group = 0;
+  u32 group_end = 0;  // the end of the group's tokens
 
   __device__ __forceinline__ WorkTile(const WgmmaSpParams& p, u32 index, u32 m_rank) {
+    u32 n_tiles = p.n_tiles, group_begin = 0;
+    if constexpr (Config::kGrouped) {
+      const GroupTable table(p);
+      group = table.group_of(index), group_begin = table.begin(group), group_end = table.end(group);
+      n_tiles = (group_end - group_begin + Config::kTileN - 1) / Config::kTileN;
+      index -= table.tiles_before(group);
+    }
     u32 m_block = index, n_block = 0;
-    if (Config::kTileN > 64 || p.n_tiles > 1) {  // few tokens are spared the divisions
-      const u32 m_blocks =
-          (u32)((p.row_tiles + Config::kMTiles * Config::kClusterM - 1) / (Config::kMTiles * Config::kClusterM));
-      const u32 group = index / (Config::kRasterGroupM * p.n_tiles), rest = index % (Config::kRasterGroupM * p.n_tiles);
-      const u32 height = min((u32)Config::kRasterGroupM, m_blocks - group * Config::kRasterGroupM);
-      m_block = group * Config::kRasterGroupM + rest % height, n_block = rest / height;
+    if (Config::kTileN > 64 || n_tiles > 1) {  // few tokens are spared the divisions
+      const u32 m_blocks = m_blocks_of(p);
+      const u32 panel = index / (Config::kRasterGroupM * n_tiles), rest = index % (Config::kRasterGroupM * n_tiles);
+      const u32 height = min((u32)Config::kRasterGroupM, m_blocks - panel * Config::kRasterGroupM);
+      m_block = panel * Config::kRasterGroupM + rest % height, n_block = rest / height;
     }
     row_tile = ((i64)m_block * Config::kClusterM + m_rank) * Config::kMTiles;
     token = (i64)n_block * Config::kTileN;
+    if constexpr (Config::kGrouped) token += group_begin;
   }
+
+  // The end of the tokens whose results the work tile may store.
+  __device__ __forceinline__ i64 token_end(const WgmmaSpParams& p) const { return Config::kGrouped ? group_end : p.n; }
+  // The first row of the group's weight, in bias and scale_w.
+  __device__ __forceinline__ i64 first_row(const WgmmaSpParams& p) const { return Config::kGrouped ? group * p.m : 0; }
 };
 
 // The first K tile of a split-K slice. A slice ends where the next one begins.
@@ -69,7 +89,9 @@ struct TileScheduler {
         last(first_k_tile(p, slice + 1)) {
     if constexpr (Config::kStreamK) go_to(p, index);
   }
-  __device__ __forceinline__ bool more(const WgmmaSpParams& p) const { return index < p.work_tiles; }
+  __device__ __forceinline__ bool more(const WgmmaSpParams& p) const {
+    return index < (Config::kGrouped ? GroupTable(p).work_tiles() : p.work_tiles);
+  }
   __device__ __forceinline__ void next(const WgmmaSpParams& p) {
     if (Config::kSplitK > 1) index = p.work_tiles;
     else if (!Config::kStreamK) index += stride;

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from ..._vendor import cuda_driver_abi
-from ...device import transpose
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
-from ...plan.kernel import Choice, align_up, launch_in_order, nothing
+from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import K_MAJOR, KernelProblem, transpose_bytes
+from ..kernel_problem import K_MAJOR, KernelProblem
+from ..prepasses import SOURCES, PrePasses
 from ..schedules.blocks_wgmma import BlocksWgmmaSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
 _LINE_BYTES = 128
 """Bytes of a box's row, and of a step's k."""
+_NO_MAP = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
+"""The map of a result that threads store themselves."""
 _TILE = 64
 """Rows of a wgmma tile; also rows or tokens of a box that is not K-major."""
 
@@ -43,6 +45,7 @@ class BlocksWgmmaParams(KernelParams):
         "of a panel one index for every block row, negative where no block is kept.",
     )
     values = field("void*", "Values of S, read or written without a tensor map for small blocks.")
+    out = field("void*", "C [Z * H, rows, tokens], stored without a tensor map if its rows are not aligned.")
     bias = field("const void*", "Bias [H, rows], or null.")
     blocks = field("int", "Number of kept blocks of a batch element.")
     alpha = field("float", "Factor of the product.")
@@ -63,17 +66,17 @@ class BlocksWgmmaParams(KernelParams):
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     workspace_alignment = 256
     default_alignment = Alignment(16)
-    sources = (_SOURCE, transpose.SOURCE)
+    sources = (_SOURCE, *SOURCES)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._problem = problem = KernelProblem(desc)
-        self._transposed = problem.transposed_operands(choice.preference.max_workspace_bytes)
-        self._transpose = transpose.Transpose(desc.element.itemsize, device) if self._transposed else None
-        self.workspace_size = transpose_bytes(self._transposed)
-        self.launches = 1 + len(self._transposed)
-        self._majors = problem.majors(self._transposed)
+        prepared = problem.prepared_operands(choice.preference.max_workspace_bytes)
+        self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
+        self.workspace_size = self._prepasses.workspace_size
+        self.launches = 1 + len(prepared)
+        self._majors = problem.majors(prepared)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         work_tiles = schedule.work_tiles(desc)
@@ -82,7 +85,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             ("up to " if problem.sampled else "")
             + f"{work_tiles * schedule.cluster_n} tiles of {schedule.rows} rows x {schedule.tokens} tokens "
             f"on {self._ctas} CTAs, clusters of {schedule.cluster_n}, {schedule.stages} stages"
-            + "".join(f"; {one.name} is transposed first" for one in self._transposed)
+            + self._prepasses.details
         )
         self._function = load(
             _SOURCE,
@@ -98,7 +101,6 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             raster_tiles=schedule.raster_tiles(desc),
             panel_groups=schedule.groups(desc.layout),
             k_steps=-(-desc.n // _depth(desc)),
-            full_boxes=int(desc.n % _TILE == 0),
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -108,27 +110,15 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters = BlocksWgmmaParams.from_buffer_copy(self._parameters)
         for name, at in problem.tables(views["layout"].address, self._schedule.rows).items():
             setattr(parameters, name, at)
-        views, transposes = self._transposes(views, workspace)
+        views, prepasses = self._prepasses.bind(views, workspace)
         put_maps(parameters, self._maps, views)
         parameters.values = views["c" if problem.sampled else problem.left].address
+        parameters.out = views["c"].address
+        parameters.full_boxes = int(views[problem.right].shape[-1] % _TILE == 0)
         if "bias" in views:
             parameters.bias = views["bias"].address
         multiply = self._function.bind(self._ctas, parameters, overlapping=True)
-        return launch_in_order(*transposes, multiply) if transposes else multiply
-
-    def _transposes(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
-        """Return the operands as they are multiplied, and the launches that transpose them."""
-        found, launches, at = dict(views), [], workspace
-        for name, matrices in self._transposed:
-            if matrices.nbytes:
-                assert self._transpose is not None
-                view = views[name]
-                launches.append(self._transpose.bind(matrices, view.address, at))
-                *outer, rows, columns = view.shape
-                shape = (*outer, columns, rows)
-                found[name] = TensorView(at, shape, view.element, view.device, owner=view.owner)
-            at += align_up(matrices.nbytes)
-        return found, launches
+        return launch_in_order(*prepasses, multiply) if prepasses else multiply
 
     def _maps(self, views: Views) -> bytes:
         """Tensor maps of the left operand, the right operand and the result."""
@@ -151,8 +141,9 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         out = views["c"]
         wide = min(_LINE_BYTES // out.element.itemsize, _TILE)  # what the kernel's staging area holds
         if problem.sampled:
-            threads = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)  # copy small blocks by themselves
-            return found + (threads if problem.small else rows_map(out, (_TILE, wide)))
+            return found + (_NO_MAP if problem.small else rows_map(out, (_TILE, wide)))
+        if problem.stores_elements:
+            return found + _NO_MAP
         return found + matrices_map(out, (_TILE if problem.tokens_contiguous else wide, wide))
 
 
@@ -195,6 +186,7 @@ def defines(
         "SPARSE_MAJOR": majors[0],
         "DENSE_MAJOR": majors[1],
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
+        "STORES_ELEMENTS": int(problem.stores_elements),
         "SAMPLED": int(problem.sampled),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }

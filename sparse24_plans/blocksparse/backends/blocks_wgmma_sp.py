@@ -7,12 +7,13 @@ from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
-from ...plan.kernel import Choice, nothing
+from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
 from ..lookup_tables import PANEL_ROWS
+from ..prepasses import SOURCES, PrePasses
 from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map
 
@@ -35,6 +36,7 @@ class BlocksWgmmaSpParams(KernelParams):
     pointers = field("const int*", "Index where the blocks of each block row begin.")
     value_index = field("const int*", "Index of each block in the values, or null if they are in order.")
     bias = field("const void*", "Bias [H, rows], or null.")
+    out = field("void*", "C [Z * H, rows, tokens], stored without a tensor map if its rows are not aligned.")
     blocks = field("int", "Number of kept blocks of a batch element.")
     alpha = field("float", "Factor of the product.")
     panels = field("u32", "Number of row panels of all heads.")
@@ -50,13 +52,18 @@ class BlocksWgmmaSpParams(KernelParams):
 
 
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
+    workspace_alignment = 256
     default_alignment = Alignment(16)
-    sources = (_SOURCE,)
+    sources = (_SOURCE, *SOURCES)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._problem = problem = KernelProblem(desc)
+        prepared = problem.prepared_operands()
+        self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
+        self.workspace_size = self._prepasses.workspace_size
+        self.launches = 1 + len(prepared)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         work_tiles = schedule.work_tiles(desc)
@@ -66,6 +73,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self.details = (
             f"{work_tiles * schedule.cluster_n} tiles of 128 rows x {schedule.tokens} tokens on {self._ctas} "
             f"CTAs, clusters of {schedule.cluster_n}, {schedule.dense_stages} stages"
+            + self._prepasses.details
         )
         self._function = load(
             _SOURCE,
@@ -88,11 +96,14 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters = BlocksWgmmaSpParams.from_buffer_copy(self._parameters)
         for name, at in self._problem.tables(views["layout"].address).items():
             setattr(parameters, name, at)
+        views, prepasses = self._prepasses.bind(views, workspace)
         put_maps(parameters, self._maps, views)
+        parameters.out = views["c"].address
         parameters.metadata = views["metadata"].address
         if "bias" in views:
             parameters.bias = views["bias"].address
-        return self._function.bind(self._ctas, parameters, overlapping=True)
+        multiply = self._function.bind(self._ctas, parameters, overlapping=True)
+        return launch_in_order(*prepasses, multiply) if prepasses else multiply
 
     def _maps(self, views: Views) -> bytes:
         """Tensor maps of the values, X and the result."""
@@ -105,6 +116,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             lines = schedule.tokens if problem.right_major == K_MAJOR else _STEP
             found += matrices_map(views[problem.right], (lines, _STEP))
         out = views["c"]
+        if problem.stores_elements:
+            return found + bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
         wide = _LINE_BYTES // out.element.itemsize  # the kernel's staging area has 64 lines of 128 bytes
         return found + matrices_map(out, (_STEP if problem.tokens_contiguous else wide, wide))
 
@@ -122,4 +135,5 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSpSchedule) 
         "BUFFERS": schedule.buffers,
         "DENSE_MAJOR": problem.right_major,
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
+        "STORES_ELEMENTS": int(problem.stores_elements),
     }

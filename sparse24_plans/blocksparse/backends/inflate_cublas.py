@@ -1,18 +1,25 @@
 """Inflates the block-sparse matrix into the workspace, then calls cuBLASLt with a pinned algorithm.
 
+A packed operand is inflated once by ``pack``, into memory that the caller keeps.
 For ``sdd`` the workspace holds the whole dense product, and its kept blocks are copied out. An epilogue reads
 float32 accumulators in ``blocksparse/inflate_cublas.cu``, so that it sees them unrounded.
 """
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
+import numpy as np
+
 from ..._vendor.cublaslt_abi import Matmul
+from ...device.install import import_cupy
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import Function, load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
+from ...device.tensors import TensorView
+from ...errors import BackendUnavailableError
 from ...plan.cublaslt import CublasKernel, Factor
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.operands import Alignment, Views
@@ -24,6 +31,8 @@ from ..lookup_tables import addresses, words
 _SOURCE = "blocksparse/inflate_cublas.cu"
 _VECTOR_BYTES = 16
 """Bytes that a thread of gather_blocks copies at a time."""
+_ITEM_ROWS = 16
+"""Rows of a block in a work item of inflate_blocks."""
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 
 
@@ -43,7 +52,7 @@ class InflateBlocksParams(KernelParams):
     block_rows = field("i64", "Number of block rows of all heads.")
     blocks = field("i64", "Number of kept blocks of a batch element.")
     row_cells = field("i64", "Number of cells of a row of the dense matrix.")
-    work_items = field("i64", "inflate_blocks: Z * block_rows * bit_words; gather_blocks: Z * blocks.")
+    work_items = field("i64", "inflate_blocks: Z * block_rows * bit_words * b/16; gather_blocks: Z * blocks.")
     heads = field("i64", "Number of heads, H.")
     out_rows = field("i64", "Number of rows of C.")
     out_columns = field("i64", "Number of columns of C.")
@@ -67,8 +76,11 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
         self._finish = self._function("finish", device)
         multiplies = self._results and desc.reduction
         if multiplies:
-            self.launches = 3 if self._acc_bytes else 2
+            self.launches = 1 + (not desc.packed) + (self._acc_bytes > 0)
         self._matmul = self._reserve(self._product if multiplies else None)
+        if desc.packed:
+            nbytes = desc.batch * one.heads * one.rows * one.cols * desc.element.itemsize
+            self.details += f"; a dense copy of {nbytes} bytes, {one.density:.1%} of it kept"
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
@@ -97,22 +109,38 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
         dense, acc = workspace, workspace + self._dense_bytes
         scratch = acc + self._acc_bytes
         places = {name: views[name].address for name in ("a", "b", "c")}
-        blocks = self._blocks(views, dense)
         if self.descriptor.op is BlockSparseOp.SDD:
             multiply = self._matmul.bind(places["b"], places["a"], dense, scratch)
-            return launch_in_order(multiply, blocks)
-        places["a" if self.descriptor.op is BlockSparseOp.DSD else "b"] = dense
+            return launch_in_order(multiply, self._blocks(views, dense))
+        before = []
+        if not self.descriptor.packed:
+            places[self.descriptor.sparse] = dense
+            before = [self._blocks(views, dense)]
         result = acc if self._acc_bytes else places["c"]
         multiply = self._matmul.bind(places["b"], places["a"], result, scratch)
-        return launch_in_order(blocks, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
+        return launch_in_order(*before, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
+
+    def pack(self, values: TensorView, tables: TensorView) -> TensorView:
+        """A dense copy of a packed operand in new memory, written on CuPy's current stream."""
+        desc, one = self.descriptor, self.descriptor.layout
+        cupy = import_cupy()
+        shape = desc.batch, one.heads, one.rows, one.cols
+        try:
+            memory = cupy.empty(math.prod(shape) * desc.element.itemsize, np.uint8)
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise BackendUnavailableError(f"no memory for a dense copy {list(shape)}: {error}") from error
+        owner = TensorView.of(memory)
+        if owner.address:
+            views = {desc.sparse: values, "layout": tables}
+            self._blocks(views, owner.address)(cupy.cuda.get_current_stream().ptr)
+        return TensorView(owner.address, shape, desc.element, values.device, owner=owner.owner)
 
     def _blocks(self, views: Views, dense: int) -> Launch:
         """Return the launch that copies between values and the dense matrix."""
         desc, one = self.descriptor, self.descriptor.layout
         found = addresses(views["layout"].address, one)
         lines, across = one.heads * one.block_rows, words(one.block_cols)
-        sparse = {"sdd": "c", "dsd": "a", "dds": "b"}[desc.op]
-        blocks = items = desc.batch * lines * across
+        blocks = items = desc.batch * lines * across * (one.block // _ITEM_ROWS)
         if desc.op is BlockSparseOp.SDD:
             items = desc.batch * one.blocks
             gathered = items * one.block**2 * desc.out_element.itemsize
@@ -122,7 +150,7 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
             pointers=found["row_pointers"],
             rows=found["rows"],
             columns=found["columns"],
-            values=views[sparse].address,
+            values=views[desc.sparse].address,
             dense=dense,
             block_rows=lines,
             blocks=one.blocks,

@@ -23,6 +23,7 @@ from ..lookup_tables import (
     head_panels,
     narrow_panel_block_rows,
     narrow_panel_rows,
+    panel_block_rows,
 )
 from ..shape import BlockSparseShape
 
@@ -119,6 +120,8 @@ def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> Bl
     block = desc.layout.block
     if desc.op is not BlockSparseOp.SDD and block >= NARROW_PANEL_ROWS:
         tokens, wide = busy_tokens(panel_count(desc), desc.n, multiprocessors)
+        tokens = uneven_tokens(desc, tokens, multiprocessors)
+        wide = wide and tokens == _TOKENS[0]
         # Multicast of S's values is worth it where they are much of what is loaded.
         sharing = wide != (block == PANEL_ROWS) and -(-desc.n // tokens) % 2 == 0
         return fitting(PANEL_ROWS, tokens, 2, 2 if sharing else 1)
@@ -139,20 +142,41 @@ def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
     return tokens, tokens == _TOKENS[0]
 
 
+def uneven_tokens(desc: BlockSparseMatmulDescriptor, tokens: int, multiprocessors: int) -> int:
+    """``tokens``, or a narrower tile with which the longest row panel takes less time.
+
+    No CTA ends before its longest panel does, and a step of a narrow tile is shorter.
+    """
+    mean = (
+        desc.reduction // desc.layout.block * expected_occupancy(desc.layout, panel_block_rows(desc.layout))
+    )
+    step = constants("blocks_tiles")["panel_step"]
+    tried = [one for one in _TOKENS if one <= tokens]
+
+    def time(one: int) -> float:
+        waves = panel_count(desc) * -(-desc.n // one) / multiprocessors
+        return max(waves * mean, float(desc.longest_panel)) * float(step[str(one)])
+
+    uneven = desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * mean
+    return min(tried, key=time) if uneven else tokens
+
+
 def small_time(
     tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int, fit: Any
 ) -> list[float]:
     """Time of ``dsd`` or ``dds`` with blocks below 64 kept at random, in no unit.
 
     A narrow panel has fewer columns with blocks, and wide ones are fewer work tiles. A wave that is begun
-    takes ``partial_wave`` of a whole one, and a full tile ``step`` for each column with blocks.
+    takes ``partial_wave`` of a whole one, and a full tile ``step`` for each column with blocks. No CTA ends
+    before its longest panel does.
     """
-    found = []
+    found, longest = [], desc.longest_panel / max(desc.reduction // desc.layout.block, 1)
     for one in tried:
         waves, part = one.work_tiles(desc) / multiprocessors, fit["partial_wave"]
         waves = part * math.ceil(waves) + (1 - part) * max(waves, 1.0)
         step = fit["step"][f"{one.rows}x{one.tokens}"]
-        found.append(waves * expected_occupancy(desc.layout, one.rows // desc.layout.block) * step)
+        occupancy = expected_occupancy(desc.layout, one.rows // desc.layout.block)
+        found.append(max(waves * occupancy, longest) * step)
     return found
 
 

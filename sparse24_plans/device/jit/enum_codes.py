@@ -23,6 +23,9 @@ EPILOGUE_CODES = {
     EpilogueKind.BIAS_SILU: 4,
     EpilogueKind.BIAS_SWIGLU: 5,
     EpilogueKind.BIAS_GEGLU: 6,
+    EpilogueKind.BIAS_GELU_TANH: 7,
+    EpilogueKind.BIAS_GEGLU_TANH: 8,
+    EpilogueKind.BIAS_RELU2: 9,
 }
 EPILOGUE_CODES |= {kind.activation: code for kind, code in EPILOGUE_CODES.items() if code > 1}
 """An activation without a bias is the same kernel with a null pointer for the bias."""

@@ -24,13 +24,13 @@ _SHARED_BY_DEFAULT = 48 << 10
 """Bytes of dynamic shared memory that a kernel gets without an attribute."""
 
 
-def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object) -> None:
-    """Write the tensor maps ``make(*given)`` to the front of ``parameters``. Raises DriverError."""
+def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object, at: int = 0) -> None:
+    """Write the tensor maps ``make(*given)`` to ``parameters`` from byte ``at`` on. Raises DriverError."""
     try:
         maps = make(*given)
     except LibraryError as error:
         raise driver_error(error) from error
-    ctypes.memmove(ctypes.addressof(parameters), maps, len(maps))
+    ctypes.memmove(ctypes.addressof(parameters) + at, maps, len(maps))
 
 
 class Function:

@@ -602,6 +602,13 @@ static int check_operand(const s24_plan *given, const s24_operand *operands, uin
     return S24_OK;
 }
 
+/* Whether the elements of two operands of one shape lie at the same addresses. */
+static int lie_alike(const s24_plan *given, const s24_operand *operands, uint32_t one, uint32_t other) {
+    const Operand *all = operands_of(given);
+    return operands[one].address == operands[other].address && all[one].itemsize == all[other].itemsize &&
+           stride_of(given, operands, (int32_t)one) == stride_of(given, operands, (int32_t)other);
+}
+
 static int check_apart(const s24_plan *given, const s24_operand *operands, s24_error *error) {
     const Operand *all = operands_of(given);
     uint32_t number = s24_operand_count(given), results = 0, present = 0;
@@ -611,7 +618,7 @@ static int check_apart(const s24_plan *given, const s24_operand *operands, s24_e
         results++;
         present += here || !all[i].optional;
         for (uint32_t j = 0; here && j < number; j++) {
-            int same = all[i].may_be == (int32_t)j && operands[i].address == operands[j].address;
+            int same = all[i].may_be == (int32_t)j && lie_alike(given, operands, i, j);
             if (j == i || (all[j].written && j > i) || same || !is_present(given, operands, j)) continue;
             if (overlap(span_of(given, operands, i), span_of(given, operands, j)))
                 return fail(error, S24_INVALID, "%s: expected memory apart from %s, got an overlap", text(given->library, all[i].name),

@@ -92,6 +92,8 @@ def _after_the_sum(results: Results, token: int, output: int, recorded: int) -> 
         "scale_x": {"scale_x": ScaleKind.NONE},
         "scale_w": {"scale_w": ScaleKind.NONE},
         "alpha": {"alpha": 1.0},
+        "C": {"beta": 0.0},
+        "beta": {"beta": 1.0} if desc.has_c else {},
     }
     if not desc.epilogue.is_gated:  # without its gate it would have twice the results
         linear = EpilogueKind.BIAS if desc.epilogue.has_bias else EpilogueKind.IDENTITY

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ...arithmetic.epilogue import finished
+from ...arithmetic.epilogue import addend_of, finished
 from ...device.tensors import TensorView
 from ...plan.arithmetic import Arithmetic
 from ...plan.operands import Views
 from ...vocab import ScaleKind
 from ...weights.gates import GATE_ROWS
 from ..descriptor import GemmSparse24Descriptor
+from ..groups import group_of_tokens, one_group, token_ranges, views_of_group
 from .sums import AfterStep, Factors, sums
 
 Array = np.ndarray[Any, Any]
@@ -31,9 +32,13 @@ class Results:
     def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
         self.desc, self.arithmetic, self._views = desc, arithmetic, views
         self.factors = Factors.of(desc, views)
-        self._bias, self._scale_x, self._scale_w = (
-            _array(views.get(name)) for name in ("bias", "scale_x", "scale_w")
+        self._bias, self._scale_x, self._scale_w, self._c = (
+            _array(views.get(name)) for name in ("bias", "scale_x", "scale_w", "c")
         )
+
+    def single(self, token: int) -> tuple[Results, int]:
+        """The results of one weight that have this token, and its number there."""
+        return self, token
 
     def of(self, desc: GemmSparse24Descriptor) -> Results:
         """Results of another epilogue, alpha or scales from the same operands."""
@@ -49,7 +54,38 @@ class Results:
             scale_x = _chosen(self._scale_x, desc.scale_x, tokens)
             scale_w = _chosen(self._scale_w, desc.scale_w, rows)
             bias = self._bias[rows] if self._bias is not None and desc.epilogue.has_bias else None
-            return finished(found, desc, scale_x, scale_w, bias)[:count]
+            addend = (
+                addend_of(self._c[tokens, outputs], desc.beta) if self._c is not None and desc.has_c else None
+            )
+            return finished(found, desc, scale_x, scale_w, bias, addend)[:count]
+
+
+class GroupedResults:
+    """Computes results of a product with groups: each group's are Results of its own."""
+
+    def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
+        self.desc, self.arithmetic, self._views = desc, arithmetic, views
+        self.groups = group_of_tokens(desc, views)
+        """The group of each token; -1 for tokens in no group, which have no results."""
+        self._ranges = token_ranges(desc, views)
+
+    def _of_group(self, group: int) -> Results:
+        begin, end = self._ranges[group].tolist()
+        views = views_of_group(self.desc, self._views, group, begin, end)
+        return Results(one_group(self.desc, end - begin), views, self.arithmetic)
+
+    def single(self, token: int) -> tuple[Results, int]:
+        group = int(self.groups[token])
+        return self._of_group(group), token - int(self._ranges[group, 0])
+
+    def at(self, tokens: Array, outputs: Array) -> Array:
+        found = np.empty(len(outputs), self.desc.out_element.bits_dtype)
+        of_tokens = self.groups[tokens]
+        for group in np.unique(of_tokens).tolist():
+            here = of_tokens == group
+            own = tokens[here] - self._ranges[group, 0]
+            found[here] = self._of_group(group).at(own, outputs[here])
+        return found
 
 
 def blocks_of(count: int) -> Iterator[slice]:

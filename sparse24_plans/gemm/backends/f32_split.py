@@ -73,7 +73,7 @@ class Kernel(WgmmaKernel):
     def most_workspace(cls, choice: Choice) -> int:
         desc, terms = choice.descriptor, choice.entry.split_terms
         tried = possible_schedules(choice, {1})
-        ctas = ((one, grid_size(one, desc.n, desc.m, choice.device)) for one in tried)
+        ctas = ((one, grid_size(one, one.work_tiles(desc.n, desc.m), choice.device)) for one in tried)
         return max(Regions.of(one, desc, terms, count).end for one, count in ctas)
 
     @classmethod

@@ -24,6 +24,7 @@ from ...plan.operands import Views
 from ...vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, ScaleKind
 from ...weights import canonical, dense, threads
 from ...weights.weight import PackedWeight, Sparse24Weight
+from ..groups import group_problems, lines_of
 from ..kernel import GemmKernel
 
 Array = np.ndarray[Any, Any]
@@ -43,6 +44,7 @@ _EXACT_TERMS = {GemmOp.FORWARD: 2048, GemmOp.DGRAD: 1024}
 class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
+        self._choice = choice
         self.details = "NumPy, emulated float32 fma" if self.entry.strict else "NumPy, BLAS"
         self._forward = self.descriptor.op is GemmOp.FORWARD
 
@@ -50,14 +52,20 @@ class Kernel(GemmKernel):
         return PackedWeight.canonical(weight) if self.entry.layout == CANONICAL_LAYOUT else dense.pack(weight)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
+        if self.descriptor.groups:
+            return lambda stream: self._run_groups(views)
         return lambda stream: self._run(views)
+
+    def _run_groups(self, views: Views) -> None:
+        for _, problem, operands in group_problems(self.descriptor, views):
+            Kernel(self._choice._replace(descriptor=problem))._run(operands)
 
     def _run(self, views: Views) -> None:
         check_subnormals()
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
             product_of = self._product_of(views)
             for tokens in self._token_steps():
-                product = product_of(_widened(_lines(views["source"], tokens)))
+                product = product_of(_widened(lines_of(views["source"], tokens)))
                 self._finish(product, tokens, views)
 
     def _token_steps(self) -> Iterator[slice]:
@@ -126,26 +134,16 @@ class Kernel(GemmKernel):
             scale = views["scale_x"].array()
             scale_x = (scale[tokens] if desc.scale_x is ScaleKind.ROW else scale)[:, None]
         scale_w, bias = (views[name].array() if name in views else None for name in ("scale_w", "bias"))
-        result = _lines(views["result"], tokens)
-        result.bits()[...] = epilogue.finished(product, desc, scale_x, scale_w, bias)
+        addend = None
+        if "c" in views:
+            addend = epilogue.addend_of(lines_of(views["c"], tokens).array(), desc.beta)
+        result = lines_of(views["result"], tokens)
+        result.bits()[...] = epilogue.finished(product, desc, scale_x, scale_w, bias, addend)
 
 
 def _steps(count: int, step: int, first: int = 0) -> Iterator[slice]:
     for start in range(first, count, step):
         yield slice(start, min(start + step, count))
-
-
-def _lines(view: TensorView, rows: slice) -> TensorView:
-    """A view of some rows of a matrix."""
-    count, width = view.shape
-    if rows.stop - rows.start == count:
-        return view
-    address = view.address + rows.start * view.strides[0] * view.element.itemsize
-    shape, strides = (rows.stop - rows.start, width), view.strides
-    readonly, owner = view.readonly, view.owner
-    return TensorView(
-        address, shape, view.element, view.device, strides=strides, readonly=readonly, owner=owner
-    )
 
 
 def _widened(view: TensorView) -> Array:

@@ -11,6 +11,8 @@ from ...plan.kernel import Choice
 from ...plan.operands import Views
 from ...weights import threads
 from ..arithmetic.results import Results, blocks_of, places
+from ..descriptor import GemmSparse24Descriptor
+from ..groups import group_problems
 from ..kernel import GemmKernel
 
 
@@ -34,10 +36,16 @@ class Kernel(GemmKernel):
 
     def _run(self, views: Views) -> None:
         check_subnormals()
-        results, out = Results(self.descriptor, views, self._arithmetic), views["result"].bits()
+        if not self.descriptor.groups:
+            self._fill(self.descriptor, views)
+        for _, problem, operands in group_problems(self.descriptor, views) if self.descriptor.groups else ():
+            self._fill(problem, operands)
+
+    def _fill(self, desc: GemmSparse24Descriptor, views: Views) -> None:
+        results, out = Results(desc, views, self._arithmetic), views["result"].bits()
 
         def fill(block: slice) -> None:
-            tokens, outputs = places(np.arange(block.start, block.stop), self.descriptor)
+            tokens, outputs = places(np.arange(block.start, block.stop), desc)
             out[tokens, outputs] = results.at(tokens, outputs)
 
         threads.for_each(fill, blocks_of(out.size))

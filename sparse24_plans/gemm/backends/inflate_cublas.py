@@ -1,7 +1,7 @@
 """Inflate into the workspace, then cuBLASLt with an algorithm pinned at select.
 
-An epilogue beyond ``identity`` takes float32 accumulators through ``gemm/inflate_cublas.cu``, so that bias
-and activation see them unrounded.
+An epilogue beyond ``identity``, or C, takes float32 accumulators through ``gemm/inflate_cublas.cu``, so that
+C, bias and activation see them unrounded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 from typing import ClassVar
 
 from ..._vendor.cublaslt_abi import Matmul
-from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
@@ -20,7 +19,7 @@ from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import MOST_STRIDES, GemmKernel, address
+from ..kernel import MOST_STRIDES, GemmKernel, address, c_parameters, product_defines
 from ..limits import cublas_regions
 
 _EPILOGUE = "gemm/inflate_cublas.cu"
@@ -37,6 +36,9 @@ class EpilogueParams(KernelParams):
     outer = field("i64", "Number of rows of Y, or columns if Y is column-major.")
     inner = field("i64", "Number of contiguous elements in each of them.")
     out_stride = field("i64", "Elements from one row of Y to the next, or column if Y is column-major.")
+    beta = field("float", "Factor of C.")
+    c = field("const void*", "C, which lies as Y does, or null.")
+    c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
 
 
 class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
@@ -47,7 +49,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice, *cublas_regions(choice.descriptor))
         desc, device = self.descriptor, choice.device
-        self._fused = desc.epilogue is EpilogueKind.IDENTITY
+        self._fused = desc.epilogue is EpilogueKind.IDENTITY and not desc.has_c
         self._trivial = desc.n * desc.outputs == 0
         self._in_columns = desc.x_order is MatrixOrder.COLUMN, desc.y_order is MatrixOrder.COLUMN
         # elements of a row or column of X and of Y
@@ -66,7 +68,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
                 "epilogue_rows",
                 _THREADS,
                 device,
-                {**type_defines(desc), "COLUMNS": int(self._in_columns[1])},
+                {**product_defines(desc), "COLUMNS": int(self._in_columns[1])},
             )
         multiplies = not self._trivial and desc.reduction > 0
         self._reserve(partial(self._matmul, *self._widths) if multiplies else None)
@@ -99,6 +101,8 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
                 outer=lines,
                 inner=width,
                 out_stride=leading_dimension(views["result"], desc.y_order),
+                beta=desc.beta,
+                **c_parameters(desc, views),
             ),
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
@@ -10,7 +9,7 @@ from ...plan.kernel import Choice, nothing
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties, GemmOp
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import GemmKernel, address
+from ..kernel import GemmKernel, address, c_parameters, product_defines
 from ..limits import STRICT_SMALL_TILE
 
 _SOURCE = "gemm/inflate_strict.cu"
@@ -37,6 +36,9 @@ class StrictParams(KernelParams):
     x_stride = field("i64", "Elements from one row of x to the next.")
     y_stride = field("i64", "Elements from one row of y to the next.")
     alpha = field("float", "Factor of the product.")
+    beta = field("float", "Factor of C.")
+    c = field("const void*", "C, which lies as y does, or null.")
+    c_stride = field("i64", "Elements from one row of C to the next.")
 
 
 class Kernel(GemmKernel):
@@ -50,7 +52,7 @@ class Kernel(GemmKernel):
         self._ctas = _grid_size(desc, tile)
         name, threads = _TILES[tile]
         self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
-        defines = {**type_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
+        defines = {**product_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
         self._function = load(_SOURCE, name, threads, device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -71,6 +73,8 @@ class Kernel(GemmKernel):
                 x_stride=source.strides[0],
                 y_stride=result.strides[0],
                 alpha=desc.alpha,
+                beta=desc.beta,
+                **c_parameters(desc, views),
             ),
         )
 

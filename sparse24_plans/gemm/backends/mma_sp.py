@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...device.jit.compiler import digest
-from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
@@ -15,7 +14,7 @@ from ...vocab import DeviceProperties, MatrixOrder
 from ...weights.packed_layouts import TILE_M, TILES_16BIT
 from ..arithmetic.tensor_core import named
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import GemmKernel, address
+from ..kernel import GemmKernel, address, c_parameters, product_defines
 from ..schedules import mma_sp as schedules
 from ..schedules.mma_sp import MmaSpSchedule
 
@@ -40,6 +39,9 @@ class MmaSpParams(KernelParams):
     k_tiles = field("i64", "Number of packed tiles along K.")
     alpha = field("float", "Factor of the product.")
     n_tiles = field("u32", "Number of token tiles that cover n.")
+    beta = field("float", "Factor of C.")
+    c = field("const void*", "C, which lies as y does, or null.")
+    c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
 
 
 class Kernel(GemmKernel):
@@ -72,6 +74,7 @@ class Kernel(GemmKernel):
             row_tiles=-(-desc.m // TILE_M),
             k_tiles=-(-desc.k // TILES_16BIT.tile_k),
             alpha=desc.alpha,
+            beta=desc.beta,
             n_tiles=schedule.token_blocks,
         )
 
@@ -83,6 +86,8 @@ class Kernel(GemmKernel):
         parameters.bias = address(views.get("bias"))
         parameters.x_stride = leading_dimension(source, desc.x_order)
         parameters.y_stride = leading_dimension(result, desc.y_order)
+        for name, value in c_parameters(desc, views).items():
+            setattr(parameters, name, value)
         return self._function.bind(self._schedule.blocks, parameters, overlapping=self._clusters)
 
     @classmethod
@@ -110,7 +115,7 @@ def _schedule(choice: Choice) -> MmaSpSchedule:
 def defines(desc: GemmSparse24Descriptor, schedule: MmaSpSchedule) -> dict[str, int]:
     """The kernel's macros for a problem type and schedule."""
     return {
-        **type_defines(desc),
+        **product_defines(desc),
         "SPLIT_K": schedule.split_k,
         "N8_TILES": schedule.n8_tiles,
         "WARP_PAIRS_M": schedule.warp_pairs_m,

@@ -14,9 +14,12 @@ from .mma_sp import H200_MULTIPROCESSORS
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
 """Maximum shared memory of a CTA, by how many CTAs share an SM."""
-_STEP_BYTES, _BUFFERS = 8192, 2
-"""Bytes of a warpgroup's results in each staging buffer, and how many buffers it has."""
-_BARRIER_BYTES = 512
+_STAGED_BYTES, _BUFFERS, _BUFFERS_WITH_C = 16384, 2, 4
+"""Bytes of all staging buffers of a warpgroup, and how many it has: more where they also receive C ahead."""
+_BARRIER_BYTES, _C_BARRIER_BYTES = 512, 16
+"""Bytes of the barriers of all stages of W and X, and of a staging buffer that receives C."""
+_MOST_WARPS = 16
+"""Warps of a CTA with three consumer warpgroups."""
 _PATTERN = 1024
 """X follows W in shared memory and must begin at a multiple of these bytes, where a swizzle begins."""
 _LINE_BYTES = 128
@@ -53,12 +56,29 @@ class OperandLayouts(NamedTuple):
     out_bytes: int
     x_columns: bool = False
     y_columns: bool = False
+    groups: int = 0
+    """Number of groups of tokens, whose table lies behind the barriers."""
+    stages_c: bool = False
+    """Whether TMA loads C into the staging buffers of results, which must have elements of its size."""
+
+    @property
+    def buffers(self) -> int:
+        """Staging buffers of a warpgroup."""
+        return _BUFFERS_WITH_C if self.stages_c else _BUFFERS
 
     @classmethod
     def of(cls, desc: GemmSparse24Descriptor, layout: TileLayout | None = None) -> OperandLayouts:
         """``layout`` is W's packed layout, by default that of its element."""
-        columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
-        return cls(layout or layout_of(desc.element), desc.out_element.itemsize, *columns)
+        x_columns, y_columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
+        size = desc.out_element.itemsize
+        # The warps that would load C may load a column-major X.
+        stages_c = desc.has_c and desc.c_element.itemsize == size and not x_columns
+        return cls(layout or layout_of(desc.element), size, x_columns, y_columns, desc.groups, stages_c)
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory of the table of groups, with a total for each warp of the CTA."""
+        return align_up(4 * (3 * self.groups + 1 + _MOST_WARPS), 16) if self.groups else 0
 
 
 def pitch_of(nbytes: int) -> int:
@@ -123,9 +143,9 @@ class WgmmaSpSchedule(NamedTuple):
             most = handed if self.stream_k else summed
         return self.m_tiles * self.tokens // 2 <= most and self.tokens % (8 * self.cluster_m) == 0
 
-    def step_tokens(self, out_bytes: int) -> int:
+    def step_tokens(self, lines: OperandLayouts) -> int:
         """Tokens of a staging buffer: the tile is stored in equal steps of a multiple of 8 tokens."""
-        most = min(self.tokens, _STEP_BYTES // (TILE_M * out_bytes))
+        most = min(self.tokens, _STAGED_BYTES // lines.buffers // (TILE_M * lines.out_bytes))
         return max(step for step in range(8, most + 1, 8) if self.tokens % step == 0)
 
     def tail_tokens(self, n: int) -> int:
@@ -151,9 +171,13 @@ class WgmmaSpSchedule(NamedTuple):
         return self.tokens < MAX_MEMORY_BOUND_N or n <= MAX_MEMORY_BOUND_N
 
     def _staging_bytes(self, lines: OperandLayouts) -> int:
-        token_bytes = self.step_tokens(lines.out_bytes) * lines.out_bytes
+        token_bytes = self.step_tokens(lines) * lines.out_bytes
         step_bytes = TILE_M * (pitch_of(token_bytes) if lines.y_columns else token_bytes)
-        return self.warpgroups * _BUFFERS * step_bytes if self.split_k == 1 else 0
+        barriers = _C_BARRIER_BYTES if lines.stages_c else 0
+        return self.warpgroups * lines.buffers * (step_bytes + barriers) if self.split_k == 1 else 0
+
+    def _fixed_bytes(self, lines: OperandLayouts) -> int:
+        return self._staging_bytes(lines) + _BARRIER_BYTES + lines.table_bytes
 
     def _stage_bytes(self, lines: OperandLayouts) -> tuple[int, int]:
         group = self.group(2) if lines.x_columns else 1
@@ -165,7 +189,7 @@ class WgmmaSpSchedule(NamedTuple):
         A stage of X has half the columns of one of W; with split terms it has as many, of one term.
         """
         weight, source = self._stage_bytes(lines)
-        room = _SHARED_BYTES[self.ctas_per_sm] - _BARRIER_BYTES - self._staging_bytes(lines)
+        room = _SHARED_BYTES[self.ctas_per_sm] - self._fixed_bytes(lines)
         if parts:  # two tiles of W at a time, and the terms of X for them
             pairs = ((w, x) for w in range(2, 9) for x in range(2 * parts, 25))
             tried = [
@@ -182,12 +206,19 @@ class WgmmaSpSchedule(NamedTuple):
         first and leave others idle.
         """
         (weights, sources), (weight, source) = self.stages(lines, parts), self._stage_bytes(lines)
-        used = weights * weight + sources * source + self._staging_bytes(lines) + _BARRIER_BYTES
+        used = weights * weight + sources * source + self._fixed_bytes(lines)
         return max(used, _SHARED_BYTES[self.ctas_per_sm + 1] + 1)
 
     def work_tiles(self, n: int, m: int) -> int:
         """Work tiles; a cluster takes one at a time."""
         return -(-m // (self.rows * self.cluster_m)) * -(-n // self.tokens)
+
+    def most_work_tiles(self, desc: GemmSparse24Descriptor) -> int:
+        """Work tiles, or the most there can be: each group may end within a tile."""
+        if not desc.groups:
+            return self.work_tiles(desc.n, desc.m)
+        token_tiles = desc.n // self.tokens + min(desc.groups, desc.n)
+        return token_tiles * self.work_tiles(1, desc.m)
 
     def oversubscribes(self, n: int, m: int) -> bool:
         """Whether CTAs share SMs although all clusters would run at once without sharing."""

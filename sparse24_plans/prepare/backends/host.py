@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ...arithmetic.epilogue import encoded
+from ...arithmetic.subnormals import check_subnormals
 from ...device.streams import Launch
 from ...device.tensors import HOST, TensorView
 from ...plan.kernel import Choice
@@ -15,8 +17,15 @@ from ...plan.operands import Views
 from ...vocab import ElementKind, MaskLayout, PrepareOp
 from ...weights import canonical, groups, host_code, packing, threads, tiles
 from ...weights.packed_layouts import layout_of
+from ...weights.quantize import quantized, scales_of
 from ...weights.weight import PackedWeight, Sparse24Weight, ranker
-from ..descriptor import NOTHING_FOUND, MaskSparse24Descriptor, PrepareDescriptor, TilePruneSparse24Descriptor
+from ..descriptor import (
+    NOTHING_FOUND,
+    MaskSparse24Descriptor,
+    PrepareDescriptor,
+    QuantizeSparse24Descriptor,
+    TilePruneSparse24Descriptor,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +60,7 @@ class Kernel(BaseKernel[PrepareDescriptor]):
             PrepareOp.UNPACK: self._unpack,
             PrepareOp.TILE_PRUNE: self._tile_prune,
             PrepareOp.MASK: self._mask,
+            PrepareOp.QUANTIZE: self._quantize,
         }[self.descriptor.op]
 
     def _compiled_code(self) -> host_code.HostCode:
@@ -124,6 +134,22 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         else:
             keep = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
         views["masked"].bits()[...] = np.where(keep, bits, bits.dtype.type(0))
+
+    def _quantize(self, views: Views) -> None:
+        desc = self.descriptor
+        assert isinstance(desc, QuantizeSparse24Descriptor)
+        check_subnormals()
+        x, scale = views["x"].array(), views["scale"].array()
+        bits = views["quantized"].bits()
+
+        def quantize(rows: slice) -> None:
+            wide = x[rows].astype(np.float32)
+            by = scale.reshape(1, 1) if desc.static_scale else scales_of(wide, desc.out_element)
+            bits[rows] = quantized(wide, by, desc.out_element).view(np.uint8)
+            if not desc.static_scale:
+                scale[rows] = encoded(by[:, 0], ElementKind.F32).view(np.float32)
+
+        threads.for_each(quantize, canonical.row_steps(desc.m, desc.k, True))
 
     def _pack(self, views: Views) -> None:
         weight = Sparse24Weight(

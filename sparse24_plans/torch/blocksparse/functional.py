@@ -59,7 +59,8 @@ def matmul(
     no gradients. Raises InvalidProblemError naming the argument, UnsupportedError if no kernel serves.
     """
     options = bias, activation, alpha, out_dtype, preference, metadata
-    c: Tensor = _ops.blocksparse_matmul(a, b, layout.tables, layout.sizes, mode, trans_a, trans_b, *options)
+    tables = layout.tables_on(a.device)
+    c: Tensor = _ops.blocksparse_matmul(a, b, tables, layout.sizes, mode, trans_a, trans_b, *options)
     return c
 
 
@@ -99,7 +100,7 @@ def softmax(
     key_padding = _added(key_padding_mask, "key_padding_mask", key_padding_mask_mode, x)
     added = _added(rpe, "rpe", "add", x), key_padding, _added(attn_mask, "attn_mask", attn_mask_mode, x)
     options = scale, *added, key_padding_mask_mode, attn_mask_mode, causal, preference
-    y: Tensor = _ops.blocksparse_softmax(x, layout.tables, layout.sizes, *options)
+    y: Tensor = _ops.blocksparse_softmax(x, layout.tables_on(x.device), layout.sizes, *options)
     return y
 
 
@@ -151,7 +152,7 @@ def attention(
     InvalidProblemError naming the argument, UnsupportedError if neither serves.
     """
     o, lse = _ops.blocksparse_attention(
-        q, k, v, layout.tables, layout.sizes, scale, causal, q_lengths, kv_lengths, preference
+        q, k, v, layout.tables_on(q.device), layout.sizes, scale, causal, q_lengths, kv_lengths, preference
     )
     return (o, lse) if return_lse else o
 
@@ -198,7 +199,7 @@ def conv2d(
     pairs = map(pair_of, names, (kernel_size, stride, padding, dilation))
     values = filter[None] if filter.dim() == 3 else filter
     y = _ops.blocksparse_conv2d(
-        x.permute(0, 2, 3, 1), values, layout.tables, layout.sizes, *pairs, bias, preference
+        x.permute(0, 2, 3, 1), values, layout.tables_on(x.device), layout.sizes, *pairs, bias, preference
     )
     found: Tensor = y.permute(0, 3, 1, 2)
     return found

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...blocksparse.device_tables import table_kernel
 from ...blocksparse.layout import BlockSparseLayout
 from ...blocksparse.lookup_tables import BlockSparseTables
 from ...blocksparse.shape import BlockSparseShape
-from ...errors import FormatError, InvalidProblemError, Sparse24Error
+from ...device.devices import cuda_properties
+from ...errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
+from ..elements import current_stream
 from .plan_dispatch import check_dims, numbers_of, shape_of, table
 
 # Conversions by PyTorch's own operations, on any device ---------------------------------------------
@@ -58,8 +62,13 @@ def kept_blocks(dense: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
     return blocks.index_select(1, _block_places(layout, shape))
 
 
+_COPYING = threading.Lock()
+
+
 class Layout(nn.Module):
     """A block-sparse layout for PyTorch: made once, moved by ``to``, read by every op of its matrices.
+
+    Functions and modules take operands on any device: the layout keeps a copy of its tables there.
 
     Parameters
     ----------
@@ -79,10 +88,11 @@ class Layout(nn.Module):
     Raises InvalidProblemError naming the argument.
     """
 
-    layout: BlockSparseLayout
-    """The layout that says which blocks are kept."""
     sizes: tuple[int, ...]
     """Heads, rows, cols, block and blocks: the argument ``shape`` of the ops."""
+    is_behind: bool
+    """Whether the GPU may have another mask than the host knows: after ``update_on_device``, and for good
+    once a CUDA graph has captured it, since the host sees no replay."""
     bitmap: Tensor
     """Bool [heads, rows/block, cols/block]. Change the layout with :meth:`update`, not here."""
     tables: Tensor
@@ -92,16 +102,60 @@ class Layout(nn.Module):
         self, layout: Any, block: int | None = None, *, persistent: bool = True, device: Any = None
     ) -> None:
         super().__init__()
-        self.layout = _layout_of(layout, block)
-        self.sizes = numbers_of(self.layout.shape)
-        bitmap, tables = _tensors(self.layout)
+        self._layout, self._is_captured = _layout_of(layout, block), False
+        self.is_behind = False
+        self.sizes = numbers_of(self._layout.shape)
+        bitmap, tables = _tensors(self._layout)
         self.register_buffer("bitmap", bitmap.to(device), persistent=persistent)
         self.register_buffer("tables", tables.to(device), persistent=False)
+        self._copies: dict[torch.device, Tensor] = {}
 
     @property
     def shape(self) -> BlockSparseShape:
         """Heads, rows, cols, block and blocks."""
-        return self.layout.shape
+        return shape_of(self.sizes)
+
+    @property
+    def layout(self) -> BlockSparseLayout:
+        """The layout that says which blocks are kept. Waits for the device after ``update_on_device``.
+
+        Raises InvalidProblemError if that bitmap keeps another number of blocks.
+        """
+        if self.is_behind:
+            found = BlockSparseLayout(self.bitmap, self.shape.block)
+            if found.shape != self.shape:
+                raise InvalidProblemError(f"bitmap: expected {self.shape!r}, got {found.shape!r}")
+            self._take(found)
+        return self._layout
+
+    def _take(self, layout: BlockSparseLayout) -> None:
+        self._layout, self.is_behind = layout, self._is_captured
+
+    def tables_on(self, device: Any) -> Tensor:
+        """The look-up tables on a device: ``tables`` itself, or a copy that follows every ``update``.
+
+        A copy is made at the first call and kept until the layout moves. Threads may share the layout. Raises
+        UnsupportedError while a CUDA graph is captured, whose replays would copy again: call it before.
+        """
+        place = torch.empty(0, device=device).device if type(device) is not torch.device else device
+        return self.tables if place == self.tables.device else self._copy_on(place)
+
+    def _copy_on(self, place: torch.device) -> Tensor:
+        found = self._copies.get(place)
+        if found is None:
+            if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    f"layout: expected tables on {place} before a CUDA graph is captured, got those on "
+                    f"{self.tables.device}; call layout.tables_on({str(place)!r}) before"
+                )
+            with _COPYING:
+                found = self._copies.get(place)
+                if found is None:
+                    found = _tensors(self.layout)[1].to(place)
+                    if place.type == "cuda":  # other streams may read it
+                        torch.cuda.current_stream(place).synchronize()
+                    self._copies[place] = found
+        return found
 
     def update(self, layout: Any) -> None:
         """Take another mask of the same shape, the number of kept blocks included, in place.
@@ -112,28 +166,61 @@ class Layout(nn.Module):
         other = _layout_of(layout, self.shape.block)
         if other.shape != self.shape:
             raise InvalidProblemError(f"layout: expected {self.shape!r}, got {other.shape!r}")
-        self.layout = other
+        self._take(other)
         self._fill()
+
+    def update_on_device(self, bitmap: Tensor) -> None:
+        """Take the mask in a bool ``bitmap`` on the tables' GPU, in place and without waiting for it.
+
+        For masks that are made on a GPU, with blocks of 64 or 128. The bitmap [heads, rows/block, cols/block]
+        must keep as many blocks as the layout: with another number none is kept, and ``layout`` raises. After
+        the first call of a shape, which compiles, a CUDA graph may capture it.
+
+        Raises InvalidProblemError naming the argument; UnsupportedError for other blocks, tables on the CPU
+        and layouts that are too large: call ``update``.
+        """
+        place = self.tables.device
+        if place.type != "cuda":
+            raise UnsupportedError(f"layout: expected tables on a GPU, got those on {place}; call update")
+        given = tuple(getattr(bitmap, name, None) for name in ("dtype", "device"))
+        if given != (torch.bool, place) or bitmap.shape != self.bitmap.shape:
+            raise InvalidProblemError(
+                f"bitmap: expected torch.bool {list(self.bitmap.shape)} on {place}, got {shown(bitmap)}"
+            )
+        kernel = table_kernel(self.shape, cuda_properties(place.index))
+        with torch.no_grad(), torch.cuda.device(place):
+            self.bitmap.copy_(bitmap)
+            self._is_captured |= torch.cuda.is_current_stream_capturing()
+            self.is_behind = True
+            kernel.bind(self.bitmap.data_ptr(), self.tables.data_ptr())(current_stream(place.index))
+            for copy in self._copies.values():
+                copy.copy_(self.tables)
 
     def _fill(self) -> None:
         """Write the layout into the tensors, unless they are on the meta device."""
-        if self.tables.is_meta:
-            return
-        bitmap, tables = _tensors(self.layout)
-        with torch.no_grad():
-            self.bitmap.copy_(bitmap)
-            self.tables.copy_(tables)
+        bitmap, tables = _tensors(self._layout)
+        with torch.no_grad(), _COPYING:
+            for copy in self._copies.values():
+                copy.copy_(tables)
+            if not self.tables.is_meta:
+                self.bitmap.copy_(bitmap)
+                self.tables.copy_(tables)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
-        before = self.tables
+        before, _ = self.tables, self.layout
         super()._apply(fn, recurse)
         if self.tables is not before:
+            self._copies = {}
             self._fill()  # to_empty leaves the memory uninitialised
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without copies of the tables, which a copied layout makes for itself."""
+        return {**self.__dict__, "_copies": {}}
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         given, error_msgs = state_dict.get(f"{prefix}bitmap"), about[-1]
-        found, errors = self.layout, len(error_msgs)
+        found, errors = self._layout, len(error_msgs)
         if isinstance(given, Tensor) and not given.is_meta:
             try:
                 found = BlockSparseLayout(given, self.shape.block)
@@ -147,7 +234,7 @@ class Layout(nn.Module):
             state_dict = {**state_dict, f"{prefix}bitmap": own}
         super()._load_from_state_dict(state_dict, prefix, *about)
         if len(error_msgs) == errors:
-            self.layout = found
+            self._take(found)
             self._fill()
 
     # Conversions ------------------------------------------------------------------------------------
@@ -157,14 +244,14 @@ class Layout(nn.Module):
 
         Raises InvalidProblemError for other sizes.
         """
-        return to_dense(values, self.tables, self.sizes)
+        return to_dense(values, self.tables_on(values.device), self.sizes)
 
     def kept_blocks(self, dense: Tensor) -> Tensor:
         """The values [Z, blocks, block, block] of ``dense`` [Z, heads, rows, cols]; all else is dropped.
 
         Differentiable. Raises InvalidProblemError for other sizes.
         """
-        return kept_blocks(dense, self.tables, self.sizes)
+        return kept_blocks(dense, self.tables_on(dense.device), self.sizes)
 
     def values_of(self, dense: Tensor) -> Tensor:
         """The values of a matrix that is zero outside of the kept blocks. Waits for the device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 
 from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError
-from ..activations import check_activation
+from ...vocab import checked_flag
+from ..activations import FORWARD, check_activation
 from . import conv_ops
+from .dense_copy import DenseCopy
 from .functional import conv2d, matmul, pair_of, softmax
 from .layout_buffers import Layout, layout_of
 from .memory_order import checked_order, permuted
@@ -144,6 +147,13 @@ class Linear(_Weighted):
         Whether there is a bias [out_features]. Torch-Blocksparse has none by default either.
     activation : str
         ``none``, ``relu``, ``gelu``, ``gelu_tanh`` or ``silu``, in the product's epilogue.
+    dense_copy : bool
+        Whether a layer of float16 or bfloat16 in eval mode may keep a dense copy of S, for the numbers of
+        rows for which a product with it is faster. It is made at the first such call that needs no gradient,
+        anew if the weight has changed, and freed by ``train()``. ``dense_copy_bytes`` is its size.
+    weight_stays : bool
+        Whether a captured CUDA graph may read the dense copy, because weight and mask do not change any more.
+        Otherwise each replay makes a copy of its own, and so follows both.
     device, dtype
         The arguments of ``torch.nn.Linear``; float32, float16 or bfloat16.
 
@@ -160,11 +170,15 @@ class Linear(_Weighted):
         *,
         bench: bool = False,
         activation: str = "none",
+        dense_copy: bool = True,
+        weight_stays: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout_of(layout, block, device)
+        self._dense_copy = DenseCopy() if checked_flag("dense_copy", dense_copy) else None
+        self.weight_stays = checked_flag("weight_stays", weight_stays)
         one = self.layout.shape
         if (one.heads, one.rows, one.cols) != (1, in_features, out_features):
             raise InvalidProblemError(
@@ -192,11 +206,34 @@ class Linear(_Weighted):
         """S^T [out_features, in_features], the weight of an ``nn.Linear``; differentiable."""
         return self.layout.to_dense(self.weight[None])[0, 0].t()
 
+    @property
+    def dense_copy_bytes(self) -> int:
+        """Bytes of the dense copy that the layer keeps beside its weight; 0 without one."""
+        return 0 if self._dense_copy is None else self._dense_copy.nbytes
+
+    def train(self, mode: bool = True) -> Linear:
+        """Set the mode as ``nn.Module`` does. Training frees the dense copy."""
+        if mode and self._dense_copy is not None:
+            self._dense_copy.drop()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        if self._dense_copy is not None:
+            self._dense_copy.drop()
+        super()._apply(fn, recurse)
+        return self
+
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
         if input.dim() < 1 or input.shape[-1] != self.in_features:
             raise InvalidProblemError(f"input: expected [..., {self.in_features}], got {list(input.shape)}")
         rows = input.flatten(0, -2) if input.dim() > 1 else input[None]
+        dense = None
+        if self._dense_copy is not None and not self.training:
+            dense = self._dense_copy.find(self, rows)
+        if dense is not None:
+            y = FORWARD[self.activation](nn.functional.linear(rows, dense, self.bias))
+            return y.reshape(*input.shape[:-1], self.out_features)
         y = matmul(
             rows[None, None],
             self.weight[None],
@@ -211,6 +248,7 @@ class Linear(_Weighted):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, activation={self.activation}"
+            + (f", dense_copy_bytes={self.dense_copy_bytes}" if self.dense_copy_bytes else "")
         )
 
 
@@ -303,13 +341,14 @@ class Conv2d(_Weighted):
         channels, walk = (conv.in_channels, conv.out_channels), (conv.padding, conv.stride, conv.dilation)
         found = cls(*channels, conv.kernel_size, layout, block, *walk, bias is not None, **options)
         one = found.layout
-        found._copy(conv_ops.values_of_filter(filter, one.tables, one.sizes), bias)
+        found._copy(conv_ops.values_of_filter(filter, one.tables_on(filter.device), one.sizes), bias)
         return found
 
     def dense_weight(self) -> Tensor:
         """The filter [K, C, R, S], the weight of an ``nn.Conv2d``; differentiable."""
         one = self.layout
-        return conv_ops.filter_of(self.weight[None], one.tables, one.sizes, self.kernel_size)
+        tables = one.tables_on(self.weight.device)
+        return conv_ops.filter_of(self.weight[None], tables, one.sizes, self.kernel_size)
 
     def forward(self, input: Tensor, biasa: None = None, biasb: None = None) -> Tensor:
         """Map [N, C, height, width] to [N, K, rows, columns].

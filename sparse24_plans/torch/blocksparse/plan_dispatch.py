@@ -122,7 +122,8 @@ def check(problem: Problem) -> None:
             raise InvalidProblemError(f"{one.name}: expected {dtype}, got {tensor.dtype}")
         if tensor.device != layout.device:
             raise InvalidProblemError(
-                f"{one.name}: expected a tensor on {layout.device}, as the layout, got {tensor.device}"
+                f"{one.name}: expected a tensor on {layout.device}, as the layout, got {tensor.device}; "
+                "take layout.tables_on(device)"
             )
     if not layout.is_contiguous():
         raise InvalidProblemError(f"layout: expected a contiguous tensor, got strides {layout.stride()}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from sparse24_plans import BlockSparseLayout, FormatError, InvalidProblemError
-from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, Softmax, matmul
+from sparse24_plans import BlockSparseLayout, FormatError, InvalidProblemError, UnsupportedError
+from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, Softmax, matmul, softmax
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, close, dense_of, layout_of, operands, product, randn
@@ -73,6 +75,53 @@ def test_copies_stand_for_themselves(copied):
     assert torch.equal(other(a, b), layer(a, b))
     other.layout.update(OTHER)
     assert first.layout == layout_of().layout
+
+
+def test_a_layout_serves_operands_on_other_devices():
+    """One on the meta device stands for one that is elsewhere."""
+    here, elsewhere = layout_of(), Layout(layout_of().layout, device="meta")
+    a, b = operands("dsd", here)
+    for mask in (here.layout, BlockSparseLayout(here.layout.bitmap[:, ::-1], 16)):
+        here.update(mask)
+        elsewhere.update(mask)
+        assert torch.equal(matmul(a, b, elsewhere, "dsd"), matmul(a, b, here, "dsd"))
+        assert torch.equal(elsewhere.to_dense(a), here.to_dense(a))
+        assert torch.equal(elsewhere.kept_blocks(here.to_dense(a)), a)
+        assert torch.equal(softmax(a, elsewhere), softmax(a, here))
+    assert elsewhere.tables.is_meta
+
+
+def test_tables_are_copied_once_to_each_device():
+    layout = Layout(layout_of().layout, device="meta")
+    assert layout.tables_on("meta") is layout.tables
+    start = threading.Barrier(8)
+
+    def found(_: int) -> torch.Tensor:
+        start.wait()
+        return layout.tables_on("cpu")
+
+    with ThreadPoolExecutor(8) as pool:
+        copies = list(pool.map(found, range(8)))
+    assert all(one is copies[0] for one in copies)
+    assert torch.equal(copies[0], layout_of().tables)
+    layout.update(OTHER)
+    assert torch.equal(copies[0], Layout(OTHER, 16).tables)
+    other = copy.deepcopy(layout)
+    assert other.tables_on("cpu") is not copies[0]
+    assert torch.equal(other.tables_on("cpu"), copies[0])
+    layout.to_empty(device="cpu")
+    assert layout.tables_on("cpu") is layout.tables
+
+
+def test_a_mask_on_the_cpu_is_taken_by_update_alone():
+    layout = layout_of(block=64)
+    with pytest.raises(
+        UnsupportedError, match="layout: expected tables on a GPU, got those on cpu; call update"
+    ):
+        layout.update_on_device(layout.bitmap)
+    layout.is_behind = True
+    assert layout.layout == layout_of(block=64).layout
+    assert not layout.is_behind
 
 
 def test_floats_do_not_touch_it():

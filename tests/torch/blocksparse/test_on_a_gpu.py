@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
+from sparse24_plans import (
+    BlockSparseAttentionPlan,
+    BlockSparseLayout,
+    InvalidProblemError,
+    UnsupportedError,
+)
 from sparse24_plans.blocksparse.kernel_table import MATMUL_ENTRIES, SOFTMAX_ENTRIES
 from sparse24_plans.torch.blocksparse import (
     Conv2d,
@@ -185,8 +190,88 @@ def test_a_captured_product_follows_inputs_and_mask():
         close(y.double(), exact, torch.bfloat16)
 
 
+@pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
+def test_a_layout_on_the_cpu_serves_a_gpu(mode):
+    """As in the reference library, whose layouts are made on the CPU."""
+    layout, there = layout_of(), layout_of().cuda()
+    a, b = (one.cuda().requires_grad_() for one in operands(mode, layout))
+    for mask in (layout.layout, BlockSparseLayout(layout.layout.bitmap[::-1, ::-1], 16)):
+        layout.update(mask)
+        there.update(mask)
+        ours, theirs = matmul(a, b, layout, mode), matmul(a, b, there, mode)
+        assert torch.equal(ours, theirs)
+        dy = torch.randn_like(ours)
+        for found, wanted in zip(
+            torch.autograd.grad(ours, (a, b), dy), torch.autograd.grad(theirs, (a, b), dy), strict=True
+        ):
+            assert torch.equal(found, wanted)
+    assert layout.tables.device.type == "cpu"
+
+
+def test_attention_and_softmax_take_a_layout_on_the_cpu():
+    layout = Layout(np.tri(4, dtype=bool)[None].repeat(2, 0), 64)
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda").half() for _ in range(3))
+    scores = matmul(q, k, layout, "sdd", trans_b=True)
+    softmax(scores, layout)
+    got = attention(q, k, v, layout, causal=True)
+    assert torch.equal(got, attention(q, k, v, Layout(layout.layout, device="cuda"), causal=True))
+
+
+def test_tables_are_not_copied_inside_a_capture():
+    layout = layout_of()
+    a, b = (one.cuda() for one in operands("dsd", layout))
+    with pytest.raises(UnsupportedError, match=r"call layout\.tables_on\('cuda:0'\) before"):
+        captured(lambda x: matmul(a, x, layout, "dsd"), b)
+    layout.tables_on("cuda")
+    matmul(a, b, layout, "dsd")
+    graph, y = captured(lambda x: matmul(a, x, layout, "dsd"), b)
+    layout.update(layout.layout.bitmap[::-1, ::-1])
+    graph.replay()
+    assert torch.equal(y, matmul(a, b, layout, "dsd"))
+
+
 def test_operands_beside_the_layout_are_refused():
     layout = layout_of()
     a, b = operands("dsd", layout)
-    with pytest.raises(InvalidProblemError, match="a: expected a tensor on cpu, as the layout, got cuda:0"):
-        matmul(a.cuda(), b.cuda(), layout, "dsd")
+    with pytest.raises(InvalidProblemError, match="b: expected a tensor on cuda:0, as the layout, got cpu"):
+        matmul(a.cuda(), b, layout, "dsd")
+    op = torch.ops.sparse24.blocksparse_matmul
+    with pytest.raises(InvalidProblemError, match=r"a: expected a tensor on cpu, .*; take layout\.tables_on"):
+        op(a.cuda(), b.cuda(), layout.tables, layout.sizes, "dsd")
+
+
+def test_a_mask_made_on_the_gpu_is_taken_in_a_graph():
+    """Products with both layouts, the second updated by the host, are the same."""
+    layout, other = layout_of(block=64).cuda(), layout_of(block=64).cuda()
+    a, b = (one.cuda() for one in operands("dsd", layout))
+    mask = layout.bitmap.clone()
+    layout.update_on_device(mask)
+    matmul(a, b, layout, "dsd")
+
+    def step(x):
+        layout.update_on_device(mask)
+        return matmul(a, x, layout, "dsd")
+
+    graph, y = captured(step, b)
+    for flipped in (layout.bitmap.flip(1), layout.bitmap.flip(2), layout.bitmap.flip(0)):
+        mask.copy_(flipped)
+        graph.replay()
+        assert torch.equal(layout.bitmap, mask)
+        other.update(mask.cpu())
+        assert torch.equal(layout.tables, other.tables)
+        assert torch.equal(y, matmul(a, b, other, "dsd"))
+        assert layout.layout == other.layout
+        assert layout.is_behind  # as the next replay does not say so
+
+
+def test_masks_that_the_gpu_does_not_take():
+    layout = layout_of(block=64).cuda()
+    for mask in (layout.bitmap.cpu(), layout.bitmap.int(), layout.bitmap[:, :1], None):
+        with pytest.raises(InvalidProblemError, match=r"bitmap: expected torch\.bool"):
+            layout.update_on_device(mask)
+    layout.update_on_device(torch.ones_like(layout.bitmap))
+    with pytest.raises(InvalidProblemError, match=r"bitmap: expected .*, got "):
+        layout.layout  # noqa: B018
+    small = layout_of(block=16).cuda()
+    with pytest.raises(UnsupportedError, match="call update"):
+        small.update_on_device(small.bitmap)

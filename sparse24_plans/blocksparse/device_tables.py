@@ -1,0 +1,125 @@
+"""Launches ``blocksparse/tables.cu``, which makes the look-up tables of a layout from a bitmap on the GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..device.jit.launcher import Function, load
+from ..device.jit.structs import KernelParams, field, kernel_params
+from ..device.streams import Launch
+from ..errors import UnsupportedError
+from ..plan.kernel import nothing
+from ..vocab import DeviceProperties
+from .lookup_tables import (
+    NARROW_PANEL_ROWS,
+    PANEL_ROWS,
+    addresses,
+    group_size,
+    groups,
+    head_panels,
+    panel_block_rows,
+    words,
+)
+from .shape import BlockSparseShape
+
+SOURCE = "blocksparse/tables.cu"
+_THREADS = 1024
+_MOST_SHARED_BYTES = 96 << 10
+"""Shared memory of a CTA, for every shape: each device from compute capability 8.0 on has as much."""
+
+
+@kernel_params("blocksparse/params/tables.cuh")
+class BlockTablesParams(KernelParams):
+    """Parameters of ``blocksparse/tables.cu``. The tables are those of ``LookUp``."""
+
+    bitmap = field("const u8*", "Not 0 where a block is kept: [heads, block_rows, block_cols].")
+    row_pointers = field("int*", "Table of this name.")
+    columns = field("int*", "Table of this name.")
+    rows = field("int*", "Table of this name.")
+    column_pointers = field("int*", "Table of this name.")
+    column_rows = field("int*", "Table of this name.")
+    column_order = field("int*", "Table of this name.")
+    row_bits = field("u32*", "Table of this name.")
+    column_bits = field("u32*", "Table of this name.")
+    row_panels = field("int*", "Table of this name.")
+    column_panels = field("int*", "Table of this name.")
+    row_panel_columns = field("int*", "Table of this name.")
+    column_panel_rows = field("int*", "Table of this name.")
+    rows_by_length = field("int*", "Table of this name.")
+    columns_by_length = field("int*", "Table of this name.")
+    group_rows = field("int*", "Table of this name.")
+    group_firsts = field("int*", "Table of this name.")
+    row_narrow_panels = field("int*", "Table of this name.")
+    column_narrow_panels = field("int*", "Table of this name.")
+    row_narrow_panel_columns = field("int*", "Table of this name.")
+    column_narrow_panel_rows = field("int*", "Table of this name.")
+    heads = field("u32", "Number of heads.")
+    block_rows = field("u32", "Number of block rows of a head.")
+    block_cols = field("u32", "Number of block columns of a head.")
+    blocks = field("u32", "Number of kept blocks of all heads that the tables have room for.")
+    row_words = field("u32", "Number of words of a block row in row_bits.")
+    column_words = field("u32", "Number of words of a block column in column_bits.")
+    row_panels_of_head = field("u32", "Number of row panels of a head.")
+    column_panels_of_head = field("u32", "Number of column panels of a head.")
+    groups = field("u32", "Number of groups that the tables have room for.")
+    group_size = field("u32", "Most blocks of a group.")
+
+
+def shared_bytes(shape: BlockSparseShape) -> int:
+    """Shared memory of a CTA: the counts of all heads, and starts and bits of one."""
+    panels = head_panels(shape.rows), head_panels(shape.cols)
+    counts = shape.heads * (shape.block_rows + shape.block_cols + sum(panels))
+    starts = 2 * (shape.block_rows + 1) + shape.block_cols + 1
+    return 4 * (counts + starts + shape.block_rows * words(shape.block_cols) + _THREADS // 32)
+
+
+class TableKernel:
+    """The kernel for layouts of one shape on one device, compiled.
+
+    Raises UnsupportedError for blocks below 64, and for layouts whose counts exceed shared memory.
+    """
+
+    def __init__(self, shape: BlockSparseShape, device: DeviceProperties) -> None:
+        if shape.block < NARROW_PANEL_ROWS:
+            raise UnsupportedError(f"bitmap: expected blocks of 64 or 128, got {shape.block}; call update")
+        if (needed := shared_bytes(shape)) > _MOST_SHARED_BYTES:
+            raise UnsupportedError(
+                f"bitmap: expected at most {_MOST_SHARED_BYTES} bytes of counts, got {needed} for {shape}; "
+                "call update"
+            )
+        self._heads, self._function = shape.heads, _function(panel_block_rows(shape), device)
+        found = addresses(0, shape)
+        self._offsets = {name: at for name, at in found.items() if name in BlockTablesParams.declared}
+        self._parameters = BlockTablesParams(
+            heads=shape.heads,
+            block_rows=shape.block_rows,
+            block_cols=shape.block_cols,
+            blocks=shape.blocks,
+            row_words=words(shape.block_cols),
+            column_words=words(shape.block_rows),
+            row_panels_of_head=head_panels(shape.rows, PANEL_ROWS),
+            column_panels_of_head=head_panels(shape.cols, PANEL_ROWS),
+            groups=groups(shape),
+            group_size=group_size(shape),
+        )
+
+    def bind(self, bitmap: int, tables: int) -> Launch:
+        """A launch that reads the bitmap at one address and writes the tables at another."""
+        if self._heads == 0:
+            return nothing
+        parameters = BlockTablesParams.from_buffer_copy(self._parameters)
+        parameters.bitmap = bitmap
+        for name, at in self._offsets.items():
+            setattr(parameters, name, tables + at)
+        return self._function.bind(self._heads, parameters)
+
+
+@lru_cache(maxsize=1024)
+def table_kernel(shape: BlockSparseShape, device: DeviceProperties) -> TableKernel:
+    """The one kernel of a shape and device. Raises what TableKernel raises."""
+    return TableKernel(shape, device)
+
+
+@lru_cache(maxsize=1024)
+def _function(panel_lines: int, device: DeviceProperties) -> Function:
+    return load(SOURCE, "fill_tables", _THREADS, device, {"PANEL_LINES": panel_lines}, _MOST_SHARED_BYTES)

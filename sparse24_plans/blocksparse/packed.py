@@ -1,0 +1,138 @@
+"""Packed operands: what plans make once of a block-sparse matrix that stays, such as a layer's weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..device.adapters import Unmoving
+from ..device.tensors import HOST, Device, TensorView, check_device, wrong
+from ..errors import BufferTooSmallError, InvalidProblemError
+from ..plan.operands import Packing, Views
+from ..vocab import BLOCKS_LAYOUT, DENSE_BLOCKS_LAYOUT, ElementKind, element_kind, integer
+from ..weights.weight import portable
+from .lookup_tables import length
+from .shape import MOST, BlockSparseShape
+
+_PARTS = {BLOCKS_LAYOUT: ("values", "tables"), DENSE_BLOCKS_LAYOUT: ("dense",)}
+"""What callers call the buffers of each layout."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBlocks(Unmoving):
+    """A block-sparse operand in the form that a plan's kernel reads. Made by ``plan.pack(layout, values)``.
+
+    ``layout_id`` names the form, and ``buffers`` are its memory. ``blocks``: the caller's values, which must
+    not change, and look-up tables. ``dense_blocks``: a dense copy. ``shape``, ``batch``, ``element`` and
+    ``device`` are the matrix's. Plans of every n that read the form can use it.
+
+    Raises InvalidProblemError for buffers that do not fit the form, BufferTooSmallError for short ones.
+    """
+
+    layout_id: str
+    shape: BlockSparseShape
+    batch: int
+    element: ElementKind
+    device: Device
+    buffers: tuple[TensorView, ...]
+
+    def __post_init__(self) -> None:
+        if type(self.layout_id) is not str or self.layout_id not in _PARTS:
+            raise wrong("layout_id", " or ".join(_PARTS), self.layout_id)
+        if type(self.shape) is not BlockSparseShape:
+            raise wrong("shape", "a BlockSparseShape", self.shape)
+        batch = integer(self.batch)
+        if batch is None or not 0 <= batch <= MOST:
+            raise wrong("batch", "an integer from 0 to 2^31 - 1", self.batch)
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "element", element_kind(self.element))
+        check_device("device", self.device)
+        if type(self.buffers) is not tuple or any(type(one) is not TensorView for one in self.buffers):
+            raise wrong("buffers", "a tuple of TensorViews", self.buffers)
+        parts = _PARTS[self.layout_id]
+        if len(self.buffers) != len(parts):
+            raise InvalidProblemError(f"buffers: expected {', '.join(parts)}, got {len(self.buffers)}")
+        for view, (shape, element) in zip(self.buffers, self._forms(), strict=True):
+            if view.device != self.device or not view.is_contiguous:
+                raise InvalidProblemError(
+                    f"buffers: expected contiguous memory on {self.device}, got {view!r}"
+                )
+            if view.nbytes_spanned < (needed := _bytes(shape, element)):
+                raise BufferTooSmallError("buffers", needed, view.nbytes_spanned)
+
+    def _forms(self) -> list[tuple[tuple[int, ...], ElementKind]]:
+        """Shape and element of each buffer."""
+        one = self.shape
+        if self.layout_id == DENSE_BLOCKS_LAYOUT:
+            return [((self.batch, one.heads, one.rows, one.cols), self.element)]
+        values = self.batch, one.blocks, one.block, one.block
+        return [(values, self.element), ((length(one),), ElementKind.I32)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, the caller's values included."""
+        return sum(_bytes(*form) for form in self._forms())
+
+    @property
+    def views(self) -> tuple[TensorView, ...]:
+        """The buffers in their shapes, read-only."""
+        found = []
+        for buffer, (shape, element) in zip(self.buffers, self._forms(), strict=True):
+            view = TensorView(buffer.address, shape, element, buffer.device, owner=buffer.owner)
+            view.readonly = True
+            found.append(view)
+        return tuple(found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedBlocks:
+        """A packed operand in memory of its own, on the same device."""
+        return replace(self, buffers=tuple(view.owned_copy() for view in self.buffers))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles hold the bits. Raises UnsupportedError for an operand in device memory."""
+        parts = [(portable(view), view.element.value) for view in self.buffers]
+        return _restored, (self.layout_id, self.shape, self.batch, self.element.value, parts)
+
+
+def _restored(
+    layout_id: str, shape: BlockSparseShape, batch: int, element: str, parts: list[tuple[Any, str]]
+) -> PackedBlocks:
+    views = tuple(TensorView.of(bits, element=kind) for bits, kind in parts)
+    return PackedBlocks(layout_id, shape, batch, element_kind(element), HOST, views)
+
+
+def _bytes(shape: tuple[int, ...], element: ElementKind) -> int:
+    count = element.itemsize
+    for size in shape:
+        count *= size
+    return count
+
+
+def packing(name: str, shape: BlockSparseShape, batch: int, element: ElementKind) -> Packing:
+    """How a packed operand becomes the views that kernels know by ``name`` and ``layout``."""
+    views = {BLOCKS_LAYOUT: (name, "layout"), DENSE_BLOCKS_LAYOUT: (name,)}
+    expected = {"shape": shape, "batch": batch, "element": element}
+    return Packing(views, _PARTS, _unpacker(views, expected))
+
+
+def _unpacker(
+    views: dict[str, tuple[str, ...]], expected: dict[str, Any]
+) -> Callable[[Any, str, tuple[str, ...], Device], Views]:
+    def unpack(given: Any, argument: str, layouts: tuple[str, ...], home: Device) -> Views:
+        wanted = " or ".join(map(repr, layouts))
+        if type(given) is not PackedBlocks:
+            raise InvalidProblemError(
+                f"{argument}: expected PackedBlocks of layout {wanted}, got {type(given).__name__}; "
+                "call plan.pack(layout, values)"
+            )
+        for name, value in {**expected, "device": home}.items():
+            if (got := getattr(given, name)) != value:
+                raise InvalidProblemError(f"{argument}: expected {name} {value!s}, got {got!s}")
+        if given.layout_id not in layouts:
+            raise InvalidProblemError(
+                f"{argument}: expected layout {wanted}, got {given.layout_id!r}; "
+                "call plan.pack(layout, values)"
+            )
+        return dict(zip(views[given.layout_id], given.views, strict=True))
+
+    return unpack

@@ -1,0 +1,118 @@
+"""Whether a packed operand is multiplied by its kept blocks or as a dense copy: the faster by a cost model.
+
+The constants are those of the H200 on every device, because the choice decides guarantees.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import Any, NamedTuple
+
+from ...plan.schedule_choice import constants
+from ...vocab import BlockSparseOp
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..kernel_problem import KernelProblem, prepared_bytes
+from ..lookup_tables import PANEL_ROWS, expected_occupancy
+from .blocks_wgmma import best_schedule, panel_count
+
+MULTIPROCESSORS = 132
+DENSE = "packed_dense"
+"""The name of the model of the dense copy."""
+TERMS = ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave")
+"""What takes time in a product of kept blocks, as :func:`blocks_work` counts it."""
+DENSE_TERMS = ("weight_bytes", "token_bytes", "cells")
+"""What takes time in a dense product, as :func:`dense_work` counts it."""
+
+
+class Model(NamedTuple):
+    """The time of a product: ``launch`` microseconds and the norm of its terms, each with a cost."""
+
+    launch: float
+    exponent: float
+    costs: tuple[float, ...]
+
+    def microseconds(self, work: tuple[float, ...]) -> float:
+        norm = sum((cost * one) ** self.exponent for cost, one in zip(self.costs, work, strict=True))
+        return self.launch + float(norm ** (1 / self.exponent))
+
+
+def blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
+    """The terms of a product by ``blocks_wgmma``."""
+    one, problem, schedule = desc.layout, KernelProblem(desc), best_schedule(desc, MULTIPROCESSORS)
+    across = one.block_rows if problem.by_columns else one.block_cols
+    panels, tiles = panel_count(desc, schedule.rows), -(-desc.n // schedule.tokens)
+    mean = across * expected_occupancy(one, max(schedule.rows // one.block, 1))
+    alike = across * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
+    longest = mean * max(1.0, desc.longest_panel / alike if alike else 1.0)
+    mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
+    work_tiles = panels * tiles
+    waves = max(work_tiles / MULTIPROCESSORS, 1.0)
+    # A partial wave takes a part of a whole one, and no CTA ends before its longest panel does.
+    steps = max((waves + ceil(waves)) / 2 * mean, longest) * one.block / 64
+    values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
+    gathered = work_tiles * mean * one.block * schedule.tokens * desc.element.itemsize
+    return (
+        steps,
+        steps * schedule.rows * schedule.tokens,
+        float(desc.batch * one.blocks * one.block**2 * tiles * schedule.tokens),
+        gathered + values * tiles,
+        values + _token_bytes(desc),
+        waves,
+    )
+
+
+def pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Microseconds of the pre-passes that copy dense operands before kept blocks are multiplied."""
+    prepared, given = KernelProblem(desc).prepared_operands(None), constants("packed_choice")
+    return float(
+        len(prepared) * given["pre_pass_us"] + prepared_bytes(prepared) / given["pre_pass_bandwidth"]
+    )
+
+
+def dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
+    """The terms of a product with the dense copy."""
+    one = desc.layout
+    cells = desc.batch * one.heads * one.rows * one.cols
+    return float(cells * desc.element.itemsize), _token_bytes(desc), float(cells * desc.n)
+
+
+def unaligned_factor(desc: BlockSparseMatmulDescriptor) -> float:
+    """What a dense product takes more if rows of several tokens are no multiples of 16 bytes."""
+    if desc.n == 1 or not KernelProblem(desc).unaligned_tokens:
+        return 1.0
+    factors = constants("packed_choice")["odd" if desc.n % 2 else "unaligned"]
+    return float(factors["few" if desc.n <= constants("packed_choice")["few_n"] else "many"])
+
+
+def _token_bytes(desc: BlockSparseMatmulDescriptor) -> float:
+    """Bytes of the dense operand and of the result."""
+    one, on_the_right = desc.layout, desc.op is BlockSparseOp.DDS
+    rows, cols = desc.sides[::-1] if on_the_right else desc.sides
+    matrices = desc.batch * one.heads * desc.n
+    return float(matrices * (cols * desc.element.itemsize + rows * desc.out_element.itemsize))
+
+
+def model_of(desc: BlockSparseMatmulDescriptor) -> str:
+    """The name of the model of kept blocks that serves the problem."""
+    return f"packed_blocks_{'k' if desc.dense_k_last else 'n'}_last_{desc.layout.block}"
+
+
+def _model(name: str, terms: tuple[str, ...]) -> Model:
+    found: Any = constants(name)
+    return Model(found["launch"], found["exponent"], tuple(found[term] for term in terms))
+
+
+@lru_cache(maxsize=4096)
+def packed_dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
+    """The reason why a dense copy of a packed operand serves better than its kept blocks, or None.
+
+    Tensor cores multiply 8-bit elements by kept blocks alone.
+    """
+    if desc.element.itemsize == 1 or not desc.n or not desc.batch:
+        return None
+    blocks = _model(model_of(desc), TERMS).microseconds(blocks_work(desc)) + pre_pass_us(desc)
+    dense = _model(DENSE, DENSE_TERMS).microseconds(dense_work(desc)) * unaligned_factor(desc)
+    if blocks <= constants("packed_choice")["most_of_dense"] * dense:
+        return None
+    return f"would take about {blocks:.1f} us, a dense copy {dense:.1f} us"

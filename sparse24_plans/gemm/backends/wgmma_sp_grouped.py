@@ -1,0 +1,35 @@
+"""Launches ``gemm/wgmma_sp.cu`` for groups of tokens with weights of their own. No workspace.
+
+The grid doesn't depend on the groups' sizes, which the device alone knows: persistent CTAs find their work
+tiles in a table that each makes of the groups.
+"""
+
+from __future__ import annotations
+
+from ...device.streams import Launch
+from ...plan.arithmetic import Arithmetic
+from ...plan.kernel import Choice
+from ...plan.operands import Views
+from ...vocab import ElementKind
+from ..arithmetic.tensor_core import named
+from ..schedules.grouped import best_schedule
+from ..wgmma import SOURCE, WgmmaKernel
+
+
+class Kernel(WgmmaKernel):
+    sources = (SOURCE,)
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc = self.descriptor
+        self._load(desc, best_schedule(desc), choice.device, x_bytes=desc.element.itemsize)
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        return self._multiply(self._parameters(views, views["source"], workspace))
+
+    @classmethod
+    def arithmetic(cls, choice: Choice) -> str | None:
+        desc = choice.descriptor
+        if desc.element is ElementKind.S8:
+            return super().arithmetic(choice)
+        return named(desc, str(Arithmetic.hopper(desc.element, 1)))

@@ -1,0 +1,62 @@
+"""How ``wgmma_sp`` cuts grouped products, whose group sizes are unknown when the schedule is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ...plan.kernel import align_up
+from ...plan.schedule_choice import fastest
+from ..descriptor import GemmSparse24Descriptor
+from ..groups import one_group
+from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of
+from .wgmma_sp import WgmmaSpSchedule
+
+_SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
+"""Shapes that are tried: warpgroups, m64 tiles of a warpgroup, CTAs of a cluster along M."""
+_TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
+"""Tokens of a tile that are tried. Groups are of any size, so no width divides them."""
+_LEAST_TOKENS = 32
+"""Tokens up to which a wider tile takes no more time, since W's bytes take it; popular groups need fewer."""
+_SPREAD = (1.0, 2.0)
+"""Sizes of groups, over the mean size, for which a schedule's times are added: groups are rarely even."""
+
+
+def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules of up to n tokens. Each sums K in one piece, so all give the same bits."""
+    least = min(_LEAST_TOKENS, align_up(n, 8))
+    widths = [tokens for tokens in _TOKENS if least <= tokens < n + 8]
+    tried = (WgmmaSpSchedule(w, r, tokens, cluster) for tokens in widths for w, r, cluster in _SHAPES)
+    return tuple(one for one in tried if one.fits())
+
+
+@lru_cache(4096)
+def best_schedule(desc: GemmSparse24Descriptor) -> WgmmaSpSchedule:
+    """The schedule of the least predicted time, for groups of about n / groups tokens.
+
+    The cost model is that of single products: as many groups as can have tokens count as one product with the
+    rows of all their weights.
+    """
+    active = max(1, min(desc.groups, desc.n))
+    mean = max(1.0, desc.n / active)
+    sizes = sorted({min(desc.n, max(1, math.ceil(mean * factor))) for factor in _SPREAD})
+
+    def predicted(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
+        total = [0.0] * len(tried)
+        for size in sizes:
+            pairs = [(one, _one_product(desc, one, size, active)) for one in tried]
+            times = microseconds(CostInputs(pairs), constants_of(model_of(pairs[0][1])))
+            total = [sum(pair) for pair in zip(total, times.tolist(), strict=True)]
+        return total
+
+    return fastest(schedules_for(desc.n), predicted)
+
+
+def _one_product(
+    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, size: int, active: int
+) -> GemmSparse24Descriptor:
+    """A single product with the work tiles of ``active`` groups of ``size`` tokens."""
+    rows = schedule.rows * schedule.cluster_m
+    whole = -(-desc.m // rows) * rows
+    return one_group(desc, size).model_copy(update={"m": active * whole})

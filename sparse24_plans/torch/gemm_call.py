@@ -1,0 +1,136 @@
+"""A product by a 2:4 weight as ops pass it: operands, options, its problem, and its result without values."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.elements import addends_of, results_of
+from ..errors import InvalidProblemError
+from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.plan import GemmSparse24Plan
+from ..vocab import GemmOp, MatrixOrder, ScaleKind
+from .activations import epilogue_of
+from .elements import DTYPE_OF, element_of, weight_sizes
+from .plan_cache import descriptor, preference_of
+
+
+class Call(NamedTuple):
+    """The operands and options of a product.
+
+    Inductor keeps generated code on disk that passes the options by position (:class:`ProductSite`), so a new
+    option goes to the end.
+    """
+
+    x: Tensor
+    """X [..., K]. ``dgrad`` has dY [..., M] here, and ``mm`` has B^T [N, K]."""
+    weight: Tensor
+    meta: Tensor | None
+    bias: Tensor | None = None
+    scale_x: Tensor | None = None
+    scale_w: Tensor | None = None
+    residual: Tensor | None = None
+    """Tensor [..., M] that is added to the product before the bias, ``beta`` times."""
+    m: int | None = None
+    k: int | None = None
+    dgrad: bool = False
+    activation: str = "none"
+    out_dtype: torch.dtype | None = None
+    preference: str = ""
+    turned: bool = False
+    """Whether the result is Y^T, contiguous, so that Y is column-major."""
+    beta: float = 1.0
+
+
+OPERANDS = ("x", "weight", "meta", "bias", "scale_x", "scale_w", "residual")
+"""The fields of a call that are tensors; they come first."""
+
+# The problem of a call ----------------------------------------------------------------------------
+
+
+def sizes(call: Call) -> tuple[int, int]:
+    """M and K. Raises InvalidProblemError if the weight and x don't fit together."""
+    if call.x.dim() < 1:
+        raise InvalidProblemError("x: expected at least one dimension, got a scalar")
+    width = call.x.shape[-1]
+    m, k = call.m, call.k
+    if call.meta is None:
+        m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)
+    m, k = weight_sizes(call.weight, call.meta, m, k)
+    wanted, name = (m, "M") if call.dgrad else (k, "K")
+    if width != wanted:
+        raise InvalidProblemError(
+            f"x: expected [..., {wanted}], the weight's {name}, got {list(call.x.shape)}"
+        )
+    if call.x.dtype != call.weight.dtype:
+        raise InvalidProblemError(f"x: expected {call.weight.dtype}, as the weight, got {call.x.dtype}")
+    if call.bias is not None and tuple(call.bias.shape) != (m,):
+        raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
+    if call.scale_x is not None:
+        check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
+    if call.scale_w is not None:
+        check_scale(call.scale_w, m, "scale_w")
+    if call.residual is not None and call.residual.shape != (whole := (*call.x.shape[:-1], m)):
+        raise InvalidProblemError(f"residual: expected {list(whole)}, got {list(call.residual.shape)}")
+    for name in ("weight", "bias", "scale_x", "scale_w", "residual"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.device != call.x.device:
+            raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
+    return m, k
+
+
+def check_scale(scale: Tensor, rows: int, argument: str) -> None:
+    """Raise InvalidProblemError unless the scale is float32 with one element, or one for each row."""
+    if scale.dtype != torch.float32:
+        raise InvalidProblemError(f"{argument}: expected torch.float32, got {scale.dtype}")
+    if scale.numel() not in (1, rows):
+        raise InvalidProblemError(f"{argument}: expected 1 or {rows} elements, got {list(scale.shape)}")
+
+
+def scale_kind(scale: Tensor | None) -> ScaleKind | None:
+    """The descriptor's field for the scale; None without one."""
+    if scale is None:
+        return None
+    return ScaleKind.TENSOR if scale.numel() == 1 else ScaleKind.ROW
+
+
+def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
+    """The descriptor of the product. Raises InvalidProblemError naming the field."""
+    bias, residual = call.bias, call.residual
+    element = element_of(call.weight.dtype, "weight")
+    out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
+    c = None if residual is None else element_of(residual.dtype, "residual")
+    if c is not None and c not in (expected := addends_of(out or results_of(element)[0])):
+        raise InvalidProblemError(f"residual: expected {' or '.join(dict.fromkeys(expected))}, got {c}")
+    found: GemmSparse24Descriptor = descriptor(
+        GemmSparse24Plan,
+        n=n,
+        m=m,
+        k=k,
+        element=element,
+        op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
+        epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
+        out_element=out,
+        bias_element=None if bias is None else element_of(bias.dtype, "bias"),
+        scale_x=scale_kind(call.scale_x),
+        scale_w=scale_kind(call.scale_w),
+        beta=None if residual is None else call.beta,
+        c_element=c,
+        **orders,
+    )
+    return found
+
+
+def fake_result(call: Call) -> Tensor:
+    """The result's shape, dtype and strides, without a value; ``x`` may have symbolic sizes."""
+    preference_of(call.preference)
+    m, k = sizes(call)
+    desc = describe(call, 1, 16, 8)  # any sizes do for the dtypes; x may have symbols
+    outputs = m // 2 if desc.epilogue.is_gated else m
+    shape = (*call.x.shape[:-1], k if call.dgrad else outputs)
+    if call.turned:
+        shape = shape[::-1]
+    return call.x.new_empty(shape, dtype=DTYPE_OF[desc.out_element])

@@ -1,0 +1,150 @@
+"""The benchmark of random block-sparse products: what a seed draws, and the bounds on its record."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from benchmarks import blocks
+from benchmarks.bounds import BOUNDS, judged
+from benchmarks.check import faults
+from benchmarks.random_blocks import LISTS, attentions, drawn, steps, swept, uneven_counts
+from sparse24_plans.bench import record
+
+SEED = 20260101
+
+
+def test_a_seed_draws_the_same_problems_and_another_draws_others():
+    assert drawn(7) == drawn(7)
+    assert drawn(7) != drawn(8)
+    assert swept(7) != swept(8)
+
+
+@pytest.mark.parametrize("seed", [1, SEED])
+def test_products_are_those_of_the_contract(seed):
+    found = drawn(seed)
+    assert len(set(found)) == len(found) >= 400
+    assert len({cell.shape.rsplit(" ", 1)[0] for cell in found}) >= 8
+    assert not {(cell.m, cell.k) for cell in found} & set(blocks.SHAPES)
+    assert {cell.op for cell in found} == {"sdd", "dsd", "dds"}
+    assert all(cell.m % cell.block == 0 and cell.k % cell.block == 0 for cell in found)
+    assert 0.02 <= min(cell.density for cell in found) <= 0.03
+    assert 0.5 <= max(cell.density for cell in found) <= 0.6
+    assert min(cell.n for cell in found) <= 2
+    assert max(cell.n for cell in found) >= 7000
+    assert sum(cell.n % 8 != 0 for cell in found) > 0.7 * len(found)
+    assert sum(cell.pattern == "uneven" for cell in found) >= 0.2 * len(found)
+    packable = [cell for cell in found if cell.op != "sdd"]
+    assert 0.4 <= sum(cell.packed for cell in packable) / len(packable) <= 0.6
+    assert not any(cell.packed for cell in found if cell.op == "sdd")
+    for pattern in ("random", "uneven"):
+        assert {cell.packed for cell in packable if cell.pattern == pattern} == {True, False}
+    sizes = {128: "large", 64: "large", 32: "32", 16: "16"}
+    classes = Counter(
+        (sizes[cell.block], cell.n <= 200, cell.pattern) for cell in found if 0.05 <= cell.density <= 0.25
+    )
+    assert len(classes) == 12
+    assert min(classes.values()) >= 8
+
+
+def test_a_part_of_a_record_is_a_fair_sample():
+    some = drawn(SEED)[:100]
+    assert {cell.block for cell in some} == {128, 64, 32, 16}
+    assert 15 <= sum(cell.pattern == "uneven" for cell in some) <= 40
+
+
+@pytest.mark.parametrize(("rows", "columns", "density"), [(64, 40, 0.1), (200, 30, 0.5), (16, 512, 0.02)])
+def test_uneven_rows_follow_their_rank(rows, columns, density):
+    counts = uneven_counts(rows, columns, density)
+    assert counts.max() <= columns
+    assert counts.sum() == pytest.approx(density * rows * columns, rel=0.1)
+    free = counts < columns
+    scaled = counts[free] * (free.nonzero()[0] + 1)
+    assert scaled.max() - scaled.min() <= rows  # rounded to whole blocks
+
+
+def test_bitmaps_keep_what_they_say():
+    for cell in [one for one in drawn(SEED) if one.m * one.k < 1 << 26][:20]:
+        kept = cell.bitmap()
+        assert kept.shape == (cell.m // cell.block, cell.k // cell.block)
+        assert kept.mean() == pytest.approx(cell.density, rel=0.25, abs=0.01)
+        assert (kept == cell.bitmap()).all()
+        if cell.pattern == "uneven":
+            counts = sorted(kept.sum(1), reverse=True)
+            assert counts == uneven_counts(*kept.shape, cell.density).tolist()
+
+
+def test_a_sweep_is_one_problem_with_many_n():
+    problems = Counter((cell.m, cell.k, cell.block, cell.seed) for cell in swept(SEED))
+    assert set(problems.values()) == {40}
+    assert len(problems) == 6
+
+
+def test_attention_is_of_many_lengths():
+    found = list(attentions(SEED))
+    assert {cell.direction for cell in found} == {"forward", "backward"}
+    assert all(1024 <= cell.tokens <= 16384 and cell.tokens % 128 == 0 for cell in found)
+    assert len({cell.tokens for cell in found}) > 10
+
+
+def test_each_cell_is_a_step_that_its_own_row_finishes():
+    found = steps(SEED)
+    rows = [(step.part, json.loads(json.dumps(dict(step.fields)))) for step in found]
+    made = {part: [row for name, row in rows if name == part] for part in LISTS}
+    assert all(step.is_done(made) for step in found)
+    assert not any(step.is_done(record.empty({}, LISTS)) for step in found)
+    assert len({json.dumps(row, sort_keys=True) for row in rows}) == len(found)
+
+
+# Bounds -------------------------------------------------------------------------------------------
+
+
+def made_record(us: float = 1.0, **changes: Any) -> dict[str, Any]:
+    """A record in which each product takes ``us`` of dense's 4 microseconds."""
+    products = [
+        {**cell.fields, "us": us, "dense_us": 4.0, "torch_bsr_us": None, "backend": "x"}
+        for cell in drawn(SEED)
+    ]
+    sweep = [{**cell.fields, "us": 1.0 + cell.n, "backend": "x"} for cell in swept(SEED)]
+    attention = [{**vars(cell), "us": 1.0, "sdpa_us": 2.0, "tflops": 1.0} for cell in attentions(SEED)]
+    head = {"gpu": "g", "driver": "d", "cuda": "c", "kernels_sha256": "0", "versions": {}, "schema": 1}
+    lists = {"products": products, "sweep": sweep, "attention": attention}
+    return {**head, "kernel_files": [], "seed": SEED, **lists, **changes}
+
+
+def missed(made: dict[str, Any]) -> list[str]:
+    return [one.about for one in BOUNDS["blocksparse-random"] if judged(one, made).is_missed]
+
+
+def test_a_record_is_held_against_the_bounds():
+    assert faults("blocksparse-random", made_record()) == []
+    assert faults("blocksparse-random", made_record(seed=None)) == ["record: seed is no number"]
+    assert missed(made_record()) == []
+    slow = missed(made_record(us=4.5))
+    assert "packed over dense, each" in slow
+    assert "not packed: share under 0.97 of dense" in slow
+    assert "not packed over dense, each" not in slow
+    assert sum(", N " in about for about in slow) == 12
+    few = made_record(products=made_record()["products"][:300])
+    assert missed(few) == ["products", "sparse products of a class"]
+
+
+def test_uneven_rows_have_their_own_bound():
+    found = made_record()
+    for row in found["products"]:
+        if row["pattern"] == "uneven":
+            row["us"] = 4.0 / 2.3
+    assert missed(found) == ["128, 64 uneven, N 201-8192"]
+
+
+def test_a_cliff_is_found():
+    found = made_record()
+    rows = sorted(
+        (row for row in found["sweep"] if row["shape"] == found["sweep"][0]["shape"]),
+        key=lambda row: row["n"],
+    )
+    rows[3]["us"] = 1.1 * rows[4]["us"]
+    assert missed(found) == ["n over a larger n, each"]

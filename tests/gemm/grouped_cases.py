@@ -1,0 +1,103 @@
+"""Grouped products in guarded memory, with a float64 reference for each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sparse24_plans import ElementKind, GemmSparse24Args, GemmSparse24Plan, Sparse24Weight
+
+from ..support import Data, Guarded, place_name, random_values, reference, scratch, synchronize
+
+
+@dataclass
+class GroupedCase:
+    """A grouped product in guarded memory, and the data of each group."""
+
+    plan: GemmSparse24Plan
+    args: GemmSparse24Args
+    result: Guarded
+    inputs: tuple[Guarded, ...]
+    data: tuple[Data, ...]
+    """Operands of each group; ``x`` and ``scale_x`` are those of all rows."""
+    workspace: Guarded | None
+
+    def run(self, stream: Any = None) -> np.ndarray:
+        self.plan.run(self.args, workspace=self.workspace and self.workspace.view, stream=stream)
+        synchronize(self.plan)
+        for operand in self.inputs:
+            operand.numpy()
+        return self.result.numpy()
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The rows of each group, as the descriptor's docstring says."""
+        desc, given = self.plan.descriptor, self.inputs[-1].numpy().astype(int).tolist()
+        if desc.group_tokens == "counts":
+            places = desc.n // desc.groups
+            return [(g * places, g * places + min(max(c, 0), places)) for g, c in enumerate(given)]
+        begins = [min(max(at, 0), desc.n) for at in given[:-1]]
+        return [(at, max(at, min(end, desc.n))) for at, end in zip(begins, given[1:], strict=True)]
+
+    def has_shared_rows(self) -> bool:
+        """Whether a row is in two groups, so that it has the result of either."""
+        taken = np.zeros(self.plan.descriptor.n, int)
+        for begin, end in self.ranges():
+            taken[begin:end] += 1
+        return bool((taken > 1).any())
+
+    def check(self, got: np.ndarray) -> None:
+        """Rows of groups are inside the guarantee's bound; other rows still have the poison."""
+        written = np.zeros(len(got), bool)
+        for data, (begin, end) in zip(self.data, self.ranges(), strict=True):
+            if begin == end:
+                continue
+            written[begin:end] = True
+            scale_x = data.scale_x
+            if scale_x is not None and len(scale_x) > 1:
+                scale_x = scale_x[begin:end]
+            own = replace(data, x=data.x[begin:end], scale_x=scale_x)
+            exact, tolerance = reference(self.plan, own.x, own.dense, own.bias, own.scale())
+            error = np.abs(got[begin:end].astype(np.float64) - exact)
+            assert (error <= tolerance).all(), f"{(error / tolerance).max():.2f} of what is allowed"
+        assert (got[~written].view(np.uint8) == 0xFF).all(), "a row in no group was written"
+
+
+def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 0) -> GroupedCase:
+    """A case with random data. ``tokens`` are offsets or counts, ``pad`` elements lie between rows."""
+    desc = plan.descriptor
+    rng = np.random.default_rng(seed)
+    dense = random_values(rng, (desc.groups * desc.m, desc.k), desc.element)
+    x = random_values(rng, (desc.n, desc.k), desc.element)
+    found: dict[str, np.ndarray] = {}
+    if desc.epilogue.has_bias:
+        found["bias"] = random_values(rng, (desc.groups * desc.m,), desc.bias_element)
+    for name, kind, count in (("scale_x", desc.scale_x, desc.n), ("scale_w", desc.scale_w, len(dense))):
+        if kind != "none":
+            found[name] = rng.uniform(0.5, 2.0, 1 if kind == "tensor" else count).astype(np.float32)
+    device = place_name(plan)
+    weight = Sparse24Weight.prune_compress(dense)
+    kept = weight.decompress().reshape(desc.groups, desc.m, desc.k)
+
+    def part(name: str, group: int) -> np.ndarray | None:
+        values = found.get(name)
+        return values if values is None or len(values) == 1 else values.reshape(desc.groups, -1)[group]
+
+    data = tuple(
+        Data(kept[g], x, part("bias", g), found.get("scale_x"), part("scale_w", g))
+        for g in range(desc.groups)
+    )
+    source = Guarded(x.shape, desc.element, device, desc.k + pad).fill(x)
+    result = Guarded((desc.n, desc.outputs), desc.out_element, device, desc.outputs + pad)
+    elements = {"bias": desc.bias_element}
+    inputs = {
+        name: Guarded(values.shape, elements.get(name, ElementKind.F32), device).fill(values)
+        for name, values in found.items()
+    }
+    given = np.asarray(tokens, np.int32)
+    inputs[str(desc.group_tokens)] = Guarded(given.shape, ElementKind.I32, device).fill(given)
+    views = {name: operand.view for name, operand in inputs.items()}
+    args = GemmSparse24Args(plan.pack(weight.to(device)), source.view, result.view, **views)
+    space = scratch(plan.workspace_size(), device)
+    return GroupedCase(plan, args, result, (source, *inputs.values()), data, space)

@@ -1,0 +1,320 @@
+"""Groups of tokens, each multiplied by a weight of its own, with the bits of single products.
+
+The reference is float64, group by group. Rows in no group, the gaps between rows, and all guard bytes stay
+as they were, whatever the offsets say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparse24_plans import (
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    InvalidProblemError,
+    Sparse24Weight,
+    UnsupportedError,
+)
+from sparse24_plans.gemm.backends import wgmma_sp_grouped
+from sparse24_plans.gemm.kernel_table import ENTRIES
+from sparse24_plans.gemm.schedules.grouped import schedules_for
+from sparse24_plans.plan import plan as plans
+
+from ..sample_devices import gpu_of
+from ..support import device_of_row, plan_of_row, same_bits
+from .grouped_cases import GroupedCase, grouped_case
+from .kernel_entries import gpu, marked, on_host, row_of
+
+ROWS = tuple(row.name for row in ENTRIES if row.groups and not row.on_request)
+KERNELS = tuple(name for name in ROWS if not on_host(name))
+grouped_rows = pytest.mark.parametrize("row", [marked(name) for name in ROWS])
+PLAIN = {"m": 64, "k": 128}
+"""Sizes that every kernel takes: rows of W in whole tiles, and columns of X in multiples of 16 bytes."""
+
+
+def make(row: str, tokens: Any, seed: int = 0, pad: int = 0, **problem: Any) -> GroupedCase:
+    """A grouped product that this kernel runs. ``tokens`` are its offsets or counts."""
+    desc = GemmSparse24Descriptor(**{**PLAIN, "element": row_of(row).elements[-1], **problem})
+    plan = plan_of_row(row).select(desc, device=device_of_row(row))
+    assert plan.explain().chosen == row
+    return grouped_case(plan, tokens, seed, pad)
+
+
+def run_and_check(row: str, tokens: Any, **problem: Any) -> np.ndarray:
+    case = make(row, tokens, **problem)
+    got = case.run()
+    case.check(got)
+    return got
+
+
+def elements_of(row: str) -> list[str]:
+    return [element for element in row_of(row).elements if row_of(row).scales or element.itemsize > 1]
+
+
+SPREADS = {
+    "even": [0, 8, 16, 24, 32],
+    "uneven": [0, 1, 1, 29, 40],
+    "one group has all": [0, 0, 0, 40, 40],
+    "no tokens": [0, 0, 0, 0, 0],
+    "rows before and behind": [3, 9, 17, 17, 31],
+}
+
+
+@grouped_rows
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("epilogue", ["identity", "bias", "swiglu"])
+def test_each_group_has_the_product_with_its_own_weight(row, spread, epilogue):
+    for element in elements_of(row):
+        out = {"out_element": "bf16"} if element == "s8" and epilogue == "swiglu" else {}
+        run_and_check(row, SPREADS[spread], n=40, groups=4, element=element, epilogue=epilogue, **out)
+
+
+@grouped_rows
+def test_groups_may_be_given_by_counts_of_padded_places(row):
+    run_and_check(row, [5, 0, 10, 1], n=40, groups=4, group_tokens="counts", epilogue="bias")
+
+
+@grouped_rows
+def test_scales_are_those_of_the_tokens_and_of_each_groups_rows(row):
+    if not row_of(row).scales:
+        with pytest.raises(UnsupportedError, match="takes no scale_x or scale_w"):
+            make(row, SPREADS["uneven"], n=40, groups=4, scale_x="row", scale_w="row")
+        return
+    for kinds in (("row", "row"), ("tensor", "tensor"), ("none", "row")):
+        scales = dict(zip(("scale_x", "scale_w"), kinds, strict=True))
+        for element in ("s8", "fp8_e4m3"):
+            if element in row_of(row).elements:
+                run_and_check(
+                    row, SPREADS["uneven"], n=40, groups=4, element=element, out_element="bf16", **scales
+                )
+
+
+@grouped_rows
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_groups(row, data):
+    groups = data.draw(st.integers(1, 40), "groups")
+    n = data.draw(st.integers(1, 300), "n")
+    ends = sorted(data.draw(st.lists(st.integers(0, n), min_size=groups + 1, max_size=groups + 1), "offsets"))
+    element = data.draw(st.sampled_from(elements_of(row)), "element")
+    run_and_check(
+        row,
+        ends,
+        element=element,
+        **({"out_element": "bf16"} if element == "s8" else {}),
+        n=n,
+        groups=groups,
+        m=64 * data.draw(st.integers(1, 4), "m / 64"),
+        k=32 * data.draw(st.integers(1, 9), "k / 32"),
+        seed=data.draw(st.integers(0, 2**32), "seed"),
+        pad=data.draw(st.sampled_from([0, 16]), "pad"),
+        epilogue=data.draw(st.sampled_from(["identity", "bias_silu", "geglu"]), "epilogue"),
+    )
+
+
+@grouped_rows
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(offsets=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-5, 45), min_size=5, max_size=5))
+def test_hostile_offsets_write_nothing_outside_of_y(row, offsets):
+    """Decreasing, negative, beyond the rows: the guard bytes and the gaps between rows stay."""
+    case = make(row, offsets, n=40, groups=4, pad=16)
+    got = case.run()  # checks the guards
+    if not case.has_shared_rows():
+        case.check(got)
+    else:
+        written = np.zeros(40, bool)
+        for begin, end in case.ranges():
+            written[begin:end] = True
+        assert (got[~written].view(np.uint8) == 0xFF).all()
+
+
+@grouped_rows
+@pytest.mark.parametrize("counts", [[-1, 11, 2**31 - 1, -(2**31)]])
+def test_hostile_counts_are_clamped_to_the_places(row, counts):
+    run_and_check(row, counts, n=40, groups=4, group_tokens="counts", pad=16)
+
+
+@grouped_rows
+def test_a_rows_bits_depend_on_neither_its_group_nor_its_neighbours(row):
+    """The same row with the same weight: alone, among others, and in another group."""
+    if not row_of(row).guarantee(problem_of(row)).batch_invariant:
+        pytest.skip("the kernel does not promise it")
+    case = make(row, [0, 37, 37, 40], n=40, groups=3, k=512)
+    whole = case.run().copy()
+    for offsets in ([0, 1, 1, 1], [0, 37, 38, 40]):
+        other = make(row, offsets, n=40, groups=3, k=512)
+        got = other.run()
+        assert same_bits(got[: offsets[1]], whole[: offsets[1]])
+        assert same_bits(got[39:], whole[39:]) or offsets[3] < 40
+
+
+@grouped_rows
+def test_the_bits_are_those_of_single_products(row):
+    """A single product of the arithmetic that the grouped plan names gives the same bits."""
+    case = make(row, SPREADS["uneven"], n=40, groups=4, k=512)
+    got, name = case.run(), case.plan.guarantee.arithmetic
+    if name is None:
+        assert not on_host(row) or row == "host_blas"
+        return
+    for data, (begin, end) in zip(case.data, case.ranges(), strict=True):
+        if begin == end:
+            continue
+        desc = case.plan.descriptor.model_copy(update={"n": end - begin, "groups": 0})
+        plan = GemmSparse24Plan.select(desc, preference={"require": {"arithmetic": name}}, device="host")
+        y = np.empty((end - begin, desc.outputs), desc.out_element.dtype)
+        weight = plan.pack(Sparse24Weight.compress(data.dense))
+        plan.run(GemmSparse24Args(weight, data.x[begin:end], y))
+        assert same_bits(y, np.ascontiguousarray(got[begin:end]))
+
+
+@pytest.mark.parametrize("row", [marked(name) for name in ROWS if name != "host_blas"])
+def test_results_can_be_replayed(row):
+    case = make(row, SPREADS["rows before and behind"], n=40, groups=4, k=256)
+    got = np.ascontiguousarray(case.run())
+    args = GemmSparse24Args(
+        Sparse24Weight.compress(np.concatenate([one.dense for one in case.data])),
+        case.data[0].x,
+        got,
+        offsets=np.array(SPREADS["rows before and behind"], np.int32),
+    )
+    found = case.plan.replay(args)
+    assert found.equal
+    assert found.compared == 28 * case.plan.descriptor.outputs
+    got[5, 7] = -got[5, 7] if got[5, 7] != 0 else 1
+    found = case.plan.replay(args)
+    assert (found.differing, found.first.token, found.first.output) == (1, 5, 7)
+    got[0] = 0  # row 0 is in no group
+    assert case.plan.replay(args).differing == 1
+
+
+def problem_of(row: str) -> GemmSparse24Descriptor:
+    return GemmSparse24Descriptor(n=8, groups=2, element=row_of(row).elements[-1], **PLAIN)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"op": "dgrad"}, "groups: expected 0 for op dgrad, got 4"),
+        ({"x_order": "column"}, "x_order: expected row with groups, got column"),
+        ({"y_order": "column"}, "y_order: expected row with groups, got column"),
+        ({"n": 2**31}, "n: expected at most 2147483647 rows with groups"),
+        (
+            {"n": 41, "group_tokens": "counts"},
+            "n: expected a multiple of groups, 4, with group_tokens counts",
+        ),
+        (
+            {"groups": 0, "group_tokens": "counts"},
+            "group_tokens: expected offsets without groups, got counts",
+        ),
+        ({"groups": -1}, "groups: Input should be greater than or equal to 0, got -1"),
+    ],
+)
+def test_a_descriptor_of_groups_is_checked(fields, words):
+    with pytest.raises(InvalidProblemError, match=words):
+        GemmSparse24Descriptor(**{"n": 40, "groups": 4, "element": "bf16", **PLAIN, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"m": 72}, "needs m a multiple of 64 with groups, got 72"),
+        ({"groups": 1025}, "serves at most 1024 groups, got 1025"),
+        ({"element": "f32"}, ".*: serves elements f16, bf16, not f32"),
+    ],
+)
+def test_kernels_say_which_groups_they_do_not_serve(fields, words):
+    desc = GemmSparse24Descriptor(**{"n": 40, "groups": 4, "element": "bf16", **PLAIN, **fields})
+    with pytest.raises(UnsupportedError, match=f"wgmma_sp_grouped.*{words}"):
+        GemmSparse24Plan.select(desc, device="h200")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_refuse_groups_by_name(capability):
+    with pytest.raises(UnsupportedError, match=r"mma_sp, .*mma_sp_many.*: serves no groups"):
+        GemmSparse24Plan.select(problem_of("wgmma_sp_grouped"), device=gpu_of(*capability))
+
+
+@pytest.mark.parametrize("row", KERNELS)
+@pytest.mark.parametrize("group_tokens", ["offsets", "counts"])
+@pytest.mark.parametrize("n", [8, 16, 24, 200, 16384])
+def test_a_schedule_is_chosen_for_every_form_of_groups(row, group_tokens, n):
+    desc = problem_of(row).model_copy(update={"n": n, "groups": 8, "group_tokens": group_tokens})
+    plan = plan_of_row(row).select(desc, device="h200")
+    assert plan.explain().chosen == row
+    assert plan.explain().details.startswith("up to ")
+
+
+def test_kernels_of_groups_leave_single_products_to_others():
+    desc = problem_of("wgmma_sp_grouped").model_copy(update={"groups": 0})
+    rows = {name: reason for name, _, reason in GemmSparse24Plan.explain_choice(desc, device="h200").rows}
+    assert {rows[name] for name in KERNELS if "bf16" in row_of(name).elements} == {"serves groups only"}
+
+
+@pytest.mark.parametrize("given", ["offsets", "counts"])
+def test_the_operand_that_the_descriptor_does_not_name_is_refused(given):
+    case = make("host_strict", SPREADS["even"], n=40, groups=4)
+    args = replace(case.args, **{"offsets": None, "counts": None, given: np.zeros(4, np.int32)})
+    words = {"offsets": r"offsets: expected shape \[5\], got \[4\]", "counts": "counts: expected None"}[given]
+    with pytest.raises(InvalidProblemError, match=words):
+        case.plan.run(args)
+
+
+# On a GPU -----------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("row", [marked(name) for name in KERNELS])
+@pytest.mark.parametrize(
+    ("groups", "n", "m", "k"), [(8, 1000, 256, 512), (300, 1500, 128, 192), (1024, 4096, 64, 64)]
+)
+def test_many_groups_and_large_tiles(row, groups, n, m, k):
+    rng = np.random.default_rng()
+    ends = np.sort(rng.integers(0, n + 1, groups + 1))
+    run_and_check(row, ends, n=n, m=m, k=k, groups=groups, seed=int(rng.integers(2**32)), pad=16)
+
+
+@gpu
+def test_every_schedule_gives_the_same_bits():
+    offsets, found = [0, 3, 50, 50, 120, 200], set()
+    for schedule in schedules_for(200):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wgmma_sp_grouped, "best_schedule", lambda _, one=schedule: one)
+            plans._select.cache_clear()  # plans of the other schedules
+            case = make("wgmma_sp_grouped", offsets, n=200, groups=5, m=320, k=448, epilogue="bias")
+        assert f"{schedule.rows} rows x {schedule.tokens} tokens" in case.plan.explain().details
+        got = case.run()
+        case.check(got)
+        found.add(got.tobytes())
+    plans._select.cache_clear()
+    assert len(found) == 1
+
+
+@gpu
+@pytest.mark.parametrize("row", [marked(name) for name in KERNELS])
+def test_a_captured_launch_follows_new_offsets(row):
+    import cupy
+
+    case = make(row, SPREADS["even"], n=40, groups=4)
+    bound, desc = case.plan.bind(case.args), case.plan.descriptor
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        bound.launch(stream=stream)
+        graph = stream.end_capture()
+    for spread in SPREADS.values():
+        case.result.fill(np.full(case.result.view.shape, -1, f"i{desc.out_element.itemsize}"))
+        case.inputs[-1].fill(np.array(spread, np.int32))
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        case.check(case.result.numpy())

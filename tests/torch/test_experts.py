@@ -1,0 +1,211 @@
+"""Experts with 2:4 weights: the op of grouped products, and the module that replaces dense experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sparse24_plans import InvalidProblemError, UnsupportedError
+from sparse24_plans.torch import Sparse24Experts, Sparse24Linear
+
+from ..support import HAS_GPU
+
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+grouped_mm = torch.ops.sparse24.grouped_mm
+
+
+class DenseExperts(nn.Module):
+    """What transformers' experts compute, in float64 (MixtralExperts)."""
+
+    def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(experts)
+        for name, shape in (
+            ("gate_up_proj", (experts, 2 * width, hidden)),
+            ("down_proj", (experts, hidden, width)),
+        ):
+            weight = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+            setattr(self, name, nn.Parameter(weight.to(device, dtype), requires_grad=False))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x, index, weights):
+        wide, result = x.double(), torch.zeros_like(x, dtype=torch.float64)
+        for token in range(len(x)):
+            for expert, factor in zip(index[token].tolist(), weights[token].tolist(), strict=True):
+                if expert < len(self.gate_up_proj):
+                    gate, up = (self.gate_up_proj[expert].double() @ wide[token]).chunk(2)
+                    result[token] += factor * (self.down_proj[expert].double() @ (self.act_fn(gate) * up))
+        return result
+
+
+def routed(tokens: int, experts: int, chosen: int, device: str, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(tokens, experts, generator=generator)
+    weights, index = scores.softmax(-1).topk(chosen)
+    return index.to(device), weights.to(device)
+
+
+def case(device: str, dtype=torch.bfloat16, tokens: int = 37, **options):
+    dense = DenseExperts(6, 128, 64, dtype, device)
+    sparse = Sparse24Experts.from_experts(dense, **options)
+    x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    return dense, sparse, x
+
+
+def pruned(dense: DenseExperts, sparse: Sparse24Experts) -> DenseExperts:
+    """The dense experts with the weights that the sparse ones keep."""
+    count, rows, width = dense.gate_up_proj.shape
+    stacked = sparse.gate_up_proj.dense_weight().view(count, rows // 16, 2, 8, width)
+    with torch.no_grad():
+        dense.gate_up_proj.copy_(
+            torch.cat([stacked[:, :, 0], stacked[:, :, 1]], 1).reshape(count, rows, width)
+        )
+        dense.down_proj.copy_(sparse.down_proj.dense_weight().view(dense.down_proj.shape))
+    return dense
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_compute_what_dense_ones_with_the_pruned_weights_do(device, dtype):
+    dense, sparse, x = case(device, dtype)
+    index, weights = routed(len(x), 6, 2, device)
+    got = sparse(x, index, weights)
+    wanted = pruned(dense, sparse)(x, index, weights)
+    assert got.dtype == dtype
+    assert (got.double() - wanted).norm() / wanted.norm() < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tokens_bits_do_not_depend_on_the_others(device):
+    _, sparse, x = case(device, require={"batch_invariant": True})
+    index, weights = routed(len(x), 6, 2, device)
+    whole = sparse(x, index, weights)
+    for token in (0, 17, 36):
+        part = slice(token, token + 1)
+        assert torch.equal(sparse(x[part], index[part], weights[part]), whole[part])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_of_other_ranks_add_nothing(device):
+    _, sparse, x = case(device)
+    index, weights = routed(len(x), 6, 2, device)
+    away = index.clone()
+    away[::3, 1] = 6
+    none = weights.clone()
+    none[::3, 1] = 0
+    assert torch.equal(sparse(x, away, weights), sparse(x, index, none))
+
+
+def test_no_tokens_give_no_results():
+    _, sparse, x = case("cpu")
+    index, weights = routed(1, 6, 2, "cpu")
+    assert sparse(x[:0], index[:0], weights[:0]).shape == (0, 128)
+
+
+def test_gradients_are_refused():
+    _, sparse, x = case("cpu")
+    with pytest.raises(UnsupportedError, match=r"grouped_mm.* has no gradient"):
+        sparse(x.requires_grad_(), *routed(len(x), 6, 2, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: delattr(m, "act_fn"), "expected gate_up_proj"),
+        (lambda m: setattr(m, "act_fn", nn.Tanh()), "its activation is neither SiLU nor GELU"),
+        (
+            lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(6, 128))),
+            "expected no other parameters, got bias",
+        ),
+        (
+            lambda m: setattr(m, "down_proj", nn.Parameter(torch.zeros(6, 64, 128))),
+            r"expected down_proj \[6, 128, 64\]",
+        ),
+    ],
+)
+def test_modules_that_are_something_else_are_refused(change, words):
+    dense = DenseExperts(6, 128, 64, torch.bfloat16, "cpu")
+    change(dense)
+    with pytest.raises(InvalidProblemError, match=words):
+        Sparse24Experts.from_experts(dense)
+
+
+def test_sizes_that_no_kernel_serves_are_refused():
+    with pytest.raises(InvalidProblemError, match="expected 2I and H in multiples of 64, got 48 and 96"):
+        Sparse24Experts.from_experts(DenseExperts(2, 96, 24, torch.bfloat16, "cpu"))
+
+
+# The op -------------------------------------------------------------------------------------------
+
+
+def operands(device: str):
+    layer = Sparse24Linear.from_linear(nn.Linear(64, 4 * 128, False).to(device, torch.bfloat16))
+    x = torch.randn(20, 64, device=device, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 5, 5, 19, 20], dtype=torch.int32, device=device)
+    weight, meta = layer.stored()
+    return layer, x, offsets, weight, meta
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ["none", "swiglu"])
+def test_each_group_is_multiplied_by_its_rows_of_the_weight(device, activation):
+    layer, x, offsets, weight, meta = operands(device)
+    y = grouped_mm(x, weight, meta, offsets, m=512, activation=activation)
+    values, words = layer.canonical()
+    for group, (begin, end) in enumerate([(0, 5), (5, 5), (5, 19), (19, 20)]):
+        rows = slice(128 * group, 128 * (group + 1))
+        own = torch.ops.sparse24.linear(
+            x[begin:end], values[rows].detach(), words[rows], activation=activation
+        )
+        assert torch.allclose(y[begin:end].float(), own.float(), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": torch.zeros(64, dtype=torch.bfloat16)}, "x: expected a matrix"),
+        ({"x": torch.zeros(20, 64)}, "x: expected torch.bfloat16, as the weight"),
+        ({"offsets": torch.zeros(5, dtype=torch.int64)}, r"offsets: expected torch.int32 \[G \+ 1\]"),
+        (
+            {"offsets": torch.zeros(4, dtype=torch.int32)},
+            "weight: expected rows in 3 groups of one size, got 512",
+        ),
+        ({"bias": torch.zeros(128, dtype=torch.bfloat16)}, r"bias: expected \[512\]"),
+        ({"activation": "tanh"}, "activation: expected one of"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change, words):
+    _, x, offsets, weight, meta = operands("cpu")
+    given = {"x": x, "weight": weight, "meta": meta, "offsets": offsets, "m": 512, **change}
+    with pytest.raises(InvalidProblemError, match=words):
+        grouped_mm(**given)
+
+
+def test_fake_results_have_the_shape_and_dtype():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _, *given = operands("cpu")
+    plain = [one.detach() for one in given]
+    with FakeTensorMode() as mode:
+        x, offsets, weight, meta = (mode.from_tensor(one) for one in plain)
+        y = grouped_mm(x, weight, meta, offsets, m=512, activation="swiglu", out_dtype=torch.float32)
+    assert (tuple(y.shape), y.dtype) == ((20, 64), torch.float32)
+
+
+@pytest.mark.gpu
+def test_experts_can_be_captured_and_follow_new_tokens():
+    assert HAS_GPU
+    _, sparse, x = case("cuda")
+    index, weights = routed(len(x), 6, 2, "cuda")
+    sparse(x, index, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse(x, index, weights)
+    for seed in (3, 4):
+        new_index, new_weights = routed(len(x), 6, 2, "cuda", seed)
+        index.copy_(new_index)
+        weights.copy_(new_weights)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, sparse(x, new_index, new_weights))

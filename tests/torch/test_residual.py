@@ -1,0 +1,98 @@
+"""``linear(x, weight, residual=)`` adds a tensor inside of the product, with gradients and compiled code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse24_plans import InvalidProblemError
+
+from .cases import FLOATS, S, close, randn, wanting, weight
+
+F = torch.nn.functional
+WAYS = {
+    "contiguous": lambda n, m, dtype: randn(n, m, dtype=dtype),
+    "every other row": lambda n, m, dtype: randn(2 * n, m, dtype=dtype)[::2],
+    "at an odd address": lambda n, m, dtype: randn(n * m + 1, dtype=dtype)[1:].view(n, m),
+    "a transpose": lambda n, m, dtype: randn(m, n, dtype=dtype).t(),
+    "one row, expanded": lambda n, m, dtype: randn(1, m, dtype=dtype).expand(n, m),
+}
+
+
+def wanted(x, dense, bias, residual, beta=1.0):
+    return F.linear(x.double(), dense.double(), bias.double()) + beta * residual.double()
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("residual_dtype", ["own", torch.float32], ids=str)
+def test_a_residual_may_lie_in_any_way(way, dtype, residual_dtype):
+    values, meta, dense = weight(dtype=dtype)
+    x, bias = randn(5, 64, dtype=dtype), randn(96, dtype=dtype)
+    residual = way(5, 96, dtype if residual_dtype == "own" else residual_dtype)
+    before = residual.clone()
+    for _ in range(2):  # the second call finds the first one's plan
+        y = S.linear(x, values, meta, bias, residual=residual)
+        assert y.dtype == dtype
+        close(y, wanted(x, dense, bias, residual))
+    assert torch.equal(residual, before)
+
+
+def test_leading_dimensions_activations_and_beta():
+    values, meta, dense = weight()
+    x, bias, residual = randn(2, 3, 64), randn(96), randn(2, 3, 96)
+    y = S.linear(x, values, meta, bias, activation="silu", residual=residual, beta=-0.5)
+    close(y, F.silu(wanted(x, dense, bias, residual, -0.5)))
+    assert torch.equal(
+        S.linear(x, values, meta, bias, residual=residual, beta=0.0), S.linear(x, values, meta, bias)
+    )
+
+
+@pytest.mark.parametrize(
+    ("residual", "message"),
+    [
+        (lambda: randn(96), r"residual: expected \[5, 96\], got \[96\]"),
+        (lambda: randn(5, 48), "residual: expected"),
+        (lambda: randn(5, 96).half(), "residual: expected f32, got f16"),
+    ],
+)
+def test_residuals_that_do_not_fit_are_refused(residual, message):
+    values, meta, _ = weight()
+    with pytest.raises(InvalidProblemError, match=message):
+        S.linear(randn(5, 64), values, meta, residual=residual())
+
+
+def test_gated_products_take_none():
+    values, meta, _ = weight()
+    with pytest.raises(InvalidProblemError, match="beta: expected 0 for epilogue swiglu"):
+        S.linear(randn(5, 64), values, meta, activation="swiglu", residual=randn(5, 96))
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("beta", [1.0, -0.5])
+def test_gradients(activation, beta):
+    values, meta, dense = weight()
+    x, bias, residual = wanting(randn(5, 64)), wanting(randn(96)), wanting(randn(5, 96))
+    act = {
+        "none": lambda v: v,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "relu2": lambda v: F.relu(v).square(),
+    }[activation]
+    dy = randn(5, 96, seed=3)
+    S.linear(x, values, meta, bias, activation=activation, residual=residual, beta=beta).backward(dy)
+    others = [wanting(one.double()) for one in (x, bias, residual)]
+    act(F.linear(others[0], dense.double(), others[1]) + beta * others[2]).backward(dy.double())
+    for one, other in zip((x, bias, residual), others, strict=True):
+        close(one.grad, other.grad)
+
+
+def test_fake_tensors_and_compiled_code():
+    values, meta, dense = weight()
+    bias = randn(96)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return S.linear(x[:, :64], values, meta, bias, residual=x) + 1
+
+    x = randn(5, 96)
+    close(torch.compile(block)(x), wanted(x[:, :64], dense, bias, x) + 1)
+    torch.library.opcheck(S.linear.default, (x[:, :64], values, meta, bias), {"residual": x, "beta": 0.5})
