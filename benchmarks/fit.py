@@ -390,6 +390,7 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
 def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
     """Each problem has one candidate: what is fitted are times, which two models are compared by."""
     count = packed.dense_work if dense else packed.blocks_work
+    factor = np.array([packed.unaligned_factor(desc) if dense else 1.0 for desc, _ in problems])
     work = np.array([count(desc) for desc, _ in problems])
     before = np.array([0.0 if dense else packed.pre_pass_us(desc) for desc, _ in problems])
     taken = np.array([us for _, us in problems])
@@ -397,7 +398,7 @@ def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
     def predict(constants: Array) -> Array:
         launch, exponent, *costs = constants
         norm = ((np.array(costs) * work) ** exponent).sum(axis=1)
-        return launch + norm ** (1 / exponent) + before
+        return (launch + norm ** (1 / exponent)) * factor + before
 
     return Choices(predict, taken, np.arange(len(taken)), taken, np.ones(len(taken)), True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,8 @@ LAYERS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
     "Llama-4-Scout": (16, ((16384, 5120), (5120, 8192))),
 }
 """Number of experts, and (M, K) of an expert's gate and up in one and of its down, as models have it."""
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+TOKENS = ((64, 4096), (1, 1024), (16, 16384), (4, 256))
+"""Rows after routing, in passes over all layers, so that a part of a record has few and many of each."""
 SPREADS = ("even", "zipf")
 ELEMENTS = (ElementKind.BF16, ElementKind.FP8_E4M3)
 _RANDOM = 24
@@ -69,13 +70,14 @@ def drawn(seed: int, element: ElementKind) -> Iterator[tuple[Layer, int, str]]:
 
 
 def steps(seed: int, elements: tuple[ElementKind, ...] = ELEMENTS) -> list[Step]:
-    """The measurements of a seed, one layer after another; random ones come last."""
+    """The measurements of a seed, in passes over the layers; random ones come last."""
     cells = [
         (Layer(model, groups, m, k, element), tokens, spread)
+        for of_pass in TOKENS
         for element in elements
         for model, (groups, shapes) in LAYERS.items()
         for m, k in shapes
-        for tokens in TOKENS
+        for tokens in of_pass
         for spread in SPREADS
     ]
     cells += [cell for element in elements for cell in drawn(seed, element)]
@@ -254,13 +256,17 @@ class GroupedCell:
         x = peers.torch_tensor(self.x, layer.element)
         y = peers.torch_tensor(self.y, self.plan.descriptor.out_element)
         w = peers.torch_tensor(self.weights.dense, layer.element)
+        scales = {name: torch.from_dlpack(values) for name, values in self.scales.items()}
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
 
         def run(ranges: list[tuple[int, int, int]]) -> None:
             for group, begin, end in ranges:
-                if layer.element is ElementKind.BF16:
+                if not scales:
                     torch.mm(x[begin:end], w[group].t(), out=y[begin:end])
-                else:
-                    self._scaled(x[begin:end], w[group].t(), group, begin, end)
+                    continue
+                of_rows = scales["scale_w"][None, group * layer.m : (group + 1) * layer.m]
+                of_tokens = scales["scale_x"][begin:end, None]
+                torch._scaled_mm(x[begin:end], w[group].t(), of_tokens, of_rows, **options)
 
         found: list[Callable[[], object]] = []
         for counts in self.counts:
@@ -270,9 +276,3 @@ class GroupedCell:
             ]
             found.append(partial(run, ranges))
         return found
-
-    def _scaled(self, x: Any, w: Any, group: int, begin: int, end: int) -> None:
-        torch, m = peers.torch, self.layer.m
-        scale_x = torch.from_dlpack(self.scales["scale_x"])[begin:end, None]
-        scale_w = torch.from_dlpack(self.scales["scale_w"])[None, group * m : (group + 1) * m]
-        torch._scaled_mm(x, w, scale_x, scale_w, out_dtype=torch.bfloat16, use_fast_accum=True)

@@ -205,7 +205,7 @@ __device__ __forceinline__ void write_ends(const BlockTablesParams& p, const Sha
     p.columns[block] = 0, p.rows[block] = 0, p.column_rows[block] = 0, p.column_order[block] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     fill_tables(const __grid_constant__ BlockTablesParams p) {
   extern __shared__ int shared[];
   const Shared s(p, shared);

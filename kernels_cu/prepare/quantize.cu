@@ -8,7 +8,7 @@
 // barriers   one __syncthreads where 256 threads share a row
 // registers  what is held: up to 32 words
 //
-// thread | load | magnitude | reduce, sync | divide, round, store | the part of a long row that isn't held again |
+// thread | load | magnitude | reduce, sync | divide, round, store | the same for what a thread doesn't hold |
 #include "common/element.cuh"
 #include "prepare/params/quantize.cuh"
 #include "ptx/async.cuh"

@@ -87,29 +87,37 @@ class TableKernel:
                 f"bitmap: expected at most {_MOST_SHARED_BYTES} bytes of counts, got {needed} for {shape}; "
                 "call update"
             )
-        self._shape = shape
-        self._function = _function(panel_block_rows(shape), device)
+        self._heads, self._function = shape.heads, _function(panel_block_rows(shape), device)
+        found = addresses(0, shape)
+        self._offsets = {name: at for name, at in found.items() if name in BlockTablesParams.declared}
+        self._parameters = BlockTablesParams(
+            heads=shape.heads,
+            block_rows=shape.block_rows,
+            block_cols=shape.block_cols,
+            blocks=shape.blocks,
+            row_words=words(shape.block_cols),
+            column_words=words(shape.block_rows),
+            row_panels_of_head=head_panels(shape.rows, PANEL_ROWS),
+            column_panels_of_head=head_panels(shape.cols, PANEL_ROWS),
+            groups=groups(shape),
+            group_size=group_size(shape),
+        )
 
     def bind(self, bitmap: int, tables: int) -> Launch:
         """A launch that reads the bitmap at one address and writes the tables at another."""
-        one, found = self._shape, addresses(tables, self._shape)
-        if one.heads == 0:
+        if self._heads == 0:
             return nothing
-        parameters = BlockTablesParams(
-            bitmap=bitmap,
-            **{name: at for name, at in found.items() if name in BlockTablesParams.declared},
-            heads=one.heads,
-            block_rows=one.block_rows,
-            block_cols=one.block_cols,
-            blocks=one.blocks,
-            row_words=words(one.block_cols),
-            column_words=words(one.block_rows),
-            row_panels_of_head=head_panels(one.rows, PANEL_ROWS),
-            column_panels_of_head=head_panels(one.cols, PANEL_ROWS),
-            groups=groups(one),
-            group_size=group_size(one),
-        )
-        return self._function.bind(one.heads, parameters)
+        parameters = BlockTablesParams.from_buffer_copy(self._parameters)
+        parameters.bitmap = bitmap
+        for name, at in self._offsets.items():
+            setattr(parameters, name, tables + at)
+        return self._function.bind(self._heads, parameters)
+
+
+@lru_cache(maxsize=1024)
+def table_kernel(shape: BlockSparseShape, device: DeviceProperties) -> TableKernel:
+    """The one kernel of a shape and device. Raises what TableKernel raises."""
+    return TableKernel(shape, device)
 
 
 @lru_cache(maxsize=1024)

@@ -109,6 +109,13 @@ class KernelProblem:
         )
         return (x,) if often and (spare is None or align_up(x.nbytes) <= spare) else ()
 
+    @property
+    def unaligned_tokens(self) -> bool:
+        """Whether rows of a dense operand or of C are no multiples of 16 bytes, which slows cuBLAS, too."""
+        size, dense = self.desc.element.itemsize, {self.left, self.right} - {self.desc.sparse}
+        rows = [one.shape[-1] for one in self.desc.operands() if one.name in dense]
+        return self.stores_elements or any(padded(row, size) != row for row in rows)
+
     def majors(self, prepared: tuple[Prepared, ...]) -> tuple[int, int]:
         """Major dimensions of the left and the right operand as they are multiplied."""
         names = {one.name for one in prepared if one.transposes}

@@ -51,7 +51,8 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
     by_block = by_block["k_last" if problem.dense_k_last else "n_last"]
     by_block = limits["sdd"] if problem.op is BlockSparseOp.SDD else by_block
     most = by_block.get(str(one.block), 1.0)
-    if problem.element.itemsize > 1 and one.density > most:
+    dense_is_fast = problem.element.itemsize > 1 and not KernelProblem(problem).unaligned_tokens
+    if dense_is_fast and one.density > most:
         return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
     return blocks_wgmma_any(problem)
 

@@ -28,7 +28,7 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
-from .device_tables import TableKernel
+from .device_tables import table_kernel
 from .kernel_table import ATTENTION_ENTRIES, CONVOLUTION_ENTRIES, MATMUL_ENTRIES, SOFTMAX_ENTRIES
 from .layout import BlockSparseLayout
 from .lookup_tables import BlockSparseTables, note_update, view_of
@@ -71,7 +71,7 @@ class BlockSparsePlan(Plan):
         operand = Operand("bitmap", Role.IN, sides, ElementKind.U8)
         view = check_tensor(bitmap, operand, Alignment(), self._home)
         handle = stream_handle(stream, self._home)
-        launch = TableKernel(shape, self.device).bind(view.address, tables.view.address)
+        launch = table_kernel(shape, self.device).bind(view.address, tables.view.address)
         note_update(tables, handle)
         launch_on(self._home, launch, handle)
 

@@ -21,7 +21,7 @@ from .plan_cache import descriptor, preference_of
 class Call(NamedTuple):
     """The operands and options of a product.
 
-    Inductor keeps generated code on disk that passes the options by position (:class:`CallSite`), so a new
+    Inductor keeps generated code on disk that passes the options by position (:class:`ProductSite`), so a new
     option goes to the end.
     """
 

@@ -375,7 +375,7 @@ def mm_call(
     return Call(b.t(), weight, meta, m=m, out_dtype=out_dtype, preference=preference, turned=True)
 
 
-class CallSite:
+class ProductSite:
     """A product at one place in code that Inductor generated, which writes into Inductor's memory.
 
     It passes by PyTorch's dispatcher, and looks its form up by the sizes of x alone: there all else about

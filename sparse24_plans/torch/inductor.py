@@ -18,10 +18,10 @@ from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
 from .gemm_call import OPERANDS, Call
-from .gemm_dispatch import CallSite
+from .gemm_dispatch import ProductSite
 
-_NAME = "Sparse24CallSite"
-_IMPORT = f"from {CallSite.__module__} import {CallSite.__name__} as {_NAME}"
+_NAME = "Sparse24ProductSite"
+_IMPORT = f"from {ProductSite.__module__} import {ProductSite.__name__} as {_NAME}"
 
 if "add_import_once" not in PythonWrapperCodegen.__init__.__code__.co_names:
     raise ImportError("PythonWrapperCodegen has no add_import_once")

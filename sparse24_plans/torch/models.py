@@ -1,4 +1,4 @@
-"""Saves swapped models; loads compressed checkpoints, ours and compressed-tensors' ``sparse-24-bitmask``.
+"""Saves swapped models; loads 2:4 checkpoints, ours and compressed-tensors'.
 
 Only :func:`from_pretrained` needs transformers. It builds the model that a folder's ``config.json`` names.
 """
@@ -39,8 +39,8 @@ class LoadReport:
 
     ``sparse`` lists the layers that are Sparse24Linear now. ``dense`` lists the tensors that were loaded
     dense, compressed ones of modules other than linear layers among them. ``unexpected`` lists tensors of the
-    checkpoint that the model doesn't have. ``dequantized`` lists those of ``dense`` that are of 8 bits in the
-    checkpoint: their results have no more to do with 8 bits than their values.
+    checkpoint that the model doesn't have. ``dequantized`` lists those of ``dense`` that have 8 bits in the
+    checkpoint: they are multiplied by their scales, and their layers' inputs aren't quantized.
     """
 
     sparse: tuple[str, ...]
@@ -79,8 +79,8 @@ def load_sparse24(
         Arguments of Sparse24Linear. Without the last two, layers have what they were saved with.
 
     Raises InvalidProblemError if the checkpoint has no compressed weight or lacks tensors of the model;
-    UnsupportedError for 8-bit weights; FormatError, naming file and tensor; StorageError. Names, shapes and
-    elements are compared before anything is changed.
+    UnsupportedError for quantization that no layer computes; FormatError, naming file and tensor;
+    StorageError. Names, shapes and elements are compared before anything is changed.
     """
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got a {type(model).__name__}")
@@ -123,7 +123,7 @@ def save_sparse24(model: nn.Module, destination: StrPath, *, max_shard_bytes: in
         The size above which a checkpoint is split; a larger tensor gets a file of its own.
 
     Raises InvalidProblemError for a model without 2:4 layers or a folder that is neither new nor empty;
-    UnsupportedError for weights of 8 bits, tensors cut over ranks, and types that safetensors lacks;
+    UnsupportedError for Sparse24Experts, tensors cut over ranks, and types that safetensors lacks;
     BackendUnavailableError for a model of transformers before 5.8; StorageError.
     """
     if not isinstance(model, nn.Module) or next(modules_of(model, Sparse24Linear), None) is None:

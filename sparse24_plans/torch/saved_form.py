@@ -22,6 +22,7 @@ from ..plan.preference import PlanPreference
 from ..vocab.model import Model
 from .activations import is_gated, row_order, rows_in_order
 from .elements import element_of
+from .experts import Sparse24Experts
 from .gated import Sparse24GatedMLP
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
@@ -91,8 +92,11 @@ def saved_state(
     """The tensors of a checkpoint, and its compressed weights, by the names of the model's modules.
 
     ``state`` is the model's state_dict, if another than its own is to be saved. Raises InvalidProblemError
-    for tensors without data, UnsupportedError for tensors cut over ranks.
+    for tensors without data, UnsupportedError for tensors cut over ranks and for 2:4 experts, which no
+    loader knows.
     """
+    for name, _ in modules_of(model, Sparse24Experts):
+        raise UnsupportedError(f"{name}: expected a module that can be saved, got a Sparse24Experts")
     tensors = dict(model.state_dict(destination=_PartsOnHost()) if state is None else state)
     for name, layer in modules_of(model, Sparse24Linear):
         own = {key: tensors[f"{name}.{key}"] for key in _KEYS if f"{name}.{key}" in tensors}

@@ -258,7 +258,7 @@ def _reason_beside(module: nn.Module, name: str, parameter: Tensor) -> str:
     if (known := reason_to_leave((name,), (), ())) is not None:
         return known
     if parameter.dim() > 2:
-        return f"{parameter.dim()}-d (stacked matrices, such as experts, which Sparse24Experts takes)"
+        return f"{parameter.dim()}-d (stacked matrices, such as experts): Sparse24Experts may take them"
     return f"a parameter of a {type(module).__name__}, which is no linear layer"
 
 

@@ -110,6 +110,16 @@ def test_a_long_row_of_blocks_gets_narrower_tiles(block, n):
         assert narrow.tokens * narrow.rows < wide.tokens * wide.rows or wide.tokens == 64
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_slow_a_dense_product_keep_their_blocks(packed):
+    """cuBLAS takes several times as long for rows that are no multiples of 16 bytes."""
+    many = {"density": 0.5, "block": 16, "packed": packed}
+    assert chosen(**many, n=1000).chosen == ("packed_dense" if packed else "inflate_cublas")
+    assert chosen(**many, n=1001).chosen == "blocks_wgmma"
+    assert chosen(**many, n=1001, op="dds").chosen == ("packed_dense" if packed else "inflate_cublas")
+    assert chosen(**many, n=1001, op="dds", trans_a=True).chosen == "blocks_wgmma"
+
+
 def test_what_is_required_decides():
     many = {"density": 0.6, "block": 16, "n": 256}
     assert chosen(**many, preference={"require": {"batch_invariant": True}}).chosen == "blocks_wgmma_any"

@@ -15,6 +15,7 @@ from sparse24_plans import (
     BlockSparseAttentionDescriptor,
     BlockSparseConv2dDescriptor,
     BlockSparseMatmulDescriptor,
+    BlockSparseMatmulPlan,
     BlockSparseShape,
     CompressSparse24Descriptor,
     GemmSparse24Descriptor,
@@ -31,7 +32,7 @@ DESCRIPTORS = {
     "bf16": GemmSparse24Descriptor(n=33, m=128, k=256, element="bf16", epilogue="bias_silu"),
     "f32": GemmSparse24Descriptor(n=20, m=128, k=256, element="f32"),
     "compress": CompressSparse24Descriptor(m=64, k=64, element="bf16"),
-    "blocks": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=24, element="f16", inner="sparse24"),
+    "blocks": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=24, element="f16"),
     "images": BlockSparseConv2dDescriptor(layout=FILTER, height=8, width=8, kernel=3, element="bf16"),
     "attention": BlockSparseAttentionDescriptor(layout=SHAPE, head_size=64, element="f16", op="backward"),
 }
@@ -189,11 +190,6 @@ def test_exported_cubins_are_the_compiled_kernels(tmp_path):
             InvalidProblemError,
             "one: expected the most tokens",
         ),
-        (
-            {"odd": DESCRIPTORS["blocks"].model_copy(update={"n": 23})},
-            UnsupportedError,
-            "odd, 23 tokens: .*blocks_wgmma_sp: needs rows of b in multiples of 16 bytes",
-        ),
     ],
 )
 def test_what_cannot_be_exported_is_refused(tmp_path, descriptors, error, message):
@@ -206,4 +202,34 @@ def test_a_library_that_is_asked_for_is_refused(tmp_path):
     wish = {"prefer_backend": "inflate_cublas"}
     with pytest.raises(UnsupportedError, match=r"bf16, 1 tokens: .*inflate_cublas: can't be exported, and"):
         export_plans({"bf16": DESCRIPTORS["bf16"]}, tmp_path / "new", preference=wish, device="h200")
+    assert not list(tmp_path.glob("new/*"))
+
+
+@pytest.fixture
+def even_alone(monkeypatch):
+    """Block-sparse products of an even number of tokens alone have a kernel."""
+    select = BlockSparseMatmulPlan.select
+
+    def even(descriptor, **options):
+        if descriptor.n % 2:
+            raise UnsupportedError("an odd number of tokens")
+        return select(descriptor, **options)
+
+    monkeypatch.setattr(BlockSparseMatmulPlan, "select", even)
+
+
+def test_a_number_of_tokens_without_a_kernel_is_not_found(c, tmp_path, named_cubins, even_alone):
+    export_plans({"blocks": DESCRIPTORS["blocks"]}, tmp_path, device="h200")
+    opened = c.open(tmp_path)
+    for n in range(2, 25, 2):
+        c.find(opened, "blocks", n)
+        with pytest.raises(RefusedError, match=rf"n: expected .* a kernel serves, got {n - 1} of blocks"):
+            c.find(opened, "blocks", n - 1)
+    c.library.s24_close(opened)
+
+
+def test_the_most_tokens_must_have_a_kernel(tmp_path, even_alone):
+    odd = DESCRIPTORS["blocks"].model_copy(update={"n": 23})
+    with pytest.raises(UnsupportedError, match="odd, 23 tokens: an odd number"):
+        export_plans({"odd": odd}, tmp_path / "new", device="h200")
     assert not list(tmp_path.glob("new/*"))

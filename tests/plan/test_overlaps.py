@@ -35,6 +35,9 @@ def unguarded(case: PlanCase) -> Iterator[tuple[str, TensorView]]:
     """Memory of a plan's run that isn't one of its tensors, with the argument that it belongs to."""
     if tables := getattr(case.args, "layout", None):
         yield "layout", tables.view
+    for name in "ab":  # a packed operand has tables beside its values
+        if isinstance(packed := getattr(case.args, name, None), PackedBlocks):
+            yield from ((name, one) for one in packed.buffers)
     weight = getattr(case.args, "weight", None)
     if isinstance(weight, Sparse24Weight):
         weight = PackedWeight.canonical(weight)

@@ -16,14 +16,14 @@ from torch._inductor import utils as inductor_utils
 
 import sparse24_plans.torch as door
 from sparse24_plans.torch import Sparse24Linear, gemm_dispatch, library
-from sparse24_plans.torch.gemm_dispatch import CallSite
+from sparse24_plans.torch.gemm_dispatch import ProductSite
 
 from .cases import DEVICE, S, integers, randn, weight
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler for CPUs"
 )
-SITE, OP = "Sparse24CallSite(", "torch.ops.sparse24."
+SITE, OP = "Sparse24ProductSite(", "torch.ops.sparse24."
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_an_unaligned_x_is_copied(monkeypatch):
         randn(4, 5, 64, dtype=torch.bfloat16)[1:3],
         torch.empty(2, 5, 96, dtype=torch.bfloat16, device=DEVICE),
     )
-    site = CallSite("x weight meta", False, None, None, False, "none", None, "", False)
+    site = ProductSite("x weight meta", False, None, None, False, "none", None, "", False)
     site(x, values, meta, out=out)
     (form,) = site._checked.values()
     monkeypatch.setattr(form, "alignment", 2 * (x.data_ptr() & -x.data_ptr()))

@@ -35,6 +35,8 @@ def samples() -> dict[str, tuple]:
     scales = randn(5).abs(), randn(96).abs()
     out = torch.empty(2, 5, 96, device=DEVICE)
     wide = [wanting(t) for t in (x, values, bias)]
+    experts = S.prune_compress(randn(128, 64).bfloat16())
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32, device=DEVICE)
     return {
         "linear": (S.linear, wide[0], wide[1], meta, wide[2]),
         "linear with an activation": (S.linear, wide[0], wide[1], meta, wide[2], None, "silu"),
@@ -51,6 +53,7 @@ def samples() -> dict[str, tuple]:
             "none",
             bias.dtype,
         ),
+        "grouped_mm": (S.grouped_mm, randn(5, 64).bfloat16(), *experts, offsets),
         "dgrad": (S.dgrad, wanting(randn(2, 5, 96)), wide[1], meta),
         "dgrad, packed": (S.dgrad, randn(5, 96).bfloat16(), packed, None, 96, 64),
         "mm": (S.mm, wide[1], meta, wanting(randn(64, 5)), None, None, "", True),

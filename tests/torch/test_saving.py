@@ -26,6 +26,7 @@ from sparse24_plans import (
     load_weight,
 )
 from sparse24_plans.torch import (
+    Sparse24Experts,
     Sparse24GatedMLP,
     Sparse24Linear,
     Sparse24Recipe,
@@ -315,6 +316,29 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, call, mess
     with pytest.raises(InvalidProblemError, match=message):
         call(tmp_path / "here" / "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "file"]
+
+
+@pytest.mark.parametrize("save", [save_sparse24, lambda model, path: model.save_pretrained(path)])
+def test_experts_of_24_are_not_saved(tmp_path, save):
+    """Every loader would look for the stacked matrices that they stand for."""
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=96,
+            num_hidden_layers=2,
+            num_local_experts=2,
+        )
+    )
+    to_sparse24(model)
+    model.model.layers[1].mlp.experts = Sparse24Experts.from_experts(model.model.layers[1].mlp.experts)
+    with pytest.raises(
+        UnsupportedError, match=r"model\.layers\.1\.mlp\.experts: expected .* Sparse24Experts"
+    ):
+        save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_transformers_without_a_quantizer_of_ours_is_told(tmp_path, monkeypatch):

@@ -77,6 +77,14 @@ def dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     return float(cells * desc.element.itemsize), _token_bytes(desc), float(cells * desc.n)
 
 
+def unaligned_factor(desc: BlockSparseMatmulDescriptor) -> float:
+    """What a dense product takes more if rows of several tokens are no multiples of 16 bytes."""
+    if desc.n == 1 or not KernelProblem(desc).unaligned_tokens:
+        return 1.0
+    factors = constants("packed_choice")["odd" if desc.n % 2 else "unaligned"]
+    return float(factors["few" if desc.n <= constants("packed_choice")["few_n"] else "many"])
+
+
 def _token_bytes(desc: BlockSparseMatmulDescriptor) -> float:
     """Bytes of the dense operand and of the result."""
     one, on_the_right = desc.layout, desc.op is BlockSparseOp.DDS
@@ -104,7 +112,7 @@ def packed_dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
     if desc.element.itemsize == 1 or not desc.n or not desc.batch:
         return None
     blocks = _model(model_of(desc), TERMS).microseconds(blocks_work(desc)) + pre_pass_us(desc)
-    dense = _model(DENSE, DENSE_TERMS).microseconds(dense_work(desc))
+    dense = _model(DENSE, DENSE_TERMS).microseconds(dense_work(desc)) * unaligned_factor(desc)
     if blocks <= constants("packed_choice")["most_of_dense"] * dense:
         return None
     return f"would take about {blocks:.1f} us, a dense copy {dense:.1f} us"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...blocksparse.device_tables import TableKernel
+from ...blocksparse.device_tables import table_kernel
 from ...blocksparse.layout import BlockSparseLayout
 from ...blocksparse.lookup_tables import BlockSparseTables
 from ...blocksparse.shape import BlockSparseShape
@@ -188,7 +187,7 @@ class Layout(nn.Module):
             raise InvalidProblemError(
                 f"bitmap: expected torch.bool {list(self.bitmap.shape)} on {place}, got {shown(bitmap)}"
             )
-        kernel = _table_kernel(self.sizes, place.index)
+        kernel = table_kernel(self.shape, cuda_properties(place.index))
         with torch.no_grad(), torch.cuda.device(place):
             self.bitmap.copy_(bitmap)
             self._is_captured |= torch.cuda.is_current_stream_capturing()
@@ -328,11 +327,6 @@ def _layout_of(given: Any, block: int | None) -> BlockSparseLayout:
     if block not in (None, given.shape.block):
         raise InvalidProblemError(f"block: expected {given.shape.block}, as the layout's, got {block!r}")
     return given
-
-
-@lru_cache(maxsize=1024)
-def _table_kernel(sizes: tuple[int, ...], ordinal: int) -> TableKernel:
-    return TableKernel(shape_of(sizes), cuda_properties(ordinal))
 
 
 def layout_of(given: Any, block: int | None, device: Any = None) -> Layout:
