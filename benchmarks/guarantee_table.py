@@ -32,6 +32,7 @@ ERRORS = {
     "terms_per_k": "terms per k",
     "promoted_every": "promoted",
     "product_roundoff": "product",
+    "tanh_error": "tanh",
 }
 """Fields about errors, with the heads of their columns."""
 _HOPPER = DeviceProperties(kind="cuda", compute_capability=(9, 0), multiprocessors=132)
@@ -98,7 +99,7 @@ def _text(entry: GemmEntry, problem: _Problem, field: str) -> str:
     value = getattr(_promise(entry, problem), field)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if field == "unit_roundoff" and value:
+    if field in ("unit_roundoff", "tanh_error") and value:
         mantissa, exponent = math.frexp(value)
         times = "" if mantissa == 0.5 else f"{4 * mantissa:g} * "
         return f"{times}2^-{(1 if not times else 2) - exponent}"

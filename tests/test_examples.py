@@ -210,8 +210,9 @@ def test_the_guide_says_what_the_registry_says(name):
         assert usual[field] == ("yes" if promised[field] else "no")
     short = {"s8": "s8", "fp8_e4m3": "fp8"}.get(element)
     roundoffs = dict(part.split(": ") for part in said["unit_roundoff"].split("; ")[1:])
-    words = {0.0: "0", 2.0**-13: "2^-13", 2.0**-22: "2^-22", 2.0**-24: "2^-24", 3 * 2.0**-24: "3 * 2^-24"}
+    words = {0.0: "0", 3 * 2.0**-24: "3 * 2^-24"} | {2.0**-i: f"2^-{i}" for i in (11, 13, 22, 24)}
     assert roundoffs.get(short, usual["unit_roundoff"]) == words[promised["unit_roundoff"]]
+    assert usual["tanh_error"] == words[promised["tanh_error"]]
     assert usual["promoted_every"] == str(promised["promoted_every"] or "none")
     assert float(usual["terms_per_k"]) == promised["terms_per_k"]
     assert promised["arithmetic"] in (None, usual["arithmetic"])

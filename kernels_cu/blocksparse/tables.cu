@@ -27,8 +27,8 @@ struct Side {
 
 struct Shared {
   Side rows, columns;
-  int *row_starts, *column_starts, *group_starts;  // of this head's lines, and one past the last
-  u32* bits;                                       // of this head's rows
+  int *row_starts, *column_starts, *group_starts;  // starts of this head's lines, and the last one's end
+  u32* bits;                                       // bits of this head's rows
   int* sums;                                       // one for each warp
 
   __device__ __forceinline__ Shared(const BlockTablesParams& p, int* at) {

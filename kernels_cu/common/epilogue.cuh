@@ -18,9 +18,9 @@ enum class EpilogueKind {
   BIAS_RELU2 = 9
 };
 
-// The types of a problem, from the numbers in S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE. Of products also S24_C: 0
-// without C, else 1 more than its element's; and the bits of relu's bounds, S24_RELU_THRESHOLD and
-// S24_RELU_UPPER_BOUND: by default 0 and infinity.
+// The types of a problem, from the numbers in S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE. Products also have S24_C,
+// which is 0 without C and else the number of C's element plus 1, and the bits of relu's bounds, S24_RELU_THRESHOLD and
+// S24_RELU_UPPER_BOUND, by default 0 and infinity.
 constexpr u32 kInfinityBits = 0x7f800000u;
 template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode, int kCCode = 0, u32 kThresholdBits = 0,
           u32 kUpperBoundBits = kInfinityBits>
@@ -101,7 +101,7 @@ struct FastMath {
   // 1 / (1 + exp(-z)), from e = exp(-|z|), which never overflows: 1 / (1 + e), or e times it for z < 0.
   static __device__ __forceinline__ float sigmoid(float z) {
     constexpr float kLog2e = (float)S24_LOG2E, kLn2 = (float)S24_LN2_HI;
-    const float size = fminf(fabsf(z), 120.0f);  // of which the power is 0 already
+    const float size = fminf(fabsf(z), 120.0f);  // exp(-120) is 0 in float32
     const float exponent = __fmul_rn(-size, kLog2e);
     // 2^exponent lacks the part of -size * log2(e) that was rounded away.
     const float rest = __fmaf_rn(-size, (float)(S24_LOG2E - kLog2e), __fmaf_rn(-size, kLog2e, -exponent));

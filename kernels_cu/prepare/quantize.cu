@@ -143,7 +143,7 @@ __device__ __forceinline__ u32 warp_max(u32 v) {
   return most;
 }
 
-// The largest of the row's threads.
+// The largest value among the threads of a row.
 __device__ __forceinline__ u32 row_max(u32 v) {
   v = warp_max(v);
   if constexpr (Config::kRowWarps > 1) {

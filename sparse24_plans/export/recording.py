@@ -75,7 +75,7 @@ class MapPlace(NamedTuple):
     box: tuple[int, ...]
     """Slots."""
     walk: tuple[int, ...]
-    """As in MapDescription: empty but for ``cuTensorMapEncodeIm2col``."""
+    """Numbers of ``cuTensorMapEncodeIm2col``, as in MapDescription; empty for other encoders."""
 
 
 class Launch(NamedTuple):
@@ -105,7 +105,7 @@ class OperandUse(NamedTuple):
     """What a caller passes for an operand, and what is checked of it."""
 
     name: str
-    """As in Args; a canonical weight's buffers are ``weight.values`` and ``weight.metadata``."""
+    """Name of the argument; a canonical weight's buffers are ``weight.values`` and ``weight.metadata``."""
     written: bool
     optional: bool
     itemsize: int

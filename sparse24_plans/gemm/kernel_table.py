@@ -50,7 +50,7 @@ class GemmEntry(KernelEntry):
     groups: bool = False
     """The kernel serves groups of tokens with weights of their own."""
     only_groups: bool = False
-    """The kernel serves nothing else."""
+    """The kernel serves no problem without groups."""
     split_terms: int = 0
     """Number of bf16 terms in which float32 is multiplied; 0: operands are multiplied as they are."""
 

@@ -48,7 +48,7 @@ class Packing(NamedTuple):
     views: Mapping[str, tuple[str, ...]]
     """Names of the views to the kernel, by the object's layout."""
     parts: Mapping[str, tuple[str, ...]]
-    """What callers call the same buffers, by the object's layout."""
+    """Names of the views to callers, by the object's layout."""
     unpack: Callable[[Any, str, tuple[str, ...], Device], Views]
     """Gives the views of an object for an argument's name, the plan's layouts and its device. Raises
     InvalidProblemError for any other object."""

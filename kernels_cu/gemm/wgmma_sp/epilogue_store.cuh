@@ -212,7 +212,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     u64 nans[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < Config::kAccumulators; ++i) {
-      const int result = Config::kGated ? i & ~2 : i;  // of the two sums of a gated result, the first
+      const int result = Config::kGated ? i & ~2 : i;  // the first of the two sums of a gated result
       nans[i / 64] |= (u64)(sums[i] != sums[i]) << result % 64;
     }
     if (!named_barrier_or(barrier, 128, (nans[0] | nans[1]) != 0)) return;
@@ -257,7 +257,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
   // Stores the tokens of a step that belong to the group. Rows of Y begin at multiples of 16 bytes.
   __device__ __forceinline__ void store_chunks(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
     constexpr int kOutputs = 16 / kOutBytes, kChunks = Config::kMTileOutputs / kOutputs;
-    if (issues_stores()) tma_store_wait_read<0>();  // of the other buffer, which the next step fills
+    if (issues_stores()) tma_store_wait_read<0>();  // the next step fills the other buffer
     named_barrier_sync(barrier, 128);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * kChunks; i += 128) {
       const int t = i / kChunks, o = i % kChunks * kOutputs;
