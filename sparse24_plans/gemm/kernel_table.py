@@ -77,8 +77,9 @@ class GemmEntry(KernelEntry):
             return "takes no scale_x or scale_w"
         if not self.adds_c and descriptor.has_c:
             return f"adds no C, got beta {descriptor.beta}"
-        if descriptor.groups and not self.groups:
-            return "serves no groups"
+        return "serves no groups" if descriptor.groups and not self.groups else None
+
+    def other_kind(self, descriptor: GemmSparse24Descriptor) -> str | None:
         return "serves groups only" if self.only_groups and not descriptor.groups else None
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:

@@ -93,6 +93,10 @@ class KernelEntry:
         """A reason in the family's words why the kernel doesn't serve the problem, or None."""
         return None
 
+    def other_kind(self, descriptor: Any) -> str | None:
+        """A reason why the kernel is for problems of another kind altogether, or None."""
+        return None
+
     def least_workspace(self, descriptor: Any) -> int:
         """``min_workspace`` of the problem's smallest batch."""
         return self.min_workspace(descriptor)
@@ -220,7 +224,11 @@ def log_choice(descriptor: Any, device: DeviceProperties, considered: Sequence[J
 
 def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
     entry: KernelEntry = choice.entry
-    reason = _misplaced(entry, choice.preference, choice.device) or _of_elements(entry, choice.descriptor)
+    reason = (
+        _misplaced(entry, choice.preference, choice.device)
+        or _of_elements(entry, choice.descriptor)
+        or entry.other_kind(choice.descriptor)
+    )
     if reason is not None:
         return JudgedEntry(entry, reason, apart=True)
     if (reason := entry.refusal(choice.descriptor) or entry.limits(choice.descriptor)) is not None:

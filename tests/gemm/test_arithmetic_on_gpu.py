@@ -28,7 +28,11 @@ from .kernel_entries import marked, on_host, row_of, tokens
 from .test_error_bounds import KINDS, operands
 
 IN_STEPS = ("identity", "bias", "bias_relu")
-TIER2 = [row.name for row in ENTRIES if row.tier == "sparse_tensor_core" and row.backend != "cusparselt"]
+TIER2 = [
+    row.name
+    for row in ENTRIES
+    if row.tier == "sparse_tensor_core" and row.backend != "cusparselt" and not row.only_groups
+]
 EACH = [
     marked(row.name, str(element))
     for row in ENTRIES

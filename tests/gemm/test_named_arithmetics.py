@@ -107,7 +107,8 @@ def test_a_gpu_serves_the_arithmetics_that_its_rows_name_and_no_others(element, 
         by_name[name] = {row for row, _, reason in answer.rows if reason is None}
         assert answer.chosen is None or answer.chosen in by_name[name]
     for row in ENTRIES:
-        if row.backend in ("mma_sp", "wgmma_sp") and desc.element in row.elements and not row.promoted:
+        others = row.promoted or row.only_groups
+        if row.backend in ("mma_sp", "wgmma_sp") and desc.element in row.elements and not others:
             own = named(row.name, HOPPER, n=n, element=element)
             for name, rows in by_name.items():
                 assert row.name not in rows or name == own
