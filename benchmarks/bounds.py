@@ -549,6 +549,18 @@ _TESTS = [
     Bound("largest share of an error bound", _shares_of_bounds, most=1.0),
 ]
 
+
+def _opened(record: Record) -> Values:
+    return [(cell_of(row), row["open_ms"]) for row in record["folders"] if row["open_ms"]]
+
+
+_EXPORT = [
+    Bound("bytes of a folder", figure("folders", "nbytes"), most=12e6),
+    Bound("s24_open, ms", _opened, most=100),
+    Bound("s24_run of known operands, us", figure("calls", "run_us"), most=3.0),
+    Bound("s24_run of new addresses, us", figure("calls", "run_new_args_us"), most=6.0),
+]
+
 # Random block-sparse products ---------------------------------------------------------------------
 
 _FEW_BLOCKS, _MANY_BLOCKS, _SPARSE = (1, 200), (201, 8192), (0.05, 0.25)
@@ -640,5 +652,6 @@ BOUNDS = {
     "blocksparse-random": _RANDOM_BLOCKS,
     "torch": _TORCH,
     "tests": _TESTS,
+    "export": _EXPORT,
 }
 """Kind of record -> what it is asked for."""

@@ -306,7 +306,8 @@ def _export(record: Record) -> list[str]:
         if folder["open_ms"] is not None:
             rows.append(("`s24_open` of it", f"{folder['open_ms']:.1f} ms"))
     for name, label in _EXPORTED_CALLS.items():
-        rows.append((label, f"{max(call[name] for call in found['calls']):.1f} us"))
+        times = [call[name] for call in found["calls"]]
+        rows.append((label, f"{min(times):.1f} to {max(times):.1f} us"))
     return _table(("measured", found["gpu"]), rows)
 
 

@@ -19,7 +19,7 @@ from ..errors import FormatError, InvalidProblemError, Sparse24Error, Unsupporte
 from ..gemm.args import DgradSparse24Args, GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
-from ..gemm.replay import OnBlock, Replay
+from ..gemm.replay import OnBlock, Replay, check_c_is_kept
 from ..plan.operands import Operand, Role, reinterpretable
 from ..vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, MatrixOrder
 from ..weights.packing import unpack
@@ -74,6 +74,7 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
         )
     if (error := plan.can_implement(args).error) is not None:
         raise error
+    check_c_is_kept(args)
     operands = [one for one in desc.operands() if one.role is not Role.WEIGHT]
     about = {"arithmetic": named, "device": plan.device.name, "kernel": kernel, "version": __version__}
     metadata = {

@@ -22,7 +22,7 @@ from .arithmetic.results import GroupedResults, Results
 from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel
 from .kernel_table import ENTRIES
-from .replay import OnBlock, Replay, chosen_results, replayed
+from .replay import OnBlock, Replay, check_c_is_kept, chosen_results, replayed
 from .token_plans import GemmSparse24TokenPlans
 from .tuned import TuningTable, shipped
 
@@ -137,6 +137,7 @@ class GemmSparse24Plan(Plan):
             return host.replay(args, samples, seed=seed, on_block=on_block)
         tokens, outputs = chosen_results(samples, seed, self.descriptor)
         views = self._check(args)
+        check_c_is_kept(args)
         results: Results | GroupedResults
         if self.descriptor.groups:
             results = GroupedResults(self.descriptor, views, Arithmetic.of(name))

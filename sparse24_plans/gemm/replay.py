@@ -97,6 +97,18 @@ def _pairs(samples: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
     return tokens[order], outputs[order]
 
 
+def check_c_is_kept(args: Any) -> None:
+    """Raise InvalidProblemError if C lies in y: the run has overwritten it, so no replay can read it."""
+    c = getattr(args, "c", None)
+    if (
+        c is not None
+        and TensorView.of(c, argument="c").address == TensorView.of(args.y, argument="y").address
+    ):
+        raise InvalidProblemError(
+            "c: expected C as it was before the run, got y, which the run has overwritten"
+        )
+
+
 def replayed(
     results: Results | GroupedResults,
     views: Views,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     InvalidProblemError,
+    Sparse24Weight,
     StorageError,
     UnsupportedError,
     load_run,
@@ -21,18 +23,25 @@ from sparse24_plans import (
 from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter
 
 from ..gemm.test_replay import EACH, ran
-from ..support import make_case, same_bits
+from ..support import case_of, make_case, plan_of_row, random_data, same_bits
 
 
 @pytest.mark.parametrize(("element", "name"), EACH)
-@pytest.mark.parametrize("more", [{}, {"epilogue": "bias_relu", "scale_x": "row", "scale_w": "tensor"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"epilogue": "bias_relu", "scale_x": "row", "scale_w": "tensor"},
+        {"epilogue": "relu", "beta": -0.5, "c_element": "f32", "relu_upper_bound": 2.0},
+    ],
+)
 def test_a_saved_run_replays(tmp_path, element, name, more):
     plan, args, _ = ran(name, element=element, **more)
     save_run(tmp_path / "run", plan, args)
     run = load_run(tmp_path / "run")
     assert (run.descriptor, run.arithmetic, run.device) == (plan.descriptor, name, "host")
     assert run.kernel == plan.explain().chosen
-    for field in ("x", "y", "bias", "scale_x", "scale_w"):
+    for field in ("x", "y", "bias", "scale_x", "scale_w", "c"):
         there, here = getattr(run.args, field), getattr(args, field)
         assert (there is None) == (here is None)
         assert here is None or same_bits(there, here)
@@ -40,6 +49,19 @@ def test_a_saved_run_replays(tmp_path, element, name, more):
     assert same_bits(run.args.weight.metadata, args.weight.metadata)
     assert run.replay().equal
     assert run.replay(17, seed=3).compared == 17
+
+
+def test_c_upon_y_is_gone_after_the_run(tmp_path):
+    plan = plan_of_row("host_strict").select(
+        GemmSparse24Descriptor(n=3, m=16, k=8, element="f32", beta=1.0), device="host"
+    )
+    case = case_of(plan, random_data(np.random.default_rng(0), plan.descriptor), in_place=True)
+    case.run()
+    canonical = replace(case.args, weight=Sparse24Weight(*case.args.weight.buffers))
+    for use in (lambda: save_run(tmp_path / "run", plan, canonical), lambda: plan.replay(canonical)):
+        with pytest.raises(InvalidProblemError, match="c: expected C as it was before the run, got y"):
+            use()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_gradient_and_integers_of_32_bits_are_saved_too(tmp_path):
@@ -129,7 +151,10 @@ def descriptor(**fields):
         (lambda tensors, metadata: metadata.update(arithmetic="exact_sum"), "no kernel can serve"),
         (lambda tensors, metadata: tensors.pop("y"), r"y: expected BF16\[5, 24\], .* got none"),
         (descriptor(n=6), r"x: expected BF16\[6, 520\], like the descriptor, got BF16\[5, 520\]"),
-        (descriptor(element="f16", out_element="f16", bias_element="f16"), r"x: expected F16\[5, 520\]"),
+        (
+            descriptor(element="f16", out_element="f16", bias_element="f16", c_element="f16"),
+            r"x: expected F16\[5, 520\]",
+        ),
         (descriptor(epilogue="bias"), r"bias: expected BF16\[24\], like the descriptor, got none"),
         (descriptor(m=2**50), r"y: expected BF16\[5, 1125899906842624\]"),
         (

@@ -42,13 +42,20 @@ def ran(arithmetic: str, seed: int = 0, **problem: object):
     if desc.op == "dgrad":
         args = DgradSparse24Args(weight, data.x, result)
     else:
-        args = GemmSparse24Args(weight, data.x, result, data.bias, data.scale_x, data.scale_w)
+        args = GemmSparse24Args(weight, data.x, result, data.bias, data.scale_x, data.scale_w, data.c)
     plan.run(args)
     return plan, args, result.view(desc.out_element.bits_dtype)
 
 
 @pytest.mark.parametrize(("element", "name"), EACH)
-@pytest.mark.parametrize("more", [{}, {"epilogue": "bias_relu", "alpha": 0.7, "out_element": "f32"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"epilogue": "bias_relu", "alpha": 0.7, "out_element": "f32"},
+        {"epilogue": "relu2", "beta": 0.7, "c_element": "f32"},
+    ],
+)
 def test_what_was_computed_replays(element, name, more):
     plan, args, _ = ran(name, element=element, **more)
     found = plan.replay(args)
