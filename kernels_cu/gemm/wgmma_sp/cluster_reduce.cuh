@@ -121,7 +121,8 @@ struct ClusterReduce {
       for (; nans; nans &= nans - 1) {
         const int j = __ffs(nans) - 1;
         if (m + j >= outputs_per_token(p)) break;
-        to[j] = rounded<Config::Out>(finished_again(p, n, row_of_output<Config>(m + j), c[j]));
+        const float addend = j < 2 ? (j ? c[1] : c[0]) : j == 2 ? c[2] : c[3];  // indexing would move c to the stack
+        to[j] = rounded<Config::Out>(finished_again(p, n, row_of_output<Config>(m + j), addend));
       }
     }
   }
