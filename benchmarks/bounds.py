@@ -1,115 +1,22 @@
 """The bounds that records are held against: on means, and on the worst cell.
 
-``python -m benchmarks.check`` prints which of them a record misses. A value is a ratio of microseconds, a
-share, or a figure of a record by itself; means are geometric.
+``python -m benchmarks.check`` prints which of them a record misses.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import combinations, product
-from statistics import geometric_mean
+from itertools import combinations
 from typing import Any
 
 from sparse24_plans.bench.record import Record
 
-Row = Mapping[str, Any]
-Values = list[tuple[str, float]]
-"""Cells by a short name, each with its value."""
-FEW, MIDDLE, MANY, ALL = (1, 64), (65, 512), (513, 8192), (1, 8192)
-"""Ranges of tokens."""
-DENSITIES, BLOCKS = (0.5, 0.2, 0.1, 0.05), (128, 64, 32, 16)
-_PRODUCTS = ("dsd", "dds")
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A bound on a kind of record. A bound without a limit is only shown."""
-
-    about: str
-    values: Callable[[Record], Values]
-    least: float | None = None
-    most: float | None = None
-    on_the_mean: bool = False
-    """Whether the mean is bounded, or each cell."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a record stands to a bound. All is None where the record has no such cell."""
-
-    bound: Bound
-    mean: float | None = None
-    worst: float | None = None
-    at: str | None = None
-
-    @property
-    def figure(self) -> float | None:
-        """The one that is bounded."""
-        return self.mean if self.bound.on_the_mean else self.worst
-
-    @property
-    def is_missed(self) -> bool:
-        bound, figure = self.bound, self.figure
-        if figure is None:
-            return False
-        below = bound.least is not None and figure < bound.least
-        return below or (bound.most is not None and figure > bound.most)
-
-
-def judged(bound: Bound, record: Record) -> Verdict:
-    """The mean and the worst cell of the bound's values."""
-    values = bound.values(record)
-    if not values:
-        return Verdict(bound)
-    worst = max if bound.most is not None else min
-    at, value = worst(values, key=lambda one: one[1])
-    found = [each for _, each in values]
-    return Verdict(bound, geometric_mean(found) if min(found) > 0 else None, value, at)
-
+from .block_bounds import BLOCKSPARSE, RANDOM_BLOCKS
+from .bound import ALL, FEW, MANY, MIDDLE, Bound, Row, Values, cell_of, chosen, figure, least_mean, ratios
 
 # Values -------------------------------------------------------------------------------------------
-
-
-def cell_of(row: Row) -> str:
-    """A row's short name."""
-    names: list[str] = [row[key] for key in ("op", "direction", "epilogue", "kind") if key in row]
-    if "m" in row:
-        names.append(f"{row['m']}x{row['k']}")
-    if "n" in row:
-        names.append(f"N {row['n'] * row.get('tokens', 1)}")
-    if "density" in row:
-        names.append(f"{row['block']}: {row['density']:.0%}")
-    return " ".join(names)
-
-
-def chosen(rows: Iterable[Row], span: tuple[int, int] = ALL, /, **fields: Any) -> Iterator[Row]:
-    """The rows with these fields, or one of them where a tuple is given, and n in the span."""
-    for row in rows:
-        given = ((row.get(name), wanted) for name, wanted in fields.items())
-        has_all = all(has in one if isinstance(one, tuple) else has == one for has, one in given)
-        if has_all and span[0] <= row.get("n", 1) <= span[1]:
-            yield row
-
-
-def ratios(
-    part: str, over: str, under: str = "us", *, span: tuple[int, int] = ALL, **fields: Any
-) -> Callable[[Record], Values]:
-    """``over / under`` of each row of a list that has both."""
-
-    def values(record: Record) -> Values:
-        rows = chosen(record[part], span, **fields)
-        return [(cell_of(row), row[over] / row[under]) for row in rows if row.get(over) and row.get(under)]
-
-    return values
-
-
-def figure(part: str, name: str, **fields: Any) -> Callable[[Record], Values]:
-    """A figure of each row of a list by itself."""
-    return lambda record: [(cell_of(row), row[name]) for row in chosen(record[part], **fields)]
 
 
 def _by_problem(record: Record, **fields: Any) -> dict[tuple[Any, ...], Row]:
@@ -201,41 +108,6 @@ def _not_ragged(element: str, record: Record) -> Values:
     ]
 
 
-def _bands(op: str, block: int, record: Record) -> Values:
-    """Speed of bands over that of random blocks, for the blocks that each keeps."""
-    from .blocks import Cell
-
-    found = []
-    for density in DENSITIES:
-        means = []
-        for pattern in ("banded", "random"):
-            fields = {"op": op, "block": block, "density": density, "pattern": pattern}
-            rows = list(chosen(record["products"], (4096, 4096), **fields))
-            kept = (Cell(row["op"], row["m"], row["k"], 4096, block, density, pattern) for row in rows)  # type: ignore[arg-type]
-            pairs = zip(rows, kept, strict=True)
-            speeds = [row["dense_us"] / row["us"] * one.bitmap().mean() for row, one in pairs]
-            means.append(geometric_mean(speeds) if speeds else None)
-        if means[0] and means[1]:
-            found.append((f"{density:.0%}", means[0] / means[1]))
-    return found
-
-
-def _sdd_over_dsd(density: float, block: int, record: Record) -> Values:
-    """Microseconds of sdd over those of dsd, all shapes together."""
-    fields = {"density": density, "block": block, "pattern": "random"}
-    sdd, dsd = (
-        [row["us"] for row in chosen(record["products"], (4096, 4096), op=op, **fields)]
-        for op in ("sdd", "dsd")
-    )
-    return [(f"{len(sdd)} shapes", sum(sdd) / sum(dsd))] if sdd and len(sdd) == len(dsd) else []
-
-
-def _inflated_share(record: Record) -> Values:
-    """Whether a dense product runs, cell by cell, where it is the faster one."""
-    rows = chosen(record["products"], (4096, 4096), block=16, density=0.5)
-    return [(cell_of(row), float(row["backend"] == "inflate_cublas")) for row in rows]
-
-
 def _shares_of_bounds(record: Record) -> Values:
     """The largest error that tests saw for each kernel, as a share of what the kernel allows."""
     return list(record.get("bounds", {}).items())
@@ -243,14 +115,12 @@ def _shares_of_bounds(record: Record) -> Values:
 
 # Bounds -------------------------------------------------------------------------------------------
 
-_least_mean = partial(Bound, on_the_mean=True)
-
 
 def _over(
     peer: str, about: str, element: str, limits: Mapping[tuple[int, int], float], ours: str = "auto"
 ) -> list[Bound]:
     return [
-        _least_mean(
+        least_mean(
             f"{about}, N {tokens[0]}-{tokens[1]}",
             ratios("gemm", peer, span=tokens, element=element, backend=ours),
             least=least,
@@ -330,13 +200,13 @@ _GRID = [
     *_over("dense_us", "f32_split6 over dense", "f32", {FEW: 1.5, MANY: 4.2}, "f32_split6"),
     *_over("dense_us", "f32_split3 over dense", "f32", {FEW: 2.5, MANY: 8.0}, "f32_split3"),
     *(
-        _least_mean(f"{element}: invariant / auto", beside_auto(element, "invariant"), most=most)
+        least_mean(f"{element}: invariant / auto", beside_auto(element, "invariant"), most=most)
         for element, most in _INVARIANT.items()
     ),
     *(Bound(f"{element}: forced / auto, each", partial(_forced, element), 0.97) for element in _ELEMENTS),
-    _least_mean("f16 / bf16", _over_bf16, most=1.03),
+    least_mean("f16 / bf16", _over_bf16, most=1.03),
     *_ERRORS,
-    _least_mean("epilogues / plain", ratios("epilogues", "us", "identity_us"), most=None),
+    least_mean("epilogues / plain", ratios("epilogues", "us", "identity_us"), most=None),
     *(
         Bound(f"{op}, share of a copy's speed", ratios("prepare", "copy_us", op=op, element="bf16"), least)
         for op, least in _SHARES_OF_A_COPY.items()
@@ -347,14 +217,14 @@ _GRID = [
 
 _RANDOM = [
     *(
-        _least_mean(
+        least_mean(
             f"{element} over dense", ratios("gemm", "dense_us", element=element, backend="auto"), least
         )
         for element, least in (("bf16", 1.45), ("f16", 1.45), ("s8", 2.0), ("fp8_e4m3", 1.3))
     ),
     *(_over("dense_us", f"{element} over dense", element, {FEW: 1.6})[0] for element in ("bf16", "f16")),
     *(
-        _least_mean(f"{element} over dense, M % 8 == 0", partial(_not_ragged, element), 1.4)
+        least_mean(f"{element} over dense, M % 8 == 0", partial(_not_ragged, element), 1.4)
         for element in ("bf16", "f16")
     ),
     *(
@@ -368,11 +238,11 @@ _RANDOM = [
             ),
             Bound(f"{element}: share below dense", partial(_slower_share, element), most=0.01),
             Bound(f"{element}: time over that of a larger N", partial(_slower_than_more, element), most=1.05),
-            _least_mean(f"{element}: invariant / auto", beside_auto(element, "invariant"), most=1.08),
+            least_mean(f"{element}: invariant / auto", beside_auto(element, "invariant"), most=1.08),
             Bound(f"{element}: invariant / auto, each", beside_auto(element, "invariant"), most=1.25),
         )
     ),
-    _least_mean(
+    least_mean(
         "bf16: auto / best", ratios("gemm", "us", "best_us", element="bf16", backend="auto"), most=1.03
     ),
     Bound(
@@ -404,11 +274,11 @@ def _grouped(element: str, large: bool, first: float, last: float, record: Recor
 
 _GROUPED = [
     *(
-        _least_mean(f"bf16 over dense, {words}", partial(_grouped, "bf16", True, first, last), least)
+        least_mean(f"bf16 over dense, {words}", partial(_grouped, "bf16", True, first, last), least)
         for words, (first, last, least) in _TOKENS_OF_EXPERT.items()
     ),
     Bound("bf16 over dense, each", partial(_grouped, "bf16", True, 0, 1 << 20), 1.0),
-    _least_mean("fp8_e4m3 over dense", partial(_grouped, "fp8_e4m3", True, 0, 1 << 20), 1.3),
+    least_mean("fp8_e4m3 over dense", partial(_grouped, "fp8_e4m3", True, 0, 1 << 20), 1.3),
     Bound("fp8_e4m3 over dense, each", partial(_grouped, "fp8_e4m3", True, 0, 1 << 20), 1.0),
     *(
         Bound(
@@ -417,95 +287,6 @@ _GROUPED = [
         for element in ("bf16", "fp8_e4m3")
     ),
     Bound("worst error, bf16", figure("products", "rel_error", element="bf16"), most=5e-3),
-]
-
-_BLOCK_SPEED = {
-    128: {0.5: 1.4, 0.2: 3.4, 0.1: 6.3, 0.05: 9.5},
-    64: {0.2: 2.0, 0.1: 4.0, 0.05: 7.0},
-    32: {0.2: 1.0, 0.1: 2.0, 0.05: 3.8},
-    16: {0.1: 1.0, 0.05: 2.0},
-}
-"""Over dense cuBLAS at n = 4096, of random blocks: block -> density -> at least."""
-_BLOCKSPARSE = [
-    *(
-        _least_mean(
-            f"{op} {block}: {density:.0%} over dense",
-            ratios(
-                "products",
-                "dense_us",
-                span=(4096, 4096),
-                op=op,
-                block=block,
-                density=density,
-                pattern="random",
-            ),
-            least,
-        )
-        for block, its in _BLOCK_SPEED.items()
-        for density, least in its.items()
-        for op in _PRODUCTS
-    ),
-    *(
-        _least_mean(
-            f"{op} 2:4 128: {density:.0%} over whole",
-            ratios("sparse24", "blocks_us", op=op, block=128, density=density),
-            1.3,
-        )
-        for op, density in product(_PRODUCTS, DENSITIES)
-    ),
-    *(
-        Bound(f"2:4 {block} over whole, each", ratios("sparse24", "blocks_us", block=block), 0.97)
-        for block in (128, 64)
-    ),
-    *(
-        Bound(f"{op} {block}: bands over random", partial(_bands, op, block), 0.97)
-        for op, block in product(_PRODUCTS, BLOCKS)
-    ),
-    *(
-        _least_mean(
-            f"dsd {block}: 20% over dense, N 256",
-            ratios(
-                "products",
-                "dense_us",
-                span=(256, 256),
-                op="dsd",
-                block=block,
-                density=0.2,
-                pattern="random",
-            ),
-            2.0,
-        )
-        for block in (128, 64)
-    ),
-    Bound("over PyTorch's BSR, each", ratios("products", "torch_bsr_us"), 1.0),
-    Bound("over dense, each", ratios("products", "dense_us"), 0.97),
-    Bound("128, 64 over dense, each", ratios("products", "dense_us", block=(128, 64)), 0.97),
-    Bound("over dense, N 4096, each", ratios("products", "dense_us", span=(4096, 4096)), 0.9),
-    Bound("16: 50% runs dense, N 4096", _inflated_share, 1.0),
-    *(
-        Bound(f"sdd / dsd, {block}: {density:.0%}", partial(_sdd_over_dsd, density, block), most=1.3)
-        for density, block in product(DENSITIES, BLOCKS)
-    ),
-    *(
-        Bound(
-            f"attention {direction}, TFLOP/s at 10%",
-            figure(
-                "attention",
-                "tflops",
-                tokens=16384,
-                head_size=128,
-                block=128,
-                density=0.1,
-                direction=direction,
-            ),
-            least,
-        )
-        for direction, least in (("forward", 480.0), ("backward", 288.0))
-    ),
-    *(
-        Bound(f"attention {direction} over dense", ratios("attention", "dense_us", direction=direction), 1.0)
-        for direction in ("forward", "backward")
-    ),
 ]
 
 
@@ -561,95 +342,12 @@ _EXPORT = [
     Bound("s24_run of new addresses, us", figure("calls", "run_new_args_us"), most=6.0),
 ]
 
-# Random block-sparse products ---------------------------------------------------------------------
-
-_FEW_BLOCKS, _MANY_BLOCKS, _SPARSE = (1, 200), (201, 8192), (0.05, 0.25)
-"""Ranges of tokens, and the densities whose means are bounded."""
-_RANDOM_BLOCK_SPEED = {(128, 64): (2.8, 3.2), (32,): (1.8, 2.1), (16,): (1.3, 1.5)}
-"""Over dense cuBLAS, of rows that are alike: blocks -> at least for few and for many tokens."""
-_UNEVEN = 0.8
-"""What uneven rows must reach of that."""
-
-
-def _of_blocks(span: tuple[int, int] = ALL, /, **fields: Any) -> Callable[[Record], Values]:
-    """Over dense, of random products with these fields; of sparse ones alone if a pattern is given."""
-    over = ratios("products", "dense_us", span=span, **fields)
-    if "pattern" not in fields:
-        return over
-
-    def values(record: Record) -> Values:
-        rows = [row for row in record["products"] if _SPARSE[0] <= row["density"] <= _SPARSE[1]]
-        return over({**record, "products": rows})
-
-    return values
-
-
-def _share_below(values: Callable[[Record], Values], least: float) -> Callable[[Record], Values]:
-    def share(record: Record) -> Values:
-        found = values(record)
-        return [("share", sum(one < least for _, one in found) / len(found))] if found else []
-
-    return share
-
-
-def _cliffs(record: Record) -> Values:
-    """Time of each n of a sweep over the least time of a larger n."""
-    sweeps: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
-    names = ("op", "m", "k", "block", "density", "pattern", "transposed", "packed")
-    for row in record["sweep"]:
-        sweeps[tuple(row[name] for name in names)].append(row)
-    found = []
-    for rows in sweeps.values():
-        least = float("inf")
-        for row in sorted(rows, key=lambda one: -one["n"]):
-            if least < float("inf"):
-                found.append((cell_of(row), row["us"] / least))
-            least = min(least, row["us"])
-    return found
-
-
-def _counts(record: Record) -> Values:
-    """The number of sparse cells of each class."""
-    return [
-        (f"{blocks} {pattern} N {span[0]}-{span[1]}", float(len(values(record))))
-        for blocks, pattern, span in product(
-            _RANDOM_BLOCK_SPEED, ("random", "uneven"), (_FEW_BLOCKS, _MANY_BLOCKS)
-        )
-        for values in [_of_blocks(span, block=blocks, pattern=pattern)]
-    ]
-
-
-_PACKED = _of_blocks(op=_PRODUCTS, packed=True)
-_UNPACKED = _of_blocks(op=_PRODUCTS, packed=False)
-_SAMPLED = _of_blocks(op="sdd")
-_RANDOM_BLOCKS = [
-    Bound("packed over dense, each", _PACKED, 0.95),
-    Bound("not packed over dense, each", _UNPACKED, 0.7),
-    Bound("not packed: share under 0.97 of dense", _share_below(_UNPACKED, 0.97), most=0.08),
-    Bound("sdd over dense, each", _SAMPLED, 0.75),
-    Bound("sdd: share under 0.97 of dense", _share_below(_SAMPLED, 0.97), most=0.08),
-    *(
-        _least_mean(
-            f"{', '.join(map(str, blocks))} {pattern}, N {span[0]}-{span[1]}",
-            _of_blocks(span, block=blocks, pattern=pattern),
-            round(least * (_UNEVEN if pattern == "uneven" else 1.0), 2),
-        )
-        for blocks, limits in _RANDOM_BLOCK_SPEED.items()
-        for span, least in zip((_FEW_BLOCKS, _MANY_BLOCKS), limits, strict=True)
-        for pattern in ("random", "uneven")
-    ),
-    Bound("n over a larger n, each", _cliffs, most=1.08),
-    Bound("products", lambda record: [("all", float(len(record["products"])))], 400),
-    Bound("sparse products of a class", _counts, 8),
-    Bound("attention over the fastest dense, each", ratios("attention", "sdpa_us")),
-]
-
 BOUNDS = {
     "grid": _GRID,
     "random": _RANDOM,
     "grouped": _GROUPED,
-    "blocksparse": _BLOCKSPARSE,
-    "blocksparse-random": _RANDOM_BLOCKS,
+    "blocksparse": BLOCKSPARSE,
+    "blocksparse-random": RANDOM_BLOCKS,
     "torch": _TORCH,
     "tests": _TESTS,
     "export": _EXPORT,

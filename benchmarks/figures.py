@@ -22,12 +22,14 @@ from .random_figures import random_summary, with_worst
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
+GROUPED_RECORD = "h100-grouped.json"
 EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
 _EXPORTED_CALLS = {
     "find_us": "`s24_find`, again",
     "run_us": "`s24_run`, operands that it has seen",
     "run_new_args_us": "`s24_run`, operands at new addresses",
 }
+_TOKENS_OF_EXPERT = ((1, 16), (16, 256), (256, 4097))
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OPS = {
     "prune": "prune",
@@ -293,6 +295,28 @@ def _blocks24(record: Record) -> list[str]:
     return _table(("op", "block", "over", *(f"{density:.0%} kept" for density in densities)), rows)
 
 
+def _grouped(record: Record) -> list[str]:
+    """Grouped products over the fastest dense way, by tokens of an active expert; none without a record."""
+    found = record.get("records", {}).get(GROUPED_RECORD, {}).get("products", [])
+    rows = []
+    for element in sorted({row["element"] for row in found}):
+        for first, last in _TOKENS_OF_EXPERT:
+            cells = [
+                (row["dense_us"] / row["us"], f"{row['model']} {row['m']}x{row['k']}, {row['spread']}")
+                for row in found
+                if row["element"] == element
+                and row["dense_us"]
+                and first <= row["tokens"] / row["active_experts"] < last
+            ]
+            if cells:
+                worst, at = min(cells)
+                mean = _mean([over for over, _ in cells])
+                rows.append((element, f"{first}-{last - 1}", len(cells), mean, f"{worst:.2f} ({at})"))
+    return (
+        _table(("element", "tokens of an expert", "cells", "over dense", "worst cell"), rows) if rows else []
+    )
+
+
 def _export(record: Record) -> list[str]:
     """Host times of the exported C code, and the size of its folder; none without a record."""
     names = [name for name in record.get("records", {}) if name.endswith(EXPORT_RECORD)]
@@ -350,6 +374,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "torch_host": _torch_host,
     "decoder": _decoder,
     "blocks24": _blocks24,
+    "grouped": _grouped,
     "export": _export,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks import check
-from benchmarks.bounds import BOUNDS, Bound, judged, ratios
+from benchmarks.bound import Bound, judged, ratios
+from benchmarks.bounds import BOUNDS
 from sparse24_plans.bench import record
 
 from .records import RESULTS

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import blocks
-from benchmarks.bounds import BOUNDS, judged
+from benchmarks.bound import judged
+from benchmarks.bounds import BOUNDS
 from benchmarks.check import faults
 from benchmarks.random_blocks import LISTS, attentions, drawn, steps, swept, uneven_counts
 from sparse24_plans.bench import record
