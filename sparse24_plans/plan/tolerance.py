@@ -53,6 +53,8 @@ def of_addend(exact: Float64s, error: Float64s, c: Float64s, beta: float) -> tup
 
 
 class ReluBounds(NamedTuple):
+    """Up to ``threshold`` relu gives 0; beyond ``most`` it gives ``most``."""
+
     threshold: float = 0.0
     most: float = float("inf")
 
