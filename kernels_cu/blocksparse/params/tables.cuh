@@ -6,45 +6,45 @@
 struct BlockTablesParams {
   // Not 0 where a block is kept: [heads, block_rows, block_cols].
   const u8* bitmap;
-  // Table of this name.
+  // Place in the values where each block row begins.
   int* row_pointers;
-  // Table of this name.
+  // Column of each block.
   int* columns;
-  // Table of this name.
+  // Block row of each block.
   int* rows;
-  // Table of this name.
+  // Index in column_rows where each block column begins.
   int* column_pointers;
-  // Table of this name.
+  // Row of each block, column by column.
   int* column_rows;
-  // Table of this name.
+  // Place of each block in the values, column by column.
   int* column_order;
-  // Table of this name.
+  // One bit for each column, set where a block row keeps it.
   u32* row_bits;
-  // Table of this name.
+  // One bit for each row, set where a block column keeps it.
   u32* column_bits;
-  // Table of this name.
+  // Row panels, those with blocks in the most columns first.
   int* row_panels;
-  // Table of this name.
+  // Column panels, those with blocks in the most rows first.
   int* column_panels;
-  // Table of this name.
+  // Number of columns in which each row panel keeps a block.
   int* row_panel_columns;
-  // Table of this name.
+  // Number of rows in which each column panel keeps a block.
   int* column_panel_rows;
-  // Table of this name.
+  // Block rows, those with the most blocks first.
   int* rows_by_length;
-  // Table of this name.
+  // Block columns, those with the most blocks first.
   int* columns_by_length;
-  // Table of this name.
+  // Block row of each group of neighbouring blocks; -1 past the last group.
   int* group_rows;
-  // Table of this name.
+  // Place in the values of each group's first block.
   int* group_firsts;
-  // Table of this name.
+  // Narrow row panels, those with blocks in the most columns first.
   int* row_narrow_panels;
-  // Table of this name.
+  // Narrow column panels, those with blocks in the most rows first.
   int* column_narrow_panels;
-  // Table of this name.
+  // Number of columns that each narrow row panel keeps a block in.
   int* row_narrow_panel_columns;
-  // Table of this name.
+  // Number of rows that each narrow column panel keeps a block in.
   int* column_narrow_panel_rows;
   // Number of heads.
   u32 heads;
