@@ -89,7 +89,7 @@ __device__ __forceinline__ void count_columns(const BlockTablesParams& p, const 
     const u32 head = panel / p.column_panels_of_head, first = panel % p.column_panels_of_head * Config::kLines;
     const u8* const from = p.bitmap + (i64)head * p.block_rows * p.block_cols + first;
     int counts[Config::kLines] = {}, either = 0;
-#pragma unroll 8
+#pragma unroll(8 / Config::kLines)  // eight loads in flight
     for (u32 row = 0; row < p.block_rows; ++row) {
       bool any = false;
 #pragma unroll
