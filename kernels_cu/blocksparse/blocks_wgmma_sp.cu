@@ -340,8 +340,8 @@ struct ConsumerMainloop {
 // Epilogue --------------------------------------------------------------------------------------------
 
 // Stores the results of one warpgroup: 64 rows x kTileN.
-struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaSpParams, Config::kTokensContiguous,
-                                    Config::kStoresElements> {
+struct EpilogueStore
+    : TileEpilogue<EpilogueStore, Config, BlocksWgmmaSpParams, Config::kTokensContiguous, Config::kStoresElements> {
   __device__ __forceinline__ void write(const AccumulatorTile& sums, const WorkTile& work, u32 warpgroup_m) {
     const u32 row0 = work.row() + warpgroup_m * 64, rows = p.head_block_rows * Config::kBlock;
     write_tile(sums, work, row0, rows, (i64)work.head * rows + row0, work.token, p.tokens);

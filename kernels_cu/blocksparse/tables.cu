@@ -228,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
   const u32 warp = threadIdx.x / 32;
   const int *const mine = s.rows.lines + before, *const mine_across = s.columns.lines + own * p.block_cols;
   if (warp == 0) scan(s.row_starts, p.block_rows, earlier, [&](u32 row) { return mine[row]; });
-  if (warp == 1)
-    scan(s.column_starts, p.block_cols, earlier, [&](u32 column) { return mine_across[column]; });
+  if (warp == 1) scan(s.column_starts, p.block_cols, earlier, [&](u32 column) { return mine_across[column]; });
   if (warp == 2)
     scan(s.group_starts, p.block_rows, groups,
          [&](u32 row) { return (mine[row] + (int)p.group_size - 1) / (int)p.group_size; });

@@ -19,7 +19,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // major dimension of op(S) within a block
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // major dimension of X; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
-  static constexpr bool kStoresElements = S24_STORES_ELEMENTS;  // threads store C, whose rows TMA cannot address
+  static constexpr bool kStoresElements = S24_STORES_ELEMENTS;      // threads store C, whose rows TMA cannot address
   static constexpr bool kRaw = S24_RAW;                             // results are the integer sums themselves
 
   // A step has kDepth k: half of a large block, or several small blocks side by side.
