@@ -53,7 +53,12 @@ def test_a_table_survives_its_file(tmp_path):
 def test_an_entry_is_for_exactly_one_problem():
     found = table(entry())
     assert set(found.find(DESC)) == {"mma_sp"}
-    for change in ({"n": 17}, {"alpha": 0.5}, {"epilogue": "bias"}, {"out_element": "f32", "c_element": "f32"}):
+    for change in (
+        {"n": 17},
+        {"alpha": 0.5},
+        {"epilogue": "bias"},
+        {"out_element": "f32", "c_element": "f32"},
+    ):
         assert not found.find(DESC.model_copy(update=change))
 
 
