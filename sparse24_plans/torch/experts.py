@@ -50,7 +50,9 @@ class Sparse24Experts(nn.Module):
         activation = GATED_BY[str(name_of(experts.act_fn))]
         order = row_order(activation, gate_up.shape[1], gate_up.device)
         first, second = (_stacked(weight, options) for weight in (gate_up[:, order], down))
-        return cls(gate_up.shape[0], first, second, activation).train(module.training)
+        found = cls(gate_up.shape[0], first, second, activation)
+        found.train(module.training)
+        return found
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen = top_k_index.shape[-1]

@@ -215,7 +215,8 @@ class Linear(_Weighted):
         """Set the mode as ``nn.Module`` does. Training frees the dense copy."""
         if mode and self._dense_copy is not None:
             self._dense_copy.drop()
-        return super().train(mode)
+        super().train(mode)
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
         if self._dense_copy is not None:
