@@ -107,4 +107,11 @@ def figure(part: str, name: str, **fields: Any) -> Callable[[Record], Values]:
     return lambda record: [(cell_of(row), row[name]) for row in chosen(record[part], **fields)]
 
 
+def expert_ratios(products: Iterable[Row], element: str) -> Iterator[tuple[Row, float, float]]:
+    """Grouped products with a dense time: row, an active expert's mean tokens, and dense time over ours."""
+    for row in chosen(products, element=element):
+        if row["dense_us"]:
+            yield row, row["tokens"] / row["active_experts"], row["dense_us"] / row["us"]
+
+
 least_mean = partial(Bound, on_the_mean=True)

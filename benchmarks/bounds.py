@@ -14,7 +14,21 @@ from typing import Any
 from sparse24_plans.bench.record import Record
 
 from .block_bounds import BLOCKSPARSE, RANDOM_BLOCKS
-from .bound import ALL, FEW, MANY, MIDDLE, Bound, Row, Values, cell_of, chosen, figure, least_mean, ratios
+from .bound import (
+    ALL,
+    FEW,
+    MANY,
+    MIDDLE,
+    Bound,
+    Row,
+    Values,
+    cell_of,
+    chosen,
+    expert_ratios,
+    figure,
+    least_mean,
+    ratios,
+)
 
 # Values -------------------------------------------------------------------------------------------
 
@@ -263,12 +277,11 @@ _TOKENS_OF_EXPERT: dict[str, tuple[float, float, float]] = {
 def _grouped(element: str, large: bool, first: float, last: float, record: Record) -> Values:
     """Over the fastest dense product, by an active expert's mean tokens and by the size of these experts."""
     found = []
-    for row in chosen(record["products"], element=element):
+    for row, tokens, ratio in expert_ratios(record["products"], element):
         size = row["active_experts"] * row["m"] * row["k"] * (1 if element == "fp8_e4m3" else 2)
-        tokens = row["tokens"] / row["active_experts"]
-        if row["dense_us"] and large == (size >= _LARGE_EXPERTS) and first <= tokens <= last:
+        if large == (size >= _LARGE_EXPERTS) and first <= tokens <= last:
             name = f"{row['model']} {cell_of(row)} of {row['groups']} {row['tokens']} {row['spread']}"
-            found.append((name, row["dense_us"] / row["us"]))
+            found.append((name, ratio))
     return found
 
 

@@ -16,6 +16,7 @@ from statistics import geometric_mean, median
 from sparse24_plans.bench.record import Record, load
 from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
 
+from .bound import expert_ratios
 from .guarantee_table import guarantee_table
 from .random_figures import random_summary, with_worst
 
@@ -302,11 +303,9 @@ def _grouped(record: Record) -> list[str]:
     for element in sorted({row["element"] for row in found}):
         for first, last in _TOKENS_OF_EXPERT:
             cells = [
-                (row["dense_us"] / row["us"], f"{row['model']} {row['m']}x{row['k']}, {row['spread']}")
-                for row in found
-                if row["element"] == element
-                and row["dense_us"]
-                and first <= row["tokens"] / row["active_experts"] < last
+                (ratio, f"{row['model']} {row['m']}x{row['k']}, {row['spread']}")
+                for row, tokens, ratio in expert_ratios(found, element)
+                if first <= tokens < last
             ]
             if cells:
                 worst, at = min(cells)
