@@ -26,7 +26,7 @@ from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.codes import VALID_CODES
 
 from ..plan.cases import PlanCase
-from ..support import activate, random_values, saturated
+from ..support import activated, random_values, saturated
 
 Array = np.ndarray
 Expected = dict[str, tuple[Array, Array]]
@@ -198,9 +198,7 @@ def _matmul(plan: BlockSparseMatmulPlan, operands: Operands) -> Expected:
 
 def _activated(v: Array, before: Array, desc: Any) -> tuple[Array, Array]:
     """Apply an activation to values and to their errors."""
-    value = activate(v, desc.epilogue)
-    # Activations have slopes below 1.13, and add a few units in float32's last place.
-    after = 1.13 * before + (np.abs(value) + before) * (8 * F32.unit_roundoff)
+    value, after = activated(v, before, desc.epilogue)
     return saturated(value, desc.out_element), after + _rounding(value, after, desc.out_element)
 
 
