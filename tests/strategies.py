@@ -91,6 +91,12 @@ def gemm_descriptors(
     ):
         optional["relu_threshold"] = draw(st.floats(-100, 100))
         optional["relu_upper_bound"] = draw(st.none() | st.floats(101, 2.0**127))
+    if element in ("f16", "bf16") and draw(st.booleans()):
+        optional |= {
+            "weight_element": draw(st.sampled_from(["s4", "s8", "fp8_e4m3"])),
+            "weight_group": draw(st.sampled_from([0, 32, 64, 128])),
+            "weight_scale_element": draw(st.sampled_from([element, "f32"])),
+        }
     return GemmSparse24Descriptor(n=n, m=m, k=draw(depths), element=element, op=op, alpha=alpha, **optional)
 
 

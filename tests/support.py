@@ -19,6 +19,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     PlanPreference,
+    Sparse24QuantizedWeight,
     Sparse24Weight,
 )
 from sparse24_plans.device.devices import cuda_device_count
@@ -249,7 +250,7 @@ def case_of(
     ``in_place``: c is y.
     """
     desc, device = plan.descriptor, place_name(plan)
-    weight = Sparse24Weight.prune_compress(data.dense).to(device)
+    weight = weight_of(data.dense, desc).to(device)
     shapes = (desc.n, desc.reduction), (desc.n, desc.outputs)
     columns = desc.x_order == "column", desc.y_order == "column"
     source, result = (
@@ -285,11 +286,26 @@ def case_of(
     else:
         args = DgradSparse24Args(packed, source.view, result.view)
     with np.errstate(invalid="ignore"):  # signalling NaNs among hostile values
-        dense64 = weight.to("host").decompress().astype(np.float64)
+        dense64 = dense_of(weight).astype(np.float64)
     space = scratch(plan.workspace_size(), device)
     return Case(
         plan, args, result, space, tuple(inputs.values()), data.x, dense64, data.bias, data.scale(), data.c
     )
+
+
+def weight_of(dense: np.ndarray, desc: GemmSparse24Descriptor) -> Sparse24Weight | Sparse24QuantizedWeight:
+    """The pruned weight, quantized if the descriptor's is."""
+    weight = Sparse24Weight.prune_compress(dense)
+    if desc.quantization is None:
+        return weight
+    stored, group, scale_element = desc.quantization
+    return Sparse24QuantizedWeight.quantize(weight, stored=stored, group=group, scale_element=scale_element)
+
+
+def dense_of(weight: Sparse24Weight | Sparse24QuantizedWeight) -> np.ndarray:
+    """The matrix that products multiply."""
+    own = weight.to("host")
+    return (own if isinstance(own, Sparse24Weight) else own.dequantize()).decompress()
 
 
 def place_name(plan: Plan) -> int | str:

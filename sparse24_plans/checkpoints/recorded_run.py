@@ -23,7 +23,7 @@ from ..gemm.replay import OnBlock, Replay, check_c_is_kept
 from ..plan.operands import Operand, Role, reinterpretable
 from ..vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, MatrixOrder
 from ..weights.packing import unpack
-from ..weights.weight import PackedWeight, Sparse24Weight
+from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .folder import DTYPES
 from .layers import FORMAT_KEY, FORMAT_VERSION, Layer, stored_tensors, write_note, write_weight
 from .safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
@@ -75,6 +75,8 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
     if (error := plan.can_implement(args).error) is not None:
         raise error
     check_c_is_kept(args)
+    if desc.quantization is not None:
+        raise UnsupportedError(f"plan: expected a weight that is not quantized, got {desc.quantization}")
     operands = [one for one in desc.operands() if one.role is not Role.WEIGHT]
     about = {"arithmetic": named, "device": plan.device.name, "kernel": kernel, "version": __version__}
     metadata = {
@@ -122,14 +124,14 @@ def _plan(desc: GemmSparse24Descriptor, arithmetic: str) -> GemmSparse24Plan:
     return GemmSparse24Plan.select(desc, preference={"require": {"arithmetic": arithmetic}}, device="host")
 
 
-def _canonical(weight: Sparse24Weight | PackedWeight) -> Sparse24Weight:
+def _canonical(weight: CanonicalWeight | PackedWeight) -> Sparse24Weight:
     """The canonical weight in host memory."""
-    if isinstance(weight, PackedWeight):
-        if weight.layout_id == CANONICAL_LAYOUT:
-            weight = Sparse24Weight(*weight.buffers, validate=False)
-        else:
-            weight = unpack(weight)
-    return weight.to("host")
+    if isinstance(weight, Sparse24Weight):
+        return weight.to("host")
+    assert isinstance(weight, PackedWeight)  # quantized weights were refused
+    if weight.layout_id == CANONICAL_LAYOUT:
+        return Sparse24Weight(*weight.buffers, validate=False).to("host")
+    return unpack(weight).to("host")
 
 
 def _info(operand: Operand) -> TensorInfo:

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan.operands import Args
-from ..weights.weight import PackedWeight, Sparse24Weight
+from ..weights.weight import CanonicalWeight, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class GemmSparse24Args(Args):
     """Operands of a ``forward`` plan. Tensors of any framework, on the plan's device.
 
-    ``weight`` is the result of ``plan.pack``, or a canonical Sparse24Weight if the plan reads that. ``x`` [N,
+    ``weight`` is the result of ``plan.pack``, or a Sparse24Weight (a Sparse24QuantizedWeight for a quantized
+    weight) if the plan reads the canonical form. ``x`` [N,
     K] has the type ``element``. ``y`` is written; it has the type ``out_element`` and the shape [N, M], or
     [N, M/2] for a gated epilogue. ``bias`` [M] has the type ``bias_element`` and is given exactly when the
     epilogue has a bias. Rows of x and y may be further apart than their width; in ``column`` order their
@@ -24,7 +25,7 @@ class GemmSparse24Args(Args):
     and a scale_w of rows have, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given.
     """
 
-    weight: Sparse24Weight | PackedWeight
+    weight: CanonicalWeight | PackedWeight
     x: Any
     y: Any
     bias: Any = None
@@ -43,6 +44,6 @@ class DgradSparse24Args(Args):
     GemmSparse24Args because swapped operands would otherwise pass unnoticed if M == K.
     """
 
-    weight: Sparse24Weight | PackedWeight
+    weight: CanonicalWeight | PackedWeight
     dy: Any
     dx: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
 
-from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from ..arithmetic.elements import addends_of
 from ..arithmetic.epilogue import NO_BOUNDS
@@ -24,10 +24,15 @@ from ..vocab import (
     ScaleKind,
     Size,
 )
+from ..weights import quantized
 from ..weights.gates import GATE_GROUP
+from ..weights.packed_layouts import Quantization
 
-_NO_WEIGHT = (ElementKind.I32, ElementKind.U16, ElementKind.U8)
-"""Elements of results and metadata. No kernel multiplies weights of them, so no message offers them."""
+_NO_WEIGHT = (ElementKind.I32, ElementKind.U16, ElementKind.U8, ElementKind.S4)
+"""Elements of results, metadata and stored values. No kernel multiplies them, so no message offers them."""
+
+_AS_ELEMENT = Field(default_factory=lambda data: data["element"])
+"""Default of a field that is as ``element`` unless given."""
 
 _MOST_ROWS = 2**31 - 1
 """Rows that i32 offsets can name."""
@@ -50,6 +55,15 @@ class GemmSparse24Descriptor(ProductDescriptor):
         Tokens, out features, in features; k is a multiple of 8. Any of them may be 0.
     element : ElementKind
         Type of W's values and of X: ``f32``, ``f16``, ``bf16``, ``s8`` or ``fp8_e4m3``.
+    weight_element : ElementKind, optional
+        Type of W's stored values: ``element`` (default), or for ``f16`` and ``bf16`` also ``s4``, ``s8`` or
+        ``fp8_e4m3``. W is quantized then: its elements are element(f32(value) * f32(scale)), as
+        Sparse24QuantizedWeight says, and all else is as for a weight that holds these.
+    weight_group : int
+        Adjacent columns of a row of a quantized W that share a scale: 32, 64 or 128, or 0 (default) for the
+        whole row.
+    weight_scale_element : ElementKind, optional
+        Type of a quantized W's scales: ``element`` (default) or ``f32``.
     op : GemmOp
         ``forward``: Y[N,M] = epilogue(alpha * X[N,K] @ W[M,K]^T + beta * C[N,M]). ``dgrad``: dX[N,K] =
         alpha * dY[N,M] @ W.
@@ -109,6 +123,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
     n: Size
     m: Size
     k: Eights
+    weight_element: ElementKind = _AS_ELEMENT
+    weight_group: Size = 0
+    weight_scale_element: ElementKind = _AS_ELEMENT
     op: GemmOp = GemmOp.FORWARD
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Factor = 1.0
@@ -134,6 +151,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
             m: SupportsIndex,
             k: SupportsIndex,
             element: ElementLike,
+            weight_element: ElementLike = ...,
+            weight_group: SupportsIndex = ...,
+            weight_scale_element: ElementLike = ...,
             op: GemmOp | str = ...,
             epilogue: EpilogueKind | str = ...,
             alpha: SupportsFloat = ...,
@@ -153,6 +173,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
+        self._expect_quantization()
         self._expect_result_types(gates=True)
         self._expect("c_element", addends_of(self.out_element))
         if self.has_c and (self.epilogue.is_gated or self.op is GemmOp.DGRAD):
@@ -171,6 +192,20 @@ class GemmSparse24Descriptor(ProductDescriptor):
         if self.weight_rows * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
             raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
         return self
+
+    def _expect_quantization(self) -> None:
+        if self.weight_element is self.element:
+            for name, plain in (("weight_group", 0), ("weight_scale_element", self.element)):
+                if getattr(self, name) != plain:
+                    raise ValueError(
+                        f"{name}: expected {plain} for weight_element {self.element}, "
+                        f"got {getattr(self, name)}"
+                    )
+            return
+        quantizable = self.element in quantized.ELEMENTS
+        self._expect("weight_element", (self.element, *(quantized.STORED if quantizable else ())))
+        self._expect("weight_group", quantized.GROUPS)
+        self._expect("weight_scale_element", (self.element, ElementKind.F32))
 
     def _expect_groups(self) -> None:
         if not self.groups:
@@ -213,6 +248,13 @@ class GemmSparse24Descriptor(ProductDescriptor):
         return self.m * max(self.groups, 1)
 
     @property
+    def quantization(self) -> Quantization | None:
+        """How W stores its values; None: as they are."""
+        if self.weight_element is self.element:
+            return None
+        return Quantization(self.weight_element, self.weight_group, self.weight_scale_element)
+
+    @property
     def op_name(self) -> str:
         return f"gemm_sparse24_{self.op}"
 
@@ -252,7 +294,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
         n, rows, f32 = self.n, self.weight_rows, ElementKind.F32
         found = [
-            Operand("weight", Role.WEIGHT, (rows, self.k), self.element),
+            Operand("weight", Role.WEIGHT, (rows, self.k), self.element, quantization=self.quantization),
             Operand("source", Role.IN, (n, self.reduction), self.element, source, self.x_order),
             Operand(
                 "result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"

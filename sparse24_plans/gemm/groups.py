@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +11,19 @@ from numpy.typing import NDArray
 from ..device.tensors import TensorView
 from ..plan.operands import Views
 from ..vocab import ElementKind, GroupTokens, ScaleKind
+from ..weights.quantized import dequantized
 from .descriptor import GemmSparse24Descriptor
 
-_PER_WEIGHT_ROW = ("values", "metadata", "bias", "scale_w")
+_PER_WEIGHT_ROW = ("values", "metadata", "scales", "bias", "scale_w")
 _PER_TOKEN = ("source", "result", "scale_x", "c")
+
+
+def kept_bits(desc: GemmSparse24Descriptor, views: Views) -> NDArray[Any]:
+    """The kept values [M, K/2] of W as bits of the element, dequantized if W is quantized."""
+    if desc.quantization is None:
+        found: NDArray[Any] = views["values"].bits()
+        return found
+    return dequantized(views["values"], views["scales"], desc.quantization, desc.element)
 
 
 def token_ranges(desc: GemmSparse24Descriptor, views: Views) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from ..plan.operands import Views, leading_dimension
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
 from ..weights.packed_layouts import layout_called
-from ..weights.weight import PackedWeight, Sparse24Weight
+from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .descriptor import GemmSparse24Descriptor
 from .kernel_table import GemmEntry
 
@@ -26,10 +26,11 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
         super().__init__(choice)
         self.entry: GemmEntry = choice.entry
 
-    def pack(self, weight: Sparse24Weight) -> PackedWeight:
+    def pack(self, weight: CanonicalWeight) -> PackedWeight:
         """``weight`` in the layout that the kernel reads."""
         if self.entry.layout == CANONICAL_LAYOUT:
             return PackedWeight.canonical(weight)
+        assert isinstance(weight, Sparse24Weight)  # no other kernel serves quantized weights
         return packing.pack(weight, layout_called(self.entry.layout))
 
 

@@ -47,6 +47,8 @@ class GemmEntry(KernelEntry):
     """The host kernel sums fma by fma, as inflate_strict does, and not by BLAS."""
     promoted: bool = False
     """Sums of fp8 products are promoted: float32 adds them outside of the tensor cores."""
+    quantized: bool = False
+    """The kernel takes quantized weights."""
     groups: bool = False
     """The kernel serves groups of tokens with weights of their own."""
     only_groups: bool = False
@@ -77,6 +79,8 @@ class GemmEntry(KernelEntry):
             return "takes no scale_x or scale_w"
         if not self.adds_c and descriptor.has_c:
             return f"adds no C, got beta {descriptor.beta}"
+        if not self.quantized and descriptor.quantization is not None:
+            return f"multiplies no weight of {descriptor.quantization}"
         return "serves no groups" if descriptor.groups and not self.groups else None
 
     def other_kind(self, descriptor: GemmSparse24Descriptor) -> str | None:
@@ -257,6 +261,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         column_order=True,
         scales=True,
         groups=True,
+        quantized=True,
     ),
     GemmEntry(
         name="host_strict",
@@ -268,6 +273,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         column_order=True,
         scales=True,
         groups=True,
+        quantized=True,
     ),
     # Computes the tensor cores' bits on the host, for audits. It is chosen if an arithmetic is required by
     # name.
@@ -282,6 +288,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         column_order=True,
         scales=True,
         groups=True,
+        quantized=True,
         on_request=True,
     ),
 )

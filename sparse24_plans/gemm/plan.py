@@ -12,11 +12,11 @@ from ..device.streams import on_stream
 from ..errors import InvalidProblemError, UnsupportedError
 from ..plan.arithmetic import Arithmetic
 from ..plan.explanation import Explanation
-from ..plan.operands import check_weight, check_weight_fits
+from ..plan.operands import CANONICAL_WEIGHTS, check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, GemmOp, GroupTokens
-from ..weights.weight import PackedWeight, Sparse24Weight
+from ..weights.weight import CanonicalWeight, PackedWeight
 from .args import DgradSparse24Args, GemmSparse24Args
 from .arithmetic.results import GroupedResults, Results
 from .descriptor import GemmSparse24Descriptor
@@ -147,13 +147,15 @@ class GemmSparse24Plan(Plan):
             results = Results(self.descriptor, views, Arithmetic.of(name))
         return replayed(results, views, tokens, outputs, on_block)
 
-    def pack(self, weight: Sparse24Weight, *, stream: Any = None) -> PackedWeight:
+    def pack(self, weight: CanonicalWeight, *, stream: Any = None) -> PackedWeight:
         """Pack ``weight`` in the layout of this plan's kernel, on its device. Plans of every n can use it.
 
+        A quantized product takes a Sparse24QuantizedWeight, any other a Sparse24Weight.
+
         On a GPU the work is enqueued on ``stream``, as for :meth:`run`; a host plan takes only None.
-        Raises InvalidProblemError if shape, element or device differ from the plan's.
+        Raises InvalidProblemError if shape, element, quantization or device differ from the plan's.
         """
-        if type(weight) is not Sparse24Weight:
+        if type(weight) not in CANONICAL_WEIGHTS:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
         operand = self._operands[0]
         check_weight_fits(weight, operand, self._home)

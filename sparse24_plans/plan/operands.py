@@ -13,11 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 from ..device.tensors import Device, TensorView, honest_view
 from ..errors import InvalidProblemError, MisalignedOperandError
 from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
-from ..weights.weight import PackedWeight, Sparse24Weight
+from ..weights.packed_layouts import Quantization
+from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .overlap import overlap, span_of
 
 Views: TypeAlias = dict[str, TensorView]
-"""Checked operands by their names to the kernel. A weight is ``values`` and ``metadata``, or ``packed``."""
+"""Checked operands by their names to the kernel. A weight is ``values``, ``metadata`` and, if quantized,
+``scales``; or ``packed``."""
 
 
 class Role(Enum):
@@ -69,6 +72,8 @@ class Operand:
     operand is contiguous."""
     layout: str | None = None
     """A weight's layout; None: any layout that the plan's kernel reads."""
+    quantization: Quantization | None = None
+    """How a weight stores its values; None: as they are."""
     optional: bool = False
     alignment: int = 1
     may_be: str | None = None
@@ -257,8 +262,14 @@ def _packed_lines(view: TensorView, order: MatrixOrder, argument: str) -> Tensor
     )
 
 
-_PARTS = {CANONICAL_LAYOUT: ("values", "metadata")}
 _ONE_PART = ("packed",)
+
+
+def _parts(operand: Operand, layout: str) -> tuple[str, ...]:
+    """Names of a weight's buffers in a layout."""
+    if layout != CANONICAL_LAYOUT:
+        return _ONE_PART
+    return ("values", "metadata", "scales") if operand.quantization else ("values", "metadata")
 
 
 def _layouts_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
@@ -272,7 +283,7 @@ def _views_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for one in layouts for name in operand.packing.views[one]))
     if operand.role is not Role.WEIGHT:
         return (operand.name,)
-    return tuple(name for one in _layouts_of(operand, layouts) for name in _PARTS.get(one, _ONE_PART))
+    return tuple(name for one in _layouts_of(operand, layouts) for name in _parts(operand, one))
 
 
 def _buffer_name(operand: Operand, view: str, layouts: tuple[str, ...]) -> str:
@@ -297,7 +308,7 @@ class _WeightCheck:
     def __call__(self, args: Args, views: Views) -> None:
         operand = self._operand
         weight = check_weight(getattr(args, operand.argument), operand, self._layouts, self._home)
-        for name, view in zip(_PARTS.get(weight.layout_id, _ONE_PART), weight.buffers, strict=True):
+        for name, view in zip(_parts(operand, weight.layout_id), weight.buffers, strict=True):
             if 0 not in view.shape:
                 check_alignment(operand.argument, view.address, self._alignment)
             views[name] = view
@@ -320,18 +331,22 @@ class _PackedCheck:
             views[part] = view
 
 
+CANONICAL_WEIGHTS = (Sparse24Weight, Sparse24QuantizedWeight)
+
+
 def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: Device) -> PackedWeight:
     """``given`` as a packed weight in one of the ``layouts``. A canonical weight needs no packing."""
     name = operand.argument
     weight = given
-    if type(given) in (Sparse24Weight, PackedWeight):
+    if type(given) in (*CANONICAL_WEIGHTS, PackedWeight):
         check_weight_fits(given, operand, home)  # first, because packing a wrong weight would be in vain
-    if type(given) is Sparse24Weight and CANONICAL_LAYOUT in layouts:
+    if type(given) in CANONICAL_WEIGHTS and CANONICAL_LAYOUT in layouts:
         weight = PackedWeight.canonical(given)
     if type(weight) is not PackedWeight:
-        hint = "; call plan.pack(weight)" if type(weight) is Sparse24Weight else ""
+        hint = "; call plan.pack(weight)" if type(weight) in CANONICAL_WEIGHTS else ""
+        canonical = (Sparse24QuantizedWeight if operand.quantization else Sparse24Weight).__name__
         wanted = " or a ".join(
-            "Sparse24Weight" if layout == CANONICAL_LAYOUT else f"PackedWeight of layout {layout!r}"
+            canonical if layout == CANONICAL_LAYOUT else f"PackedWeight of layout {layout!r}"
             for layout in layouts
         )
         raise InvalidProblemError(f"{name}: expected a {wanted}, got {type(weight).__name__}{hint}")
@@ -343,13 +358,18 @@ def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: D
     return weight
 
 
-def check_weight_fits(weight: PackedWeight | Sparse24Weight, operand: Operand, home: Device) -> None:
-    """Raise InvalidProblemError if shape, element or device are not the operand's."""
+def check_weight_fits(weight: PackedWeight | CanonicalWeight, operand: Operand, home: Device) -> None:
+    """Raise InvalidProblemError if shape, element, quantization or device are not the operand's."""
     name, (m, k) = operand.argument, operand.shape
     if (weight.m, weight.k) != (m, k) or weight.element is not operand.element:
         raise InvalidProblemError(
             f"{name}: expected {operand.element}[{m}, {k}], got {weight.element}[{weight.m}, {weight.k}]"
         )
+    if weight.quantization != operand.quantization:
+        wanted, got = (
+            one or "values that are not quantized" for one in (operand.quantization, weight.quantization)
+        )
+        raise InvalidProblemError(f"{name}: expected {wanted}, got {got}")
     if weight.device != home:
         raise InvalidProblemError(f"{name}: expected memory on {home}, got {weight.device}")
 

@@ -52,12 +52,14 @@ class ElementKind(_Word):
     """Element types of operands. ``dtype`` is the NumPy (or ml_dtypes) type with the same bits.
 
     Arguments and fields also take its name, NumPy's name, or a dtype of NumPy, ml_dtypes, JAX or PyTorch.
+    ``s4`` is an element of quantized weights alone, which store two values in a byte.
     """
 
     F32 = "f32"
     F16 = "f16"
     BF16 = "bf16"
     S8 = "s8"
+    S4 = "s4"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
     I32 = "i32"
@@ -111,6 +113,7 @@ _DTYPES: dict[ElementKind, Dtype] = {
     ElementKind.F16: np.dtype(np.float16),
     ElementKind.BF16: np.dtype(ml_dtypes.bfloat16),
     ElementKind.S8: np.dtype(np.int8),
+    ElementKind.S4: np.dtype(ml_dtypes.int4),
     ElementKind.FP8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
     ElementKind.FP8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
     ElementKind.I32: np.dtype(np.int32),
@@ -119,7 +122,7 @@ _DTYPES: dict[ElementKind, Dtype] = {
 }
 for _kind, _dtype in _DTYPES.items():
     _kind.itemsize = _dtype.itemsize  # a plain attribute: every run asks for it
-_INTEGERS = frozenset({ElementKind.S8, ElementKind.I32, ElementKind.U16, ElementKind.U8})
+_INTEGERS = frozenset({ElementKind.S8, ElementKind.S4, ElementKind.I32, ElementKind.U16, ElementKind.U8})
 
 
 class _FloatLimits(NamedTuple):
@@ -281,6 +284,17 @@ class PrepareOp(_Word):
     TILE_PRUNE = "tile_prune"
     MASK = "mask"
     QUANTIZE = "quantize"
+
+
+class ScaleRule(_Word):
+    """The rule that gives a group of a weight's values its scale.
+
+    ``largest``: the largest |value| over the largest stored value. ``least_squares``: of that scale and 17
+    that a regression of the values on stored ones gives, the one with the least sum of squared errors.
+    """
+
+    LARGEST = "largest"
+    LEAST_SQUARES = "least_squares"
 
 
 class TileRule(_Word):

@@ -14,17 +14,19 @@ import numpy as np
 from ..device.tensors import HOST, TensorView
 from ..vocab import DENSE_F32_LAYOUT, ElementKind
 from . import canonical, groups, threads
-from .weight import PackedWeight, Sparse24Weight
+from .packed_layouts import Quantization
+from .weight import CanonicalWeight, PackedWeight
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
-def pack(weight: Sparse24Weight) -> PackedWeight:
-    """A weight on the host as dense float32."""
+def pack(weight: CanonicalWeight, quantization: Quantization | None = None) -> PackedWeight:
+    """A weight on the host as dense float32. ``quantization`` is that of the weight it was made from."""
     dense = np.empty((weight.m, weight.k), np.float32)
-    inflate(weight.values_view.bits(), weight.metadata, weight.element, dense)
+    values, metadata = (view.bits() for view in weight.views)
+    inflate(values, metadata, weight.element, dense)
     buffers = (TensorView.of(dense),)
-    return PackedWeight(DENSE_F32_LAYOUT, weight.m, weight.k, weight.element, HOST, buffers)
+    return PackedWeight(DENSE_F32_LAYOUT, weight.m, weight.k, weight.element, HOST, buffers, quantization)
 
 
 def matrix(packed: TensorView, m: int, k: int) -> Array:

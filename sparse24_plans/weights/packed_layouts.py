@@ -23,6 +23,33 @@ VALUE_BYTES = 8192
 ROW_BYTES = VALUE_BYTES // TILE_M
 
 
+class Quantization(NamedTuple):
+    """How a quantized weight stores its values: W = element(f32(stored) * f32(scale))."""
+
+    element: ElementKind
+    """Type of the stored values: ``s4``, ``s8`` or ``fp8_e4m3``."""
+    group: int
+    """Adjacent columns of a row of W that share a scale; 0: all of the row's."""
+    scale_element: ElementKind
+    """Type of the scales."""
+
+    def scales_of_a_row(self, k: int) -> int:
+        """Number of scales of a row of k columns."""
+        return -(-k // self.group) if self.group else 1
+
+    def value_bytes(self, m: int, k: int) -> int:
+        """Bytes of the kept values [m, k/2]."""
+        return m * k // 2 * (4 if self.element is ElementKind.S4 else 8) // 8
+
+    def scale_bytes(self, m: int, k: int) -> int:
+        """Bytes of the scales of a weight [m, k]."""
+        return m * self.scales_of_a_row(k) * self.scale_element.itemsize
+
+    def __str__(self) -> str:
+        width = f"groups of {self.group}" if self.group else "rows"
+        return f"{self.element} with {self.scale_element} scales of {width}"
+
+
 class TileLayout(NamedTuple):
     """A layout of tiles."""
 
@@ -73,9 +100,13 @@ def layout_called(layout_id: str) -> TileLayout:
     return next(layout for layout in TILE_LAYOUTS if layout.layout_id == layout_id)
 
 
-def buffer_bytes(layout_id: str, m: int, k: int, element: ElementKind) -> tuple[int, ...] | None:
+def buffer_bytes(
+    layout_id: str, m: int, k: int, element: ElementKind, quantization: Quantization | None = None
+) -> tuple[int, ...] | None:
     """Least bytes of each buffer of a weight [m, k]; None for a layout that isn't this package's."""
     kept = m * k // 2 * element.itemsize
+    if layout_id == CANONICAL_LAYOUT and quantization is not None:
+        return quantization.value_bytes(m, k), m * k // 4, quantization.scale_bytes(m, k)
     if layout_id == CANONICAL_LAYOUT:
         return kept, m * k // 4
     if layout_id == DENSE_F32_LAYOUT:

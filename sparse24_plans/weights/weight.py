@@ -27,7 +27,7 @@ from ..vocab import (
     integer,
 )
 from . import canonical, device_code, host_code, threads
-from .packed_layouts import buffer_bytes
+from .packed_layouts import Quantization, buffer_bytes
 
 
 def _dense_view(dense: Any, element: ElementLike | None) -> TensorView:
@@ -39,7 +39,22 @@ def _dense_view(dense: Any, element: ElementLike | None) -> TensorView:
     return view
 
 
-class Sparse24Weight(Unmoving):
+class CanonicalWeight(Unmoving):
+    """Base of weights in canonical form, which kernels of the host read as they are."""
+
+    __slots__ = ()
+
+    m: int
+    k: int
+    element: ElementKind
+    device: Device
+    quantization: Quantization | None
+    """How the values are stored; None: as they are."""
+    views: tuple[TensorView, ...]
+    """The weight's memory: values, metadata and, if quantized, scales."""
+
+
+class Sparse24Weight(CanonicalWeight):
     """A 2:4 weight W[M, K] in canonical form.
 
     ``values`` [M, K/2] and ``metadata`` [M, K/8] uint16 may be any tensors on one device; both must be
@@ -51,7 +66,9 @@ class Sparse24Weight(Unmoving):
     metadata whose positions do not increase or that has stray bits.
     """
 
-    __slots__ = ("device", "element", "k", "m", "metadata_view", "values_view")
+    __slots__ = ("device", "element", "k", "m", "metadata_view", "values_view", "views")
+
+    quantization = None
 
     def __init__(
         self, values: Any, metadata: Any, *, element: ElementLike | None = None, validate: bool = True
@@ -73,7 +90,7 @@ class Sparse24Weight(Unmoving):
             if not view.is_contiguous:
                 raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
         self.m, self.k, self.element, self.device = m, k, v.element, v.device
-        self.values_view, self.metadata_view = v, d
+        self.values_view, self.metadata_view = self.views = v, d
         if checked_flag("validate", validate):
             self.validate()
 
@@ -177,7 +194,7 @@ class Sparse24Weight(Unmoving):
         if target == self.device:
             return self
         with on_stream(target if self.device == HOST else self.device, stream):
-            parts = [_copy_to(view, target) for view in (self.values_view, self.metadata_view)]
+            parts = [copy_to(view, target) for view in self.views]
         return Sparse24Weight(*parts, element=self.element, validate=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sparse24Weight:
@@ -211,7 +228,8 @@ def _restored_weight(values: Any, metadata: Any, element: str) -> Sparse24Weight
     return Sparse24Weight(values, metadata, element=element)
 
 
-def _copy_to(view: TensorView, target: Device) -> Any:
+def copy_to(view: TensorView, target: Device) -> Any:
+    """The bits of a view as an array in the host's or a GPU's memory."""
     bits = view.bits()
     if target == HOST:
         return bits.get()
@@ -272,8 +290,8 @@ class PackedWeight(Unmoving):
     """A weight in the layout that a kernel reads. Made by ``plan.pack``; good for every n.
 
     ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
-    memory, in the layout's order; ``m``, ``k``, ``element`` and ``device`` are the weight's. Kernels that
-    read the canonical layout need no packing, so nothing is copied for them.
+    memory, in the layout's order; ``m``, ``k``, ``element``, ``device`` and ``quantization`` are the
+    weight's. Kernels that read the canonical layout need no packing, so nothing is copied for them.
 
     Raises InvalidProblemError for buffers that don't fit the layout, BufferTooSmallError for short ones.
     """
@@ -284,10 +302,11 @@ class PackedWeight(Unmoving):
     element: ElementKind
     device: Device
     buffers: tuple[TensorView, ...]
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         self._check_fields()
-        wanted = buffer_bytes(self.layout_id, self.m, self.k, self.element)
+        wanted = buffer_bytes(self.layout_id, self.m, self.k, self.element, self.quantization)
         if wanted is not None and len(self.buffers) != len(wanted):
             raise InvalidProblemError(
                 f"buffers: expected {len(wanted)} for layout {self.layout_id!r}, got {len(self.buffers)}"
@@ -312,6 +331,8 @@ class PackedWeight(Unmoving):
             raise InvalidProblemError(f"packed: expected K a multiple of 8, got [{self.m}, {self.k}]")
         object.__setattr__(self, "element", element_kind(self.element))
         check_device("device", self.device)
+        if self.quantization is not None and type(self.quantization) is not Quantization:
+            raise wrong("quantization", "a Quantization or None", self.quantization)
         if type(self.buffers) is not tuple or any(type(one) is not TensorView for one in self.buffers):
             raise wrong("buffers", "a tuple of TensorViews", self.buffers)
 
@@ -322,15 +343,16 @@ class PackedWeight(Unmoving):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold the bits. Raises UnsupportedError for a weight in device memory."""
         parts = [(portable(view), view.element.value) for view in self.buffers]
-        return _restored_packed, (self.layout_id, self.m, self.k, self.element.value, parts)
+        fields = (self.layout_id, self.m, self.k, self.element.value)
+        return _restored_packed, (*fields, parts, self.quantization)
 
     @classmethod
-    def canonical(cls, weight: Sparse24Weight) -> PackedWeight:
+    def canonical(cls, weight: CanonicalWeight) -> PackedWeight:
         """The canonical weight under its layout's name, sharing its memory."""
-        if not isinstance(weight, Sparse24Weight):
+        if not isinstance(weight, CanonicalWeight):
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
-        buffers = (weight.values_view, weight.metadata_view)
-        return cls(CANONICAL_LAYOUT, weight.m, weight.k, weight.element, weight.device, buffers)
+        fields = (weight.m, weight.k, weight.element, weight.device, weight.views)
+        return cls(CANONICAL_LAYOUT, *fields, weight.quantization)
 
     @property
     def nbytes(self) -> int:
@@ -338,6 +360,13 @@ class PackedWeight(Unmoving):
         return sum(view.nbytes_spanned for view in self.buffers)
 
 
-def _restored_packed(layout: str, m: int, k: int, element: str, parts: list[tuple[Any, str]]) -> PackedWeight:
+def _restored_packed(
+    layout: str,
+    m: int,
+    k: int,
+    element: str,
+    parts: list[tuple[Any, str]],
+    quantization: Quantization | None = None,
+) -> PackedWeight:
     buffers = tuple(TensorView.of(bits, element=kind) for bits, kind in parts)
-    return PackedWeight(layout, m, k, ElementKind(element), HOST, buffers)
+    return PackedWeight(layout, m, k, ElementKind(element), HOST, buffers, quantization)

@@ -32,7 +32,7 @@ from ..gemm.grouped_cases import grouped_case
 from ..plan.cases import equal, matrix, parts_of
 from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers, quantized_rows
 from ..prepare.prepare_cases import PrepareCase
-from ..support import POISON, Case, Data, case_of, reference, same_bits
+from ..support import POISON, Case, Data, case_of, reference, same_bits, weight_of
 from .check_blocks import check_block_problem
 from .problems import BlockProblem, GroupedProduct, Preparation, Problem, Product
 
@@ -164,7 +164,7 @@ def _check_replay(plan: GemmSparse24Plan, data: Data, got: np.ndarray) -> None:
         np.asfortranarray(values) if order == "column" else np.ascontiguousarray(values)
         for values, order in ((data.x, desc.x_order), (got, desc.y_order), (data.c, desc.y_order))
     )
-    weight = Sparse24Weight.prune_compress(data.dense)
+    weight = weight_of(data.dense, desc)
     if desc.op == "forward":
         found = plan.replay(
             GemmSparse24Args(

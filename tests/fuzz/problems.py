@@ -209,6 +209,7 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         for name in ("scale_x", "scale_w"):
             fields[name] = "none" if rng.random() < 0.7 else _pick(rng, ("tensor", "row"))
         fields |= _c_and_bounds(rng, fields)
+    fields |= _quantization(rng, element)
     epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
     slow = epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU)
     most = min(limits.results, _SLOW_RESULTS) if slow else limits.results
@@ -226,6 +227,17 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         tuple(map(int, rows)),
         data_seed,
     )
+
+
+def _quantization(rng: np.random.Generator, element: str) -> dict[str, Any]:
+    """Sometimes a quantized weight."""
+    if element not in ("f16", "bf16") or rng.random() > 0.25:
+        return {}
+    return {
+        "weight_element": _pick(rng, ("s4", "s8", "fp8_e4m3")),
+        "weight_group": _pick(rng, (0, 32, 64, 128)),
+        "weight_scale_element": _pick(rng, (element, "f32")),
+    }
 
 
 def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...]) -> GroupedProduct:

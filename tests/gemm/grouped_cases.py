@@ -8,9 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from sparse24_plans import ElementKind, GemmSparse24Args, GemmSparse24Plan, Sparse24Weight
+from sparse24_plans import ElementKind, GemmSparse24Args, GemmSparse24Plan
 
-from ..support import Data, Guarded, place_name, random_values, reference, scratch, synchronize
+from ..support import (
+    Data,
+    Guarded,
+    dense_of,
+    place_name,
+    random_values,
+    reference,
+    scratch,
+    synchronize,
+    weight_of,
+)
 
 
 @dataclass
@@ -86,8 +96,8 @@ def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 
         if kind != "none":
             found[name] = rng.uniform(0.5, 2.0, 1 if kind == "tensor" else count).astype(np.float32)
     device = place_name(plan)
-    weight = Sparse24Weight.prune_compress(dense)
-    kept = weight.decompress().reshape(desc.groups, desc.m, desc.k)
+    weight = weight_of(dense, desc)
+    kept = dense_of(weight).reshape(desc.groups, desc.m, desc.k)
 
     def part(name: str, group: int) -> np.ndarray | None:
         values = found.get(name)

@@ -14,6 +14,9 @@ CHANGES = {
     "m": 16,
     "k": 16,
     "element": "bf16",
+    "weight_element": "s4",
+    "weight_group": 128,
+    "weight_scale_element": "f32",
     "op": "dgrad",
     "epilogue": "bias",
     "alpha": 0.5,
@@ -33,6 +36,7 @@ CHANGES = {
 BESIDE = {
     **{name: {"epilogue": "relu"} for name in ("relu_threshold", "relu_upper_bound")},
     "group_tokens": {"groups": 1},
+    **{name: {"weight_element": "s8"} for name in ("weight_group", "weight_scale_element")},
 }
 """Further fields of the problems, which the changed one needs."""
 

@@ -27,6 +27,7 @@ from ...vocab import ElementKind, GemmOp
 from ...weights import canonical, dense
 from ...weights.packed_layouts import layout_of
 from ..descriptor import GemmSparse24Descriptor
+from ..groups import kept_bits
 from . import bf16_terms, tensor_core
 from .bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 
@@ -52,7 +53,7 @@ class Factors(NamedTuple):
     @classmethod
     def of(cls, desc: GemmSparse24Descriptor, views: Views) -> Factors:
         codes = canonical.from_metadata(views["metadata"].bits()).reshape(desc.m, desc.k // 4)
-        return cls(desc, views["source"].bits(), views["values"].bits(), codes)
+        return cls(desc, views["source"].bits(), kept_bits(desc, views), codes)
 
 
 def sums(

@@ -24,7 +24,7 @@ from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import CUSPARSELT_LAYOUT, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ...weights import canonical
-from ...weights.weight import PackedWeight, Sparse24Weight
+from ...weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import MOST_STRIDES, GemmKernel
 
@@ -109,11 +109,12 @@ class Kernel(GemmKernel):
             bias=views["bias"].address if "bias" in views else None,
         )
 
-    def pack(self, weight: Sparse24Weight) -> PackedWeight:
+    def pack(self, weight: CanonicalWeight) -> PackedWeight:
         """Compress ``weight`` to the library's blob, uint8, on CuPy's current stream.
 
         The dense matrix and the library's scratch memory are allocated meanwhile.
         """
+        assert isinstance(weight, Sparse24Weight)  # the kernel serves no quantized weights
         cupy = import_cupy()
         with cupy.cuda.Device(self._ordinal):
             if not _values_come_first(self._ordinal, weight.element):

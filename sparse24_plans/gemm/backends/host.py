@@ -23,8 +23,9 @@ from ...plan.kernel import Choice
 from ...plan.operands import Views
 from ...vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, ScaleKind
 from ...weights import canonical, dense, threads
-from ...weights.weight import PackedWeight, Sparse24Weight
-from ..groups import group_problems, lines_of
+from ...weights.quantized import Sparse24QuantizedWeight
+from ...weights.weight import CanonicalWeight, PackedWeight
+from ..groups import group_problems, kept_bits, lines_of
 from ..kernel import GemmKernel
 
 Array = np.ndarray[Any, Any]
@@ -48,8 +49,11 @@ class Kernel(GemmKernel):
         self.details = "NumPy, emulated float32 fma" if self.entry.strict else "NumPy, BLAS"
         self._forward = self.descriptor.op is GemmOp.FORWARD
 
-    def pack(self, weight: Sparse24Weight) -> PackedWeight:
-        return PackedWeight.canonical(weight) if self.entry.layout == CANONICAL_LAYOUT else dense.pack(weight)
+    def pack(self, weight: CanonicalWeight) -> PackedWeight:
+        if self.entry.layout == CANONICAL_LAYOUT:
+            return PackedWeight.canonical(weight)
+        whole = weight.dequantize() if isinstance(weight, Sparse24QuantizedWeight) else weight
+        return dense.pack(whole, weight.quantization)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self.descriptor.groups:
@@ -79,7 +83,7 @@ class Kernel(GemmKernel):
     def _product_of(self, views: Views) -> Product:
         desc = self.descriptor
         if self.entry.strict and desc.element is not ElementKind.S8:
-            kept = views["values"].array().astype(np.float32)
+            kept = dense.widened(kept_bits(desc, views), desc.element)
             codes = canonical.from_metadata(views["metadata"].bits())
             columns = canonical.positions(codes.reshape(desc.m, desc.k // 4))
             if self._forward:
@@ -103,7 +107,7 @@ class Kernel(GemmKernel):
     def _multiply_inflated(self, source: Array, views: Views) -> Array:
         """Multiply with a canonical weight, inflating some of its rows at a time."""
         desc = self.descriptor
-        values, metadata = views["values"].bits(), views["metadata"].bits()
+        values, metadata = kept_bits(desc, views), views["metadata"].bits()
         step = max(_INFLATED_CELLS // max(desc.k, 1), 1)
         block = np.empty((min(step, desc.m), desc.k), np.float32)
         sums = np.float64 if desc.element is ElementKind.S8 else np.float32

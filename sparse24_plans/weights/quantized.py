@@ -1,0 +1,298 @@
+"""Quantized 2:4 weights: values of 4 or 8 bits, positions, and scales of groups of columns.
+
+The weight W[M, K] that a product multiplies has elements of 16 bits. A stored value q and its scale s make
+one of them: ``element(f32(q) * f32(s))``, where the product is rounded to float32 and then to the element,
+both to nearest even. The product is exact unless the scale is f32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..device.devices import DeviceLike, home_of, resolve
+from ..device.streams import on_stream
+from ..device.tensors import HOST, TensorView, wrong
+from ..errors import InvalidProblemError, UnsupportedError
+from ..vocab import ElementKind, ElementLike, ScaleRule, checked_flag, element_kind, integer
+from . import canonical, dense, threads
+from .packed_layouts import Quantization
+from .quantize import quantized_groups
+from .weight import CanonicalWeight, Sparse24Weight, copy_to, portable
+
+Array = np.ndarray[Any, Any]
+
+ELEMENTS = (ElementKind.F16, ElementKind.BF16)
+"""Elements that a quantized weight may have when it is multiplied."""
+STORED = (ElementKind.S4, ElementKind.S8, ElementKind.FP8_E4M3)
+"""Elements of stored values."""
+GROUPS = (0, 32, 64, 128)
+"""Columns of a row that share a scale; 0: the whole row."""
+
+
+def quantization_of(element: ElementKind, stored: Any, group: Any, scale_element: Any) -> Quantization:
+    """The fields, checked, for a weight of this element. Raises InvalidProblemError naming the field."""
+    kind = element_kind(stored, "stored")
+    if element not in ELEMENTS:
+        raise wrong("element", " or ".join(ELEMENTS), element)
+    if kind not in STORED:
+        raise wrong("stored", " or ".join(STORED), stored)
+    columns = integer(group)
+    if columns not in GROUPS:
+        raise wrong("group", " or ".join(map(str, GROUPS)), group)
+    scales = element if scale_element is None else element_kind(scale_element, "scale_element")
+    if scales not in (element, ElementKind.F32):
+        raise wrong("scale_element", f"{element} or f32", scale_element)
+    return Quantization(kind, columns, scales)
+
+
+class Sparse24QuantizedWeight(CanonicalWeight):
+    """A 2:4 weight W[M, K] whose kept values are stored in 4 or 8 bits.
+
+    Parameters
+    ----------
+    values : tensor
+        The stored values: [M, K/2] of ``s8`` or ``fp8_e4m3``, or for ``s4`` uint8 [M, K/4] of two signed
+        values each, the first in the low four bits.
+    metadata : tensor
+        uint16 [M, K/8], as for Sparse24Weight.
+    scales : tensor
+        [M, ceil(K / group)], or [M, 1] for ``group`` 0, of ``scale_element``.
+    element : ElementLike
+        ``f16`` or ``bf16``: the type of W when it is multiplied.
+    stored : ElementLike
+        ``s4``, ``s8`` or ``fp8_e4m3``.
+    group : int
+        Adjacent columns of a row that share a scale: 32, 64 or 128, or 0 for the whole row.
+    scale_element : ElementLike, optional
+        ``element`` (default) or ``f32``.
+    validate : bool
+        False skips the scan of the metadata, which on a GPU waits for the device.
+
+    ``m``, ``k``, ``element``, ``device`` and ``quantization`` are W's; ``views`` its memory as TensorViews.
+
+    Raises InvalidProblemError for wrong shapes, types or devices; FormatError, with row and group of four,
+    for metadata whose positions do not increase or that has stray bits.
+    """
+
+    __slots__ = ("device", "element", "k", "m", "quantization", "views")
+
+    quantization: Quantization
+
+    def __init__(
+        self,
+        values: Any,
+        metadata: Any,
+        scales: Any,
+        *,
+        element: ElementLike,
+        stored: ElementLike,
+        group: int,
+        scale_element: ElementLike | None = None,
+        validate: bool = True,
+    ) -> None:
+        self.element = element_kind(element)
+        self.quantization = quantization_of(self.element, stored, group, scale_element)
+        given = (
+            ("values", values, memory_element(self.quantization.element)),
+            ("metadata", metadata, ElementKind.U16),
+            ("scales", scales, self.quantization.scale_element),
+        )
+        self.views = tuple(TensorView.of(one, element=kind, argument=name) for name, one, kind in given)
+        self.device = self.views[0].device
+        self.m, self.k = self._shape()
+        wanted = (
+            self.views[0].shape,
+            (self.m, self.k // 8),
+            (self.m, self.quantization.scales_of_a_row(self.k)),
+        )
+        for (name, _, _), view, shape in zip(given, self.views, wanted, strict=True):
+            if view.shape != shape:
+                raise InvalidProblemError(f"{name}: expected shape {list(shape)}, got {list(view.shape)}")
+            if view.device != self.device:
+                raise InvalidProblemError(f"{name}: expected memory on {self.device}, got {view.device}")
+            if not view.is_contiguous:
+                raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
+        if checked_flag("validate", validate):
+            with on_stream(self.device, None):
+                canonical.check_metadata(self.metadata)
+
+    @classmethod
+    def quantize(
+        cls,
+        weight: Sparse24Weight,
+        *,
+        stored: ElementLike,
+        group: int,
+        scale_element: ElementLike | None = None,
+        rule: ScaleRule | str = ScaleRule.LARGEST,
+    ) -> Sparse24QuantizedWeight:
+        """Quantize the kept values of ``weight``, f16 or bf16, in host memory; the positions stay.
+
+        Values are divided by their group's scale, as it is stored, and rounded to nearest even. ``stored``,
+        ``group`` and ``scale_element`` are as for the constructor.
+
+        Raises InvalidProblemError; UnsupportedError for a weight in device memory.
+        """
+        if type(weight) is not Sparse24Weight:
+            raise wrong("weight", "a Sparse24Weight", weight)
+        by = quantization_of(weight.element, stored, group, scale_element)
+        rule = _scale_rule(rule)
+        _check_on_host("quantize", weight)
+        bits = weight.values_view.bits()
+        values = np.empty((weight.m, weight.k // 2), np.int8 if by.element.is_integer else by.element.dtype)
+        scales = np.empty((weight.m, by.scales_of_a_row(weight.k)), by.scale_element.dtype)
+
+        def fill(rows: slice) -> None:
+            kept = dense.widened(bits[rows], weight.element)
+            values[rows], scales[rows] = quantized_groups(kept, weight.element, by, rule)
+
+        threads.for_each(fill, canonical.row_steps(*values.shape, True))
+        held = nibbles_of(values) if by.element is ElementKind.S4 else values
+        parts = (held, weight.metadata_view, scales)
+        return cls(*parts, element=weight.element, validate=False, **_named(by))
+
+    def _shape(self) -> tuple[int, int]:
+        shape, each = self.views[0].shape, self._columns_of_a_cell
+        if len(shape) != 2 or shape[1] * each % 8:
+            width = f"K/{each}"
+            raise InvalidProblemError(
+                f"values: expected shape [M, {width}] with K a multiple of 8, got {list(shape)}"
+            )
+        return shape[0], shape[1] * each
+
+    @property
+    def _columns_of_a_cell(self) -> int:
+        """Columns of W for each cell of ``values``."""
+        return 4 if self.quantization.element is ElementKind.S4 else 2
+
+    @property
+    def values(self) -> Any:
+        """The stored values as a NumPy or CuPy array, not copied."""
+        return self.views[0].array()
+
+    @property
+    def metadata(self) -> Any:
+        """The metadata uint16 [M, K/8] as a NumPy or CuPy array, not copied."""
+        return self.views[1].bits()
+
+    @property
+    def scales(self) -> Any:
+        """The scales [M, groups of a row] as a NumPy or CuPy array, not copied."""
+        return self.views[2].array()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values, metadata and scales together."""
+        one = self.quantization
+        return one.value_bytes(self.m, self.k) + self.m * self.k // 4 + one.scale_bytes(self.m, self.k)
+
+    def dequantize(self) -> Sparse24Weight:
+        """W itself, of ``element``, with the same metadata. Raises UnsupportedError for device memory."""
+        _check_on_host("dequantize", self)
+        kept = dequantized(self.views[0], self.views[2], self.quantization, self.element)
+        return Sparse24Weight(kept.view(self.element.dtype), self.views[1], validate=False)
+
+    def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24QuantizedWeight:
+        """The weight on a device, as :meth:`Sparse24Weight.to` does, with the same errors."""
+        if device is None:
+            raise InvalidProblemError("device: expected 'host', 'cuda', a CUDA ordinal or a device, got None")
+        target = home_of(resolve(device))
+        if target == self.device:
+            return self
+        with on_stream(target if self.device == HOST else self.device, stream):
+            return self._of([copy_to(view, target) for view in self.views])
+
+    def _of(self, parts: Any) -> Sparse24QuantizedWeight:
+        return Sparse24QuantizedWeight(
+            *parts, element=self.element, validate=False, **_named(self.quantization)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sparse24QuantizedWeight:
+        """A weight in memory of its own, on the same device."""
+        return self._of([view.owned_copy() for view in self.views])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles hold the bits. Raises UnsupportedError for a weight in device memory."""
+        return _restored, (
+            [portable(view) for view in self.views],
+            self.element.value,
+            _named(self.quantization),
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Sparse24QuantizedWeight({self.element}[{self.m}, {self.k}], {self.quantization}, {self.device})"
+        )
+
+
+def _named(by: Quantization) -> dict[str, Any]:
+    """The constructor's arguments."""
+    return {"stored": by.element, "group": by.group, "scale_element": by.scale_element}
+
+
+def _check_on_host(what: str, weight: CanonicalWeight) -> None:
+    if weight.device != HOST:
+        raise UnsupportedError(
+            f"{what}: expected a weight in host memory, got one on {weight.device}; call weight.to('host')"
+        )
+
+
+def _scale_rule(rule: object) -> ScaleRule:
+    try:
+        return ScaleRule(rule) if isinstance(rule, str) else ScaleRule(None)
+    except ValueError:
+        raise wrong("rule", " or ".join(ScaleRule), rule) from None
+
+
+def _restored(parts: list[Any], element: str, fields: dict[str, Any]) -> Sparse24QuantizedWeight:
+    return Sparse24QuantizedWeight(*parts, element=element, **fields)
+
+
+def memory_element(stored: ElementKind) -> ElementKind:
+    """The element of the memory that holds stored values: uint8 for two values of ``s4``."""
+    return ElementKind.U8 if stored is ElementKind.S4 else stored
+
+
+def signed_nibbles(values: Array) -> Array:
+    """The values int8 [rows, 2 * width] of uint8 [rows, width], the low four bits first."""
+    found = np.empty((values.shape[0], 2 * values.shape[1]), np.int8)
+    np.right_shift(np.left_shift(values, np.uint8(4)).view(np.int8), np.int8(4), out=found[:, ::2])
+    np.right_shift(values.view(np.int8), np.int8(4), out=found[:, 1::2])
+    return found
+
+
+def nibbles_of(values: Array) -> Array:
+    """The inverse of :func:`signed_nibbles`: uint8 [rows, width / 2] of int8 [rows, width], from -8 to 7."""
+    bits = values.view(np.uint8)
+    found: Array = (bits[:, ::2] & np.uint8(15)) | (bits[:, 1::2] << np.uint8(4))
+    return found
+
+
+def dequantized(values: TensorView, scales: TensorView, by: Quantization, element: ElementKind) -> Array:
+    """The kept values [M, K/2] of W on the host, as bits of ``element``."""
+    stored, factors = values.bits(), dense.widened(scales.bits(), by.scale_element)
+    width = stored.shape[1] * (2 if by.element is ElementKind.S4 else 1)
+    kept = np.empty((stored.shape[0], width), element.dtype)
+
+    def fill(rows: slice) -> None:
+        wide = _widened(stored[rows], by.element)
+        with np.errstate(all="ignore"):  # Inf and NaN are results here
+            wide *= _of_each_value(factors[rows], by, width)
+            kept[rows] = wide.astype(element.dtype)
+
+    threads.for_each(fill, canonical.row_steps(stored.shape[0], width, True))
+    return kept.view(element.bits_dtype)
+
+
+def _widened(stored: Array, element: ElementKind) -> Array:
+    """Stored values, given as bits, as float32 [rows, K/2] in memory of their own."""
+    if element is ElementKind.S4:
+        return signed_nibbles(stored).astype(np.float32)
+    return dense.widened(stored, element)
+
+
+def _of_each_value(scales: Array, by: Quantization, width: int) -> Array:
+    """The scales of the kept values [rows, K/2], or a column of them that broadcasts."""
+    return np.repeat(scales, by.group // 2, axis=1)[:, :width] if by.group else scales
