@@ -31,6 +31,7 @@ from .quantized_linear import Sparse24QuantizedLinear
 from .semi_structured import from_semi_structured, to_semi_structured, use_as_default
 from .swap import DenseMatrix, Sparse24Recipe, SwappedLayer, SwapReport, to_sparse24
 from .tensor import SemiStructuredError, Sparse24Tensor
+from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _after_import("transformers.modeling_utils", ".integrations.transformers")
 
@@ -52,6 +53,7 @@ __all__ = [
     "Sparse24QuantizedLinear",
     "Sparse24Recipe",
     "Sparse24Tensor",
+    "Sparse24WeightOnlyLinear",
     "SwapReport",
     "SwappedLayer",
     "blocksparse",

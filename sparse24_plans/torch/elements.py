@@ -19,6 +19,7 @@ from ..device.tensors import TensorView
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
 from ..weights.packed_layouts import layout_of
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import PackedWeight, Sparse24Weight
 
 DTYPE_OF = {
@@ -32,6 +33,12 @@ DTYPE_OF = {
     ElementKind.I32: torch.int32,
 }
 _ELEMENT_OF = {dtype: element for element, dtype in DTYPE_OF.items()}
+STORED_OF = {
+    torch.uint8: ElementKind.S4,
+    torch.int8: ElementKind.S8,
+    torch.float8_e4m3fn: ElementKind.FP8_E4M3,
+}
+"""The elements that a quantized weight stores, by the dtype of its values. Two of ``s4`` are in a byte."""
 META_DTYPES = (torch.int16, torch.uint16)
 
 
@@ -119,19 +126,30 @@ def host_bytes(tensor: torch.Tensor) -> Any:
 
 
 def weight_sizes(
-    weight: torch.Tensor, meta: torch.Tensor | None, m: int | None, k: int | None
+    weight: torch.Tensor,
+    meta: torch.Tensor | None,
+    m: int | None,
+    k: int | None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[int, int]:
     """M and K of a weight in either form. ``m`` and ``k`` are the caller's values, or None.
 
-    Raises InvalidProblemError if shapes, dtypes or devices don't fit together.
+    A weight with ``scales`` is quantized. Raises InvalidProblemError if shapes, dtypes or devices don't fit
+    together.
     """
     if meta is None:
         return _packed_sizes(weight, m, k)
-    if weight.dim() != 2 or weight.shape[1] % 4:
+    each = 2
+    if scales is not None:
+        if weight.dtype not in STORED_OF:
+            known = ", ".join(map(str, STORED_OF))
+            raise InvalidProblemError(f"weight: expected values of {known}, got {weight.dtype}")
+        each = 4 if STORED_OF[weight.dtype] is ElementKind.S4 else 2
+    if weight.dim() != 2 or weight.shape[1] * each % 8:
         raise InvalidProblemError(
-            f"weight: expected values [M, K/2] with K a multiple of 8, got {list(weight.shape)}"
+            f"weight: expected values [M, K/{each}] with K a multiple of 8, got {list(weight.shape)}"
         )
-    rows, columns = weight.shape[0], 2 * weight.shape[1]
+    rows, columns = weight.shape[0], each * weight.shape[1]
     if meta.dtype not in META_DTYPES or tuple(meta.shape) != (rows, columns // 8):
         raise InvalidProblemError(
             f"meta: expected int16 or uint16 {[rows, columns // 8]}, got {meta.dtype} {list(meta.shape)}"
@@ -165,6 +183,20 @@ def meta_view(meta: torch.Tensor) -> TensorView:
 def canonical_weight(values: torch.Tensor, meta: torch.Tensor, *, validate: bool = False) -> Sparse24Weight:
     """The weight that shares the tensors' memory."""
     return Sparse24Weight(values, meta_view(meta), validate=validate)
+
+
+def quantized_weight(
+    values: torch.Tensor, meta: torch.Tensor, scales: torch.Tensor, group: int, dtype: torch.dtype
+) -> Sparse24QuantizedWeight:
+    """The quantized weight that shares the tensors' memory; W has ``dtype`` when it is multiplied."""
+    return Sparse24QuantizedWeight(
+        *(values, meta_view(meta), scales),
+        element=element_of(dtype, "dtype"),
+        stored=STORED_OF[values.dtype],
+        group=group,
+        scale_element=element_of(scales.dtype, "scales"),
+        validate=False,
+    )
 
 
 def packed_weight(weight: torch.Tensor, m: int, k: int) -> PackedWeight:

@@ -14,7 +14,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import GemmOp, MatrixOrder, ScaleKind
 from .activations import epilogue_of
-from .elements import DTYPE_OF, element_of, weight_sizes
+from .elements import DTYPE_OF, STORED_OF, element_of, weight_sizes
 from .plan_cache import descriptor, preference_of
 
 
@@ -29,6 +29,8 @@ class Call(NamedTuple):
     """X [..., K]. ``dgrad`` has dY [..., M] here, and ``mm`` has B^T [N, K]."""
     weight: Tensor
     meta: Tensor | None
+    scales: Tensor | None = None
+    """Scales of a quantized weight's groups of columns."""
     bias: Tensor | None = None
     scale_x: Tensor | None = None
     scale_w: Tensor | None = None
@@ -43,9 +45,11 @@ class Call(NamedTuple):
     turned: bool = False
     """Whether the result is Y^T, contiguous, so that Y is column-major."""
     beta: float = 1.0
+    group: int = 0
+    """Columns of a quantized weight that share a scale; 0: the whole row."""
 
 
-OPERANDS = ("x", "weight", "meta", "bias", "scale_x", "scale_w", "residual")
+OPERANDS = ("x", "weight", "meta", "scales", "bias", "scale_x", "scale_w", "residual")
 """The fields of a call that are tensors; they come first."""
 
 # The problem of a call ----------------------------------------------------------------------------
@@ -59,14 +63,13 @@ def sizes(call: Call) -> tuple[int, int]:
     m, k = call.m, call.k
     if call.meta is None:
         m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)
-    m, k = weight_sizes(call.weight, call.meta, m, k)
+    m, k = weight_sizes(call.weight, call.meta, m, k, call.scales)
     wanted, name = (m, "M") if call.dgrad else (k, "K")
     if width != wanted:
         raise InvalidProblemError(
             f"x: expected [..., {wanted}], the weight's {name}, got {list(call.x.shape)}"
         )
-    if call.x.dtype != call.weight.dtype:
-        raise InvalidProblemError(f"x: expected {call.weight.dtype}, as the weight, got {call.x.dtype}")
+    _check_dtypes(call)
     if call.bias is not None and tuple(call.bias.shape) != (m,):
         raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
     if call.scale_x is not None:
@@ -75,11 +78,23 @@ def sizes(call: Call) -> tuple[int, int]:
         check_scale(call.scale_w, m, "scale_w")
     if call.residual is not None and call.residual.shape != (whole := (*call.x.shape[:-1], m)):
         raise InvalidProblemError(f"residual: expected {list(whole)}, got {list(call.residual.shape)}")
-    for name in ("weight", "bias", "scale_x", "scale_w", "residual"):
+    for name in ("weight", "bias", "scale_x", "scale_w", "residual", "scales"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.x.device:
             raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
     return m, k
+
+
+def _check_dtypes(call: Call) -> None:
+    x, weight, scales = call.x.dtype, call.weight.dtype, call.scales
+    if scales is None:
+        if x != weight:
+            raise InvalidProblemError(f"x: expected {weight}, as the weight, got {x}")
+        return
+    if x not in (torch.float16, torch.bfloat16):
+        raise InvalidProblemError(f"x: expected torch.float16 or torch.bfloat16, got {x}")
+    if scales.dtype not in (x, torch.float32):
+        raise InvalidProblemError(f"scales: expected {x} or torch.float32, got {scales.dtype}")
 
 
 def check_scale(scale: Tensor, rows: int, argument: str) -> None:
@@ -100,7 +115,7 @@ def scale_kind(scale: Tensor | None) -> ScaleKind | None:
 def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
     """The descriptor of the product. Raises InvalidProblemError naming the field."""
     bias, residual = call.bias, call.residual
-    element = element_of(call.weight.dtype, "weight")
+    element = element_of(call.x.dtype, "x")
     out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
     c = None if residual is None else element_of(residual.dtype, "residual")
     if c is not None and c not in (expected := addends_of(out or results_of(element)[0])):
@@ -118,6 +133,9 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
         beta=None if residual is None else call.beta,
+        weight_element=None if call.scales is None else STORED_OF[call.weight.dtype],
+        weight_group=None if call.scales is None else call.group,
+        weight_scale_element=None if call.scales is None else element_of(call.scales.dtype, "scales"),
         c_element=c,
         **orders,
     )

@@ -51,6 +51,7 @@ class CheckedProduct(CheckedCall):
         self.shape = tuple(whole[::-1] if call.turned else whole)
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
         self._empty = allocation(self.shape, self._dtype, self._device)
+        self._quantized = call.scales is not None
         self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
         self._check_out(out)
         super().__init__(plan, self._first_caller(call, rows, out), x.device)
@@ -83,8 +84,10 @@ class CheckedProduct(CheckedCall):
 
     def _weight(self, call: Call) -> Any:
         if self._as_it_is:
-            return packed_weight_cache.as_it_is(call.weight, call.meta, self._m, self._k)
-        return packed_weight_cache.converted(self.plan, call.weight, call.meta, self._m, self._k)
+            return packed_weight_cache.as_it_is(
+                self.plan, call.weight, call.meta, self._m, self._k, call.scales
+            )
+        return packed_weight_cache.converted(self.plan, call.weight, call.meta, self._m, self._k, call.scales)
 
     def _args(self, call: Call, weight: Any, rows: Tensor, y: Tensor) -> Any:
         if call.dgrad:
@@ -103,7 +106,8 @@ class CheckedProduct(CheckedCall):
     ) -> Tensor | None:
         """The result, in ``out`` or in new memory; None if x must be copied to an aligned address first.
 
-        ``others`` are the bias, scales and residual. Every call runs this, so it is written for speed.
+        ``others`` are a quantized weight's scales, the bias, scales of x and W, and the residual. Every call
+        runs this, so it is written for speed.
         """
         if self._copied:
             x = _aligned(x, self.in_columns)
@@ -111,12 +115,17 @@ class CheckedProduct(CheckedCall):
         if source % self.alignment:
             return None
         y = self._empty() if out is None else out
+        scales = None
+        if self._quantized:
+            scales, *others = others  # type: ignore[assignment]
         places: tuple[int, ...]
         if not self._as_it_is:
-            packed = packed_weight_cache.converted(self.plan, weight, meta, self._m, self._k)
+            packed = packed_weight_cache.converted(self.plan, weight, meta, self._m, self._k, scales)
             places = (*[view.address for view in packed.buffers], source, y.data_ptr())
         elif meta is None:
             places = (weight.data_ptr(), source, y.data_ptr())
+        elif scales is not None:
+            places = (weight.data_ptr(), meta.data_ptr(), scales.data_ptr(), source, y.data_ptr())
         else:
             places = (weight.data_ptr(), meta.data_ptr(), source, y.data_ptr())
         if self._residual_copied:
@@ -186,6 +195,7 @@ def _form(
     x: Tensor,
     weight: Tensor,
     meta: Tensor | None = None,
+    scales: Tensor | None = None,
     bias: Tensor | None = None,
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
@@ -203,6 +213,7 @@ def _form(
         weight.dtype,
         weight.get_device(),
         None if meta is None else about(meta),
+        None if scales is None else about(scales),
         None if bias is None else about(bias),
         None if scale_x is None else about(scale_x),
         None if scale_w is None else about(scale_w),
@@ -250,6 +261,7 @@ def linear(
         x,
         weight,
         meta,
+        None,
         bias,
         None,
         None,
@@ -282,7 +294,7 @@ def linear_call(
 ) -> Call:
     added = residual if beta else None
     options = None, False, activation, out_dtype, preference, False, beta
-    return Call(x, weight, meta, bias, None, None, added, m, *options)
+    return Call(x, weight, meta, None, bias, None, None, added, m, *options)
 
 
 def linear_out_call(
@@ -318,7 +330,28 @@ def scaled_call(
     if element_of(weight.dtype, "weight") not in (ElementKind.S8, ElementKind.FP8_E4M3):
         raise InvalidProblemError(f"weight: expected int8 or float8_e4m3fn, got {weight.dtype}")
     options = None, False, activation, out_dtype, preference
-    return Call(x, weight, meta, bias, scale_x, scale_w, None, m, *options)
+    return Call(x, weight, meta, None, bias, scale_x, scale_w, None, m, *options)
+
+
+def weight_only_call(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    group: int = 0,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+    preference: str = "",
+) -> Call:
+    options = None, None, False, activation, out_dtype, preference, False, 1.0, group
+    return Call(x, values, meta, scales, bias, None, None, None, *options)
+
+
+def weight_only_dgrad_call(
+    dy: Tensor, values: Tensor, meta: Tensor, scales: Tensor, group: int = 0, preference: str = ""
+) -> Call:
+    return Call(dy, values, meta, scales, dgrad=True, preference=preference, group=group)
 
 
 def dgrad_call(

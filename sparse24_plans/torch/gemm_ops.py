@@ -1,4 +1,4 @@
-"""The ops that multiply by a 2:4 weight: linear, linear_out, scaled_linear, dgrad and mm.
+"""The ops that multiply by a 2:4 weight: linear, linear_out, scaled_linear, weight_only_linear, dgrad and mm.
 
 docs/pytorch.md says what each takes and gives. A weight is canonical (``weight`` and ``meta``) or packed
 (``weight`` alone, with ``m``), as elements.py describes. Results are contiguous. Ops raise the package's
@@ -23,6 +23,8 @@ from .gemm_dispatch import (
     mm_call,
     product_of,
     scaled_call,
+    weight_only_call,
+    weight_only_dgrad_call,
 )
 from .library import define
 from .prepare_ops import kept_values
@@ -117,6 +119,26 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dw, None, db, None, None, None, None
 
 
+def _weight_only_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, values, meta, scales, bias, ctx.group, ctx.activation, ctx.out_dtype, ctx.preference = inputs
+    ctx.x_dtype = x.dtype
+    ctx.save_for_backward(x if ctx.activation != "none" else None, values, meta, scales, bias)
+
+
+def _weight_only_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, values, meta, scales, bias = ctx.saved_tensors
+    if ctx.activation != "none":  # the activation's argument is computed again rather than kept
+        options = {"out_dtype": ctx.out_dtype, "preference": ctx.preference}
+        before = _ops.weight_only_linear(x, values, meta, scales, bias, ctx.group, **options)
+        dy = activations.GRADIENTS[ctx.activation](dy, before)
+    dx = db = None
+    if ctx.needs_input_grad[0]:
+        dx = _ops.weight_only_dgrad(dy.to(ctx.x_dtype), values, meta, scales, ctx.group)
+    if bias is not None and ctx.needs_input_grad[4]:
+        db = _rows(dy).sum(0).to(bias.dtype)
+    return dx, None, None, None, db, None, None, None, None
+
+
 def autocast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
     """The tensor as autocast converts it: only floating point of 16 bits or more changes."""
     is_float = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.element_size() > 1
@@ -196,6 +218,21 @@ define(
     product_of(scaled_call),
     _fake_of(scaled_call),
     call=scaled_call,
+)
+define(
+    "weight_only_linear(Tensor x, Tensor values, Tensor meta, Tensor scales, Tensor? bias=None, int group=0, "
+    f"{_OPTIONS}) -> Tensor",
+    product_of(weight_only_call),
+    _fake_of(weight_only_call),
+    backward=_weight_only_backward,
+    setup_context=_weight_only_context,
+    call=weight_only_call,
+)
+define(
+    "weight_only_dgrad(Tensor dy, Tensor values, Tensor meta, Tensor scales, int group=0, "
+    'str preference="") -> Tensor',
+    product_of(weight_only_dgrad_call),
+    _fake_of(weight_only_dgrad_call),
 )
 define(
     "dgrad(Tensor dy, Tensor weight, Tensor? meta=None, SymInt? m=None, SymInt? k=None, "

@@ -111,7 +111,7 @@ class _CheckedGrouped(CheckedCall):
 
     def _weight(self, call: Grouped) -> Any:
         if self._as_it_is:
-            return packed_weight_cache.as_it_is(call.weight, call.meta, self._rows, self._k)
+            return packed_weight_cache.as_it_is(self._plan, call.weight, call.meta, self._rows, self._k)
         return packed_weight_cache.converted(self._plan, call.weight, call.meta, self._rows, self._k)
 
     def run(self, call: Grouped) -> Tensor:

@@ -27,7 +27,7 @@ class LayerWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._layer._weight.dtype
+        dtype: torch.dtype = self._layer.weight_dtype
         return dtype
 
     @property

@@ -233,6 +233,11 @@ class Sparse24Linear(nn.Module):
         return LayerWeight(self)
 
     @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of W."""
+        return self._weight.dtype
+
+    @property
     def _shape(self) -> tuple[int, int]:
         """Rows and columns of the weight that the layer holds."""
         return self.out_features, self.k
@@ -437,10 +442,9 @@ class Sparse24Linear(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        weight = self._weight
         parts = [
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}",
-            f"dtype={str(weight.dtype).removeprefix('torch.')}",
+            f"dtype={str(self.weight_dtype).removeprefix('torch.')}",
         ]
         if self.activation != "none":
             parts.append(f"activation={self.activation}")
@@ -471,8 +475,9 @@ def _bytes_of(meta: Tensor) -> Tensor:
 
 def check_metadata(values: Tensor, meta: Tensor) -> None:
     """Raise FormatError, with row and group, for metadata that doesn't name two positions."""
-    if type(values) not in (Tensor, nn.Parameter):  # the values of a DTensor aren't looked at
-        values = torch.empty(values.shape, dtype=torch.int8, device=meta.device)
+    plain = type(values) in (Tensor, nn.Parameter) and values.dtype != torch.uint8
+    if not plain:  # a DTensor's values, and two in a byte, aren't looked at
+        values = torch.empty(len(meta), 4 * meta.shape[1], dtype=torch.int8, device=meta.device)
     with cupy_on_torch_stream(values):
         try:
             canonical_weight(values, meta, validate=True)

@@ -15,8 +15,15 @@ from ..gemm.plan import GemmSparse24Plan
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
 from ..weights.packed_layouts import layout_of
-from ..weights.weight import PackedWeight
-from .elements import canonical_weight, current_stream, element_of, packed_weight
+from ..weights.weight import CanonicalWeight, PackedWeight
+from .elements import (
+    DTYPE_OF,
+    canonical_weight,
+    current_stream,
+    element_of,
+    packed_weight,
+    quantized_weight,
+)
 
 
 class _Copy(NamedTuple):
@@ -27,8 +34,8 @@ class _Copy(NamedTuple):
     packed: PackedWeight
 
 
-_kept: dict[int, dict[str, _Copy]] = {}
-"""The copies of each living weight by its id and by their layouts."""
+_kept: dict[int, dict[Any, _Copy]] = {}
+"""The copies of each living weight by its id, and by their layouts, elements and quantization."""
 _version_of = attrgetter("_version")  # PyTorch increments it with every write in place
 
 
@@ -39,22 +46,45 @@ def fits(plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None
     return plan.sku.layout == layout_of(element_of(weight.dtype, "weight")).layout_id
 
 
-def as_it_is(weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int) -> PackedWeight:
+def as_it_is(
+    plan: GemmSparse24Plan,
+    weight: torch.Tensor,
+    meta: torch.Tensor | None,
+    m: int,
+    k: int,
+    scales: torch.Tensor | None = None,
+) -> PackedWeight:
     """The weight in its own layout and memory."""
     if meta is None:
         return packed_weight(weight, m, k)
-    return PackedWeight.canonical(canonical_weight(weight, meta))
+    return PackedWeight.canonical(_canonical(plan, weight, meta, scales))
+
+
+def _canonical(
+    plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor, scales: torch.Tensor | None
+) -> CanonicalWeight:
+    if scales is None:
+        return canonical_weight(weight, meta)
+    desc = plan.descriptor
+    return quantized_weight(weight, meta, scales, desc.weight_group, DTYPE_OF[desc.element])
 
 
 def converted(
-    plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int
+    plan: GemmSparse24Plan,
+    weight: torch.Tensor,
+    meta: torch.Tensor | None,
+    m: int,
+    k: int,
+    scales: torch.Tensor | None = None,
 ) -> PackedWeight:
     """The weight in the layout that the plan's kernel reads, converted again after each write to the weight.
 
-    Raises UnsupportedError in a CUDA-graph capture: run once before it, or pack the weight.
+    ``scales`` are a quantized weight's. Raises UnsupportedError in a CUDA-graph capture: run once before it,
+    or pack the weight.
     """
-    layout = plan.sku.layout
-    made_of = state_of(weight) + (() if meta is None else state_of(meta))
+    desc = plan.descriptor
+    layout = plan.sku.layout, desc.element, desc.quantization
+    made_of = tuple(state for one in (weight, meta, scales) if one is not None for state in state_of(one))
     copies = _kept.get(id(weight))
     if copies is None:
         copies = _kept[id(weight)] = {}
@@ -62,7 +92,7 @@ def converted(
     copy = copies.get(layout)
     if copy is not None and copy.made_of == made_of:
         return copy.packed
-    packed = _convert(plan, weight, meta, m, k)
+    packed = _convert(plan, weight, meta, m, k, scales)
     copies[layout] = _Copy(made_of, packed)
     return packed
 
@@ -73,7 +103,12 @@ def state_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _convert(
-    plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None, m: int, k: int
+    plan: GemmSparse24Plan,
+    weight: torch.Tensor,
+    meta: torch.Tensor | None,
+    m: int,
+    k: int,
+    scales: torch.Tensor | None,
 ) -> PackedWeight:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -81,12 +116,10 @@ def _convert(
             "before it, or pass a weight that torch.ops.sparse24.pack has made"
         )
     with cupy_on_torch_stream(weight):
-        whole = (
-            canonical_weight(weight, meta)
-            if meta is not None
-            else packing.unpack(packed_weight(weight, m, k))
-        )
-        packed = plan.pack(whole)
+        if meta is None:
+            packed = plan.pack(packing.unpack(packed_weight(weight, m, k)))
+        else:
+            packed = plan.pack(_canonical(plan, weight, meta, scales))
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()  # any stream may read it afterwards
     return packed

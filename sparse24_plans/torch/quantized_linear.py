@@ -49,6 +49,18 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = -1) -> Tensor:
     return (most / LARGEST[dtype]).clamp(min=quantize_weights.LEAST_SCALE)
 
 
+def keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``fn`` on a tensor's bytes, for layers whose dtypes stay. It raises UnsupportedError for a new one."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        found = fn(tensor.detach().contiguous().view(torch.uint8))
+        if found.dtype != torch.uint8:
+            raise UnsupportedError(f"dtype: a quantized layer keeps its dtypes, got {found.dtype}")
+        return found.view(tensor.dtype)
+
+    return moved
+
+
 class Sparse24QuantizedLinear(Sparse24Linear):
     """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4 in float8_e4m3fn or int8.
 
@@ -161,14 +173,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         return dense.float() * self.weight_scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24QuantizedLinear:
-        def moved(tensor: Tensor) -> Tensor:
-            """``fn`` on the tensor's bytes, which keeps its dtype."""
-            found = fn(tensor.detach().contiguous().view(torch.uint8))
-            if found.dtype != torch.uint8:
-                raise UnsupportedError(f"dtype: a quantized layer keeps its dtypes, got {found.dtype}")
-            return found.view(tensor.dtype)
-
-        super()._apply(moved, recurse)
+        super()._apply(keeping_dtypes(fn), recurse)
         return self
 
     def _clear(self) -> None:

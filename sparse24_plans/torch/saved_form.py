@@ -26,6 +26,7 @@ from .experts import Sparse24Experts
 from .gated import Sparse24GatedMLP
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
+from .weight_only_linear import Sparse24WeightOnlyLinear
 
 Kind = TypeVar("Kind", bound=nn.Module)
 _SUFFIX = VALUES_KEY.removeprefix("weight")
@@ -95,8 +96,9 @@ def saved_state(
     for tensors without data, UnsupportedError for tensors cut over ranks and for 2:4 experts, which no
     loader knows.
     """
-    for name, _ in modules_of(model, Sparse24Experts):
-        raise UnsupportedError(f"{name}: expected a module that can be saved, got a Sparse24Experts")
+    for name, one in model.named_modules():
+        if isinstance(one, (Sparse24Experts, Sparse24WeightOnlyLinear)):
+            raise UnsupportedError(f"{name}: expected a module that can be saved, got a {type(one).__name__}")
     tensors = dict(model.state_dict(destination=_PartsOnHost()) if state is None else state)
     for name, layer in modules_of(model, Sparse24Linear):
         own = {key: tensors[f"{name}.{key}"] for key in _KEYS if f"{name}.{key}" in tensors}

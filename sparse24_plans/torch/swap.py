@@ -16,19 +16,22 @@ from torch import Tensor, nn
 
 from ..checkpoints.selection import check_callback, dense_lines, patterns_of, reason_to_leave
 from ..errors import FormatError, InvalidProblemError
-from ..vocab import TileRule
+from ..vocab import ElementKind, TileRule
+from ..weights.quantized import quantization_of
 from .activations import check_activation, check_rows
 from .conv1d import is_conv1d, is_linear, is_swappable, linear_of
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
+from .weight_only_linear import Sparse24WeightOnlyLinear
 
 
 @dataclass(frozen=True)
 class Sparse24Recipe:
     """How a layer's weight becomes 2:4. The fields are arguments of Sparse24Linear and ``from_linear``.
 
-    ``weight_dtype`` is float8_e4m3fn or int8 for a Sparse24QuantizedLinear, with a scale for each row; by
-    default weights keep their dtype.
+    ``weight_dtype`` is float8_e4m3fn or int8 for a Sparse24QuantizedLinear, with a scale for each row.
+    ``stored`` is ``s4``, ``s8`` or ``fp8_e4m3`` for a Sparse24WeightOnlyLinear, with a scale for each
+    ``group`` of columns. By default weights keep their dtype.
 
     ``activation`` is for models that don't apply it themselves. ``scores`` is called with a layer's name and
     the layer, a Conv1D as an nn.Linear; it returns scores [M, K], or None to rank by |value|. A weight that
@@ -44,6 +47,8 @@ class Sparse24Recipe:
     require: RequirementLike = None
     preference: PreferenceLike = None
     weight_dtype: torch.dtype | None = None
+    stored: ElementKind | str | None = None
+    group: int = 128
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -53,13 +58,21 @@ class Sparse24Recipe:
         if self.weight_dtype is not None and self.weight_dtype not in LARGEST:
             known = ", ".join(map(str, LARGEST))
             raise InvalidProblemError(f"weight_dtype: expected one of {known}, got {self.weight_dtype}")
+        if self.stored is not None:
+            quantization_of(ElementKind.BF16, self.stored, self.group, None)
+            if self.weight_dtype is not None:
+                raise InvalidProblemError(f"stored: expected None with a weight_dtype, got {self.stored}")
 
     def layer(self, name: str, module: nn.Module) -> Sparse24Linear:
         """The Sparse24Linear that replaces an nn.Linear or a Conv1D."""
         linear = linear_of(module)
         scored = self.scores is not None and not _is_sparse(linear.weight.detach())
-        quantized = {} if self.weight_dtype is None else {"dtype": self.weight_dtype}
-        kind: Any = Sparse24QuantizedLinear if quantized else Sparse24Linear
+        kind: Any = Sparse24Linear
+        quantized: dict[str, Any] = {}
+        if self.weight_dtype is not None:
+            kind, quantized = Sparse24QuantizedLinear, {"dtype": self.weight_dtype}
+        elif self.stored is not None:
+            kind, quantized = Sparse24WeightOnlyLinear, {"stored": self.stored, "group": self.group}
         layer: Sparse24Linear = kind.from_linear(
             linear,
             method=self.method,
@@ -342,6 +355,8 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
         return f"its weight is a {type(weight).__name__}"
     if weight.dtype not in DTYPES:
         return f"its dtype is {weight.dtype}"
+    if recipe.stored is not None and weight.dtype == torch.float32:
+        return f"values in {recipe.stored} need a weight of float16 or bfloat16, got {weight.dtype}"
     if has_hooks(module):
         return "it has hooks, which a swap would lose"
     rows = weight.shape[1 if is_conv1d(module) else 0]
@@ -370,6 +385,8 @@ def _entry(name: str, linear: nn.Linear, layer: Sparse24Linear) -> SwappedLayer:
         was_sparse = bool(values.count_nonzero() == weight.count_nonzero())
         if isinstance(layer, Sparse24QuantizedLinear):  # rounding may have made more zeros
             values, was_sparse = values * layer.weight_scale, _is_sparse(weight)
+        elif isinstance(layer, Sparse24WeightOnlyLinear):
+            values, was_sparse = layer.kept_values().to(torch.float64), _is_sparse(weight)
         kept, whole = (t.square().sum().item() for t in (values, wide))
         energy = 1.0 if was_sparse and math.isfinite(kept) else kept / whole
     sizes = layer.out_features, layer.in_features

@@ -1,0 +1,280 @@
+"""``Sparse24WeightOnlyLinear``: a linear layer whose weight is 2:4 and stored in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidProblemError, UnsupportedError
+from ..vocab import ElementKind, ScaleRule, element_kind
+from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight
+from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, tensor_of
+from .gemm_dispatch import run, weight_only_call
+from .library import only_dispatches
+from .linear import VALUES_KEY, Sparse24Linear, words_of
+from .quantized_linear import keeping_dtypes
+
+_ops: Any = torch.ops.sparse24
+SCALES_KEY = "weight.scales24"
+"""Key of the scales in a state_dict and in our checkpoints."""
+_DTYPE_OF_STORED = {stored: dtype for dtype, stored in STORED_OF.items()}
+
+
+class Sparse24WeightOnlyLinear(Sparse24Linear):
+    """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4, stored in 4 or 8 bits.
+
+    W = dtype(stored * scale), as Sparse24QuantizedWeight says; x has W's dtype. The layer holds ``values``
+    (uint8 [M, K/4] for ``s4``, else [M, K/2]), ``metadata`` and ``scales`` [M, groups of a row]. ``to``
+    changes the device alone. Gradients reach x and the bias. The ``state_dict`` has ``weight.values24``,
+    ``weight.meta24``, ``weight.scales24`` and ``bias``. A new layer is zero.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, activation, out_dtype, require, preference, device
+        As for Sparse24Linear.
+    stored : ElementKind or str
+        ``s4``, ``s8`` or ``fp8_e4m3``.
+    group : int
+        Columns of a row that share a scale: 32, 64 or 128, or 0 for the whole row.
+    scale_dtype : torch.dtype, optional
+        ``dtype`` (default) or float32.
+    dtype : torch.dtype
+        W's when it is multiplied, and x's: bfloat16 or float16.
+
+    Raises InvalidProblemError naming the argument; UnsupportedError for other dtypes.
+    """
+
+    _DTYPES = (torch.float16, torch.bfloat16)
+    scales: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        stored: ElementKind | str = ElementKind.S4,
+        group: int = 128,
+        scale_dtype: torch.dtype | None = None,
+        device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
+        **options: Any,
+    ) -> None:
+        if options.get("trainable"):
+            raise UnsupportedError(
+                "trainable: expected False, since stored values have no gradients, got True"
+            )
+        kind = element_kind(stored, "stored")
+        if kind not in STORED:
+            raise InvalidProblemError(f"stored: expected one of {', '.join(STORED)}, got {kind}")
+        if group not in GROUPS:
+            raise InvalidProblemError(f"group: expected one of {', '.join(map(str, GROUPS))}, got {group!r}")
+        if scale_dtype not in (None, dtype, torch.float32):
+            raise InvalidProblemError(f"scale_dtype: expected {dtype} or torch.float32, got {scale_dtype}")
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype, **options)
+        self.dtype, self.weight_element, self.group = dtype, kind, group
+        cells = self.k // (4 if kind is ElementKind.S4 else 2)
+        values = torch.zeros(out_features, cells, dtype=_DTYPE_OF_STORED[kind], device=device)
+        self.values = nn.Parameter(values, requires_grad=False)
+        groups = -(-self.k // group) if group else 1
+        self.register_buffer(
+            "scales", torch.ones(out_features, groups, dtype=scale_dtype or dtype, device=device)
+        )
+
+    @classmethod
+    def from_linear(  # type: ignore[override]
+        cls,
+        linear: nn.Linear,
+        *,
+        stored: ElementKind | str = ElementKind.S4,
+        group: int = 128,
+        scale_dtype: torch.dtype | None = None,
+        scale_rule: ScaleRule | str = ScaleRule.LEAST_SQUARES,
+        method: str = "prune",
+        scores: Tensor | None = None,
+        **options: Any,
+    ) -> Sparse24WeightOnlyLinear:
+        """A layer with the pruned and quantized weight of ``linear``, which stays as it is.
+
+        ``method``, ``scores`` and further options are those of ``Sparse24Linear.from_linear``. The weight is
+        quantized on the host.
+        """
+        by: dict[str, Any] = {"stored": stored, "group": group}
+        if isinstance(linear, nn.Linear) and linear.weight.is_meta:
+            sizes = linear.in_features, linear.out_features, linear.bias is not None
+            about = {"scale_dtype": scale_dtype, "dtype": linear.weight.dtype, "device": "meta"}
+            options.pop("rule", None)
+            return cls(*sizes, **by, **about, **options).train(linear.training)
+        pruned = {"rule": options.pop("rule")} if "rule" in options else {}
+        sparse = Sparse24Linear.from_linear(
+            linear, method=method, scores=scores, activation=options.get("activation", "none"), **pruned
+        )
+        dtype = sparse.weight_dtype
+        if dtype not in cls._DTYPES:
+            raise UnsupportedError(f"dtype: expected one of {', '.join(map(str, cls._DTYPES))}, got {dtype}")
+        values, meta = (one.detach().cpu() for one in sparse.canonical())
+        weight = Sparse24QuantizedWeight.quantize(
+            canonical_weight(values, meta),
+            **by,
+            scale_element=None if scale_dtype is None else element_of(scale_dtype, "scale_dtype"),
+            rule=scale_rule,
+        )
+        layer = cls.from_weight(weight, sparse.bias, in_features=linear.in_features, **options)
+        layer.train(linear.training)
+        return layer.to(linear.weight.device)
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: Sparse24QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        in_features: int | None = None,
+        **options: Any,
+    ) -> Sparse24WeightOnlyLinear:
+        """A layer with a quantized weight, which shares its memory, and a bias [M].
+
+        ``in_features`` is K by default, or up to 7 columns less. For a gated activation W's rows are in the
+        order of ``gated_rows``.
+        """
+        if type(weight) is not Sparse24QuantizedWeight:
+            raise InvalidProblemError(
+                f"weight: expected a Sparse24QuantizedWeight, got {type(weight).__name__}"
+            )
+        by = weight.quantization
+        layer = cls(
+            weight.k if in_features is None else in_features,
+            weight.m,
+            bias is not None,
+            stored=by.element,
+            group=by.group,
+            scale_dtype=DTYPE_OF[by.scale_element],
+            dtype=DTYPE_OF[weight.element],
+            device="meta",
+            **options,
+        )
+        if layer.k != weight.k:
+            raise InvalidProblemError(
+                f"in_features: expected {weight.k} to {weight.k - 7}, got {in_features}"
+            )
+        values, meta, scales = (tensor_of(view.bits(), view.element) for view in weight.views)
+        layer._hold(values, meta, None if bias is None else bias.detach().to(layer.dtype).clone())
+        layer.scales = scales
+        return layer
+
+    # Forms ------------------------------------------------------------------------------------------
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes + self.scales.nbytes
+
+    def form(self) -> dict[str, Any]:
+        return {"stored": self.weight_element.value, "group": self.group, "scale_dtype": self.scales.dtype}
+
+    def _settle(self) -> None:
+        """The layer holds the canonical weight on every device."""
+
+    def dense_weight(self) -> Tensor:
+        """The dense W [out_features, in_features], with its rows in the order that ``from_linear`` takes."""
+        with torch.no_grad():
+            kept = self.kept_values()
+            whole = Sparse24Linear(
+                self.in_features, self.out_features, False, activation=self.activation, device="meta",
+                dtype=self.dtype,
+            )  # fmt: skip
+            whole._hold(kept, words_of(self.metadata), None)
+            return whole.dense_weight()
+
+    def kept_values(self) -> Tensor:
+        """The kept values [M, K/2] of W."""
+        assert self.values is not None
+        stored = self.values.detach()
+        if self.weight_element is ElementKind.S4:
+            low, high = stored << 4, stored & 0xF0
+            stored = torch.stack([low, high], dim=-1).flatten(1).view(torch.int8) >> 4
+        scales = self.scales.float()
+        if self.group:
+            scales = scales.repeat_interleave(self.group // 2, dim=1)[:, : stored.shape[1]]
+        return (stored.float() * scales).to(self.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24WeightOnlyLinear:
+        super()._apply(keeping_dtypes(fn), recurse)
+        return self
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.scales.fill_(1.0)
+
+    @classmethod
+    def _checked_dtype(cls, dtype: torch.dtype) -> torch.dtype:
+        return dtype if dtype in _DTYPE_OF_STORED.values() else super()._checked_dtype(dtype)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + SCALES_KEY] = self.scales if keep_vars else self.scales.detach()
+
+    def _taken(self, key: str, given: Tensor, own: Tensor) -> Tensor:
+        if key == VALUES_KEY and given.dtype != own.dtype:
+            raise InvalidProblemError(f"{key}: expected {own.dtype}, got {given.dtype}")
+        return given
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
+        _, strict, missing_keys, _, error_msgs = about
+        key = prefix + SCALES_KEY
+        given = state_dict.get(key)
+        rest = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(rest, prefix, *about)
+        if given is None:
+            missing_keys += [key] * strict
+        elif given.shape != self.scales.shape or given.dtype != self.scales.dtype:
+            error_msgs.append(
+                f"{key}: expected {self.scales.dtype} {list(self.scales.shape)}, "
+                f"got {given.dtype} {list(given.shape)}"
+            )
+        else:
+            self.scales = given.detach() if self.scales.is_meta else given.detach().to(self.scales.device)
+
+    # Use ----------------------------------------------------------------------------------------------
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What ``forward`` computes, with the given bias [out_features] or none in place of the layer's.
+
+        Raises InvalidProblemError for another width or dtype. Under autocast x is converted to W's dtype.
+        """
+        assert self.values is not None
+        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+            x = x.to(self.dtype)
+        if x.dtype != self.dtype:
+            raise InvalidProblemError(f"x: expected {self.dtype}, as the weight, got {x.dtype}")
+        if self._padding:
+            x = nn.functional.pad(x, (0, self._padding))
+        _, activation, out_dtype, wishes, *_ = self._direct_options
+        given = (
+            x, self.values, words_of(self.metadata), self.scales, bias, self.group, activation, out_dtype,
+            wishes,
+        )  # fmt: skip
+        # The dispatcher would take as long as everything else that the host does.
+        if not torch.compiler.is_compiling() and only_dispatches(x, self.values, bias):
+            return run(weight_only_call(*given))
+        y: Tensor = _ops.weight_only_linear(*given)
+        return y
+
+    def _problem(self, n: int) -> dict[str, Any]:
+        return {
+            **super()._problem(n),
+            "element": element_of(self.dtype, "dtype"),
+            "out_element": element_of(self.out_dtype or self.dtype, "out_dtype"),
+            "weight_element": self.weight_element,
+            "weight_group": self.group,
+            "weight_scale_element": element_of(self.scales.dtype, "scales"),
+        }
+
+    def extra_repr(self) -> str:
+        return f"stored={self.weight_element}, group={self.group}, {super().extra_repr()}"
