@@ -105,7 +105,11 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         by: dict[str, Any] = {"stored": stored, "group": group}
         if isinstance(linear, nn.Linear) and linear.weight.is_meta:
             sizes = linear.in_features, linear.out_features, linear.bias is not None
-            about = {"scale_dtype": scale_dtype, "dtype": linear.weight.dtype, "device": "meta"}
+            about: dict[str, Any] = {
+                "scale_dtype": scale_dtype,
+                "dtype": linear.weight.dtype,
+                "device": "meta",
+            }
             options.pop("rule", None)
             return cls(*sizes, **by, **about, **options).train(linear.training)
         pruned = {"rule": options.pop("rule")} if "rule" in options else {}

@@ -140,7 +140,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name():
         with pytest.raises(RuntimeError, match=key):
             layer.load_state_dict({**state, key: tensor})
     del state["weight.scales24"]
-    with pytest.raises(RuntimeError, match="weight.scales24"):
+    with pytest.raises(RuntimeError, match=r"weight\.scales24"):
         layer.load_state_dict(state)
 
 
