@@ -104,14 +104,10 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         """
         by: dict[str, Any] = {"stored": stored, "group": group}
         if isinstance(linear, nn.Linear) and linear.weight.is_meta:
-            sizes = linear.in_features, linear.out_features, linear.bias is not None
-            about: dict[str, Any] = {
-                "scale_dtype": scale_dtype,
-                "dtype": linear.weight.dtype,
-                "device": "meta",
-            }
             options.pop("rule", None)
-            return cls(*sizes, **by, **about, **options).train(linear.training)
+            by |= {"scale_dtype": scale_dtype, "dtype": linear.weight.dtype, "device": "meta", **options}
+            layer = cls(linear.in_features, linear.out_features, linear.bias is not None, **by)
+            return layer.train(linear.training)
         pruned = {"rule": options.pop("rule")} if "rule" in options else {}
         sparse = Sparse24Linear.from_linear(
             linear, method=method, scores=scores, activation=options.get("activation", "none"), **pruned
