@@ -64,8 +64,8 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     largest = max(problem.n, problem.m, problem.k)
     if largest >= 2**31:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
-    if problem.n > 1 and problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
-        return f"needs rows of X in multiples of 16 bytes where n > 1, got k = {problem.k}"
+    if problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
+        return f"needs rows of X in multiples of 16 bytes, got k = {problem.k}"
     if must_transpose_x(problem) and (reason := grid_limit_refusal(_transpose_tiles(problem))) is not None:
         return reason
     return _integer_sums(problem) or _tile_blocks(problem)

@@ -176,10 +176,16 @@ def test_a_wrong_range_is_refused(most):
 
 
 def test_a_number_that_no_kernel_serves_is_named_at_once():
-    desc = problem(64, 24, "s8")  # rows of X that aren't multiples of 16 bytes
-    assert GemmSparse24Plan.for_tokens(desc, 1, device="h200").kernels == ("wgmma_sp_s8",)
-    with pytest.raises(UnsupportedError, match="2 tokens: no kernel can serve"):
-        GemmSparse24Plan.for_tokens(desc, 64, device="h200")
+    desc = problem(64, 128, "f32")  # its terms lie in the workspace, token for token
+    wish = {"prefer_backend": "f32_split6"}
+    of_eight = desc.model_copy(update={"n": 8})
+    most = GemmSparse24Plan.select(of_eight, preference=wish, device="h200").workspace_size()
+    wish["max_workspace_bytes"] = most
+    found = GemmSparse24Plan.for_tokens(desc, 8, preference=wish, device="h200")
+    assert found.kernels == ("f32_split6",)
+    with pytest.raises(UnsupportedError, match=r"^\d+ tokens: no kernel can serve") as caught:
+        GemmSparse24Plan.for_tokens(desc, 64, preference=wish, device="h200")
+    assert 8 < int(str(caught.value).partition(" ")[0]) <= 64
 
 
 # Compiled ahead -----------------------------------------------------------------------------------
