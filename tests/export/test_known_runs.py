@@ -23,7 +23,7 @@ from sparse24_plans.export import folder as export_folder
 from sparse24_plans.export.folder import most_tokens
 from sparse24_plans.export.recording import Kind
 from sparse24_plans.export.tables import Tables
-from tests.export import blocks
+from tests.export import blocks, own_times
 from tests.export.c_library import C, RefusedError, compiled, source_in_one_set
 from tests.export.choices import cubin_text
 from tests.export.test_launches import PREPARED, TYPES
@@ -235,6 +235,15 @@ def test_known_runs_make_their_launches_and_no_other_driver_call(c, tmp_path, na
 def test_known_runs_of_several_launches_make_no_other_driver_call(c, folder, name):
     for n in TOKENS.get(name, (0,)):
         run_twice(c, folder.path, name, n)
+
+
+def test_own_times_are_told_of_each_kind_of_run(c, folder, tmp_path):
+    program = own_times.built(folder.path, tmp_path)
+    for name, n in (("tensor maps", 40), ("a fill", 0)):
+        found = own_times.own_times(program, folder.path, name, n)
+        assert set(found) == {"known", "new", "other_n"}
+        assert (found["other_n"] is None) == (n == 0)
+        assert all(time > 0 for time in found.values() if time is not None)
 
 
 def test_launch_numbers_are_of_one_launch_each(c, folder):
