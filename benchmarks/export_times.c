@@ -6,7 +6,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { BATCHES = 41, LAUNCHES = 100, PLACES = 100, MOST_OPERANDS = 8, OPENINGS = 11 };
+enum { BATCHES = 41, RUNS = 100, MOST_OPERANDS = 8, OPENINGS = 11, STEP = 256 };
 
 static double now_us(void) {
     struct timespec now;
@@ -31,18 +31,22 @@ static void check(int code, const s24_error *error) {
     }
 }
 
-/* Microseconds of a run, whose operands lie at one of so many places in turn. No batch fills the driver's queue. */
-static double time_run(const s24_plan *plan, s24_operand operands[][MOST_OPERANDS], int places, uint64_t workspace, void *stream) {
-    double times[BATCHES];
+/* The median of the microseconds of single runs. Before each one all operands but the first, a weight, move by `step`
+ * bytes: runs with the operands of the run before for 0, and else with operands at addresses that no run had. The stream
+ * is waited for between batches alone, and no batch fills the driver's queue. */
+static double time_run(const s24_plan *plan, s24_operand *operands, uint64_t step, uint64_t workspace, void *stream) {
+    double times[BATCHES * RUNS];
     s24_error error;
     uint64_t nbytes = s24_workspace(plan, NULL);
-    for (int batch = 0; batch < BATCHES; batch++) {
-        double begin = now_us();
-        for (int i = 0; i < LAUNCHES; i++) check(s24_run(plan, operands[i % places], workspace, nbytes, stream, &error), &error);
-        times[batch] = (now_us() - begin) / LAUNCHES;
-        CUDA(cuStreamSynchronize(stream));
+    for (int run = 0; run < BATCHES * RUNS; run++) {
+        double begin;
+        for (int i = 1; i < MOST_OPERANDS; i++) operands[i].address += step;
+        begin = now_us();
+        check(s24_run(plan, operands, workspace, nbytes, stream, &error), &error);
+        times[run] = now_us() - begin;
+        if (run % RUNS == RUNS - 1) CUDA(cuStreamSynchronize(stream));
     }
-    return median(times, BATCHES);
+    return median(times, BATCHES * RUNS);
 }
 
 static double time_open(const char *folder) {
@@ -59,8 +63,8 @@ static double time_open(const char *folder) {
 }
 
 int main(int count, char **arguments) {
-    enum { NON_BLOCKING = 1, ROOM = 64 << 20, STEP = 64 << 10 };
-    static s24_operand operands[PLACES][MOST_OPERANDS];
+    enum { NON_BLOCKING = 1, ROOM = 64 << 20 };
+    s24_operand operands[MOST_OPERANDS] = {{0, 0}};
     void *context, *stream;
     uint64_t memory[MOST_OPERANDS], workspace = 0;
     s24_library *library;
@@ -75,20 +79,18 @@ int main(int count, char **arguments) {
     check(s24_open(arguments[1], &library, &error), &error);
     check(s24_find(library, s24_problem(library, 0, NULL), atol(arguments[2]), &plan, &error), &error);
     find = now_us();
-    for (int i = 0; i < LAUNCHES; i++) check(s24_find(library, s24_problem(library, 0, NULL), atol(arguments[2]), &plan, &error), &error);
-    find = (now_us() - find) / LAUNCHES;
+    for (int i = 0; i < RUNS; i++) check(s24_find(library, s24_problem(library, 0, NULL), atol(arguments[2]), &plan, &error), &error);
+    find = (now_us() - find) / RUNS;
     for (uint32_t i = 0; i < s24_operand_count(&plan) && i < MOST_OPERANDS; i++) {
         CUDA(cuMemAlloc_v2(memory + i, ROOM));
         CUDA(cuMemsetD8_v2(memory[i], 0x44, ROOM)); /* Metadata that the hardware takes. */
-        for (int place = 0; place < PLACES; place++) {
-            operands[place][i].address = memory[i] + (uint64_t)(place * STEP * (i > 0)); /* The first is the weight. */
-            operands[place][i].stride = 16384;
-        }
+        operands[i].address = memory[i];
+        operands[i].stride = 16384;
     }
     if (s24_workspace(&plan, NULL)) CUDA(cuMemAlloc_v2(&workspace, s24_workspace(&plan, NULL)));
-    time_run(&plan, operands, 1, workspace, stream);
-    known = time_run(&plan, operands, 1, workspace, stream);
-    moving = time_run(&plan, operands, PLACES, workspace, stream);
+    time_run(&plan, operands, 0, workspace, stream);
+    known = time_run(&plan, operands, 0, workspace, stream);
+    moving = time_run(&plan, operands, STEP, workspace, stream);
     printf("{\"kernel\": \"%s\", \"open_ms\": %.2f, \"find_us\": %.2f, \"run_us\": %.2f, \"run_new_args_us\": %.2f}\n", s24_guarantee(&plan).kernel,
            time_open(arguments[1]), find, known, moving);
     for (uint32_t i = 0; i < s24_operand_count(&plan) && i < MOST_OPERANDS; i++) CUDA(cuMemFree_v2(memory[i]));

@@ -82,7 +82,7 @@ class C(NamedTuple):
     def run(
         self, plan: CPlan, operands: list[tuple[int, int]], workspace: int, nbytes: int, stream: int = 0
     ) -> list[Call]:
-        """The stub's calls that the run makes."""
+        """The stub's launches and fills that the run makes."""
         count = ctypes.c_uint.in_dll(self.stub, "stub_count")
         count.value = 0
         self.launch(plan, operands, workspace, nbytes, stream)
@@ -115,12 +115,20 @@ class C(NamedTuple):
             raise RefusedError(error)
 
 
-def compiled(folder: Path, *, stub: bool = True) -> C:
+def source_in_one_set(folder: Path) -> Path:
+    """The C code in a folder, with one hash for all calls: those that a library keeps share a set."""
+    source, code = folder / "sparse24_export.c", (SOURCES / "sparse24_export.c").read_text()
+    hashed = "return (hash ^ hash >> 32) * factor | HASHED;"
+    assert code.count(hashed) == 1
+    source.write_text(code.replace(hashed, "return hash ? HASHED : HASHED;"))
+    return source
+
+
+def compiled(folder: Path, *, stub: bool = True, source: Path = SOURCES / "sparse24_export.c") -> C:
     """Compile both. The stub is loaded first, so that the library's dlopen finds it and not the driver."""
     driver = ctypes.CDLL(str(compiled_stub(folder))) if stub else None
     library = folder / "libsparse24_export.so"
-    source = SOURCES / "sparse24_export.c"
-    shared = ("-shared", "-fPIC", *FLAGS)
+    shared = ("-shared", "-fPIC", *FLAGS, f"-I{SOURCES}")
     subprocess.run(["cc", *shared, str(source), "-o", str(library), "-ldl", "-lpthread"], check=True)
     found = ctypes.CDLL(str(library))
     found.s24_operand_name.restype = found.s24_problem.restype = ctypes.c_char_p

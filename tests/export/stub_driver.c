@@ -3,7 +3,8 @@
  * With PROGRAMS, for whole programs, it has memory, which is the host's, and graphs. A launch gives what the file RESULTS/NBYTES holds,
  * RESULTS being $STUB_RESULTS, to each allocation of so many bytes that its parameters point to; without the file it
  * writes nothing. A program that ends well but doesn't free what it made gets the status LEAKED. */
-#include <stdint.h>
+#include "stub_driver.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,37 +16,28 @@ typedef struct {
     Attribute *attributes;
     unsigned count;
 } Config;
-typedef struct {
-    unsigned kind, grid, threads, shared_bytes, early, byte;
-    uint64_t stream, address, nbytes;
-    char code[1024], symbol[64];
-    unsigned char parameters[4096];
-} Call;
 typedef struct { char code[1024]; int loaded; } Module;
 typedef struct { char code[1024], symbol[64]; int shared_bytes; } Function;
 
-enum { MOST_CALLS = 16, MOST_MEMORY = 32, MISUSED = 999, CAPTURING = 900, LEAKED = 98 };
-#ifdef PROGRAMS
-#define BY_THREAD __thread
-#else
-#define BY_THREAD
-#endif
-BY_THREAD Call stub_calls[MOST_CALLS];
-BY_THREAD unsigned stub_count;
+enum { MOST_MEMORY = 32, MISUSED = 999, CAPTURING = 900, LEAKED = 98 };
+BY_THREAD StubCall stub_calls[MOST_CALLS];
+BY_THREAD unsigned stub_count, stub_driver_calls;
 unsigned stub_modules, stub_multiprocessors = 132, stub_major = 9, stub_minor = 0, stub_parameter_bytes = 4096;
-int stub_fails;
+int stub_fails, stub_idle;
 static char context;
 static struct { unsigned char *at; size_t nbytes; } memory[MOST_MEMORY];
 static int capturing;
 
-int cuCtxGetCurrent(void **found) { *found = &context; return 0; }
-int cuCtxGetDevice(int *found) { *found = 0; return 0; }
+int cuCtxGetCurrent(void **found) { stub_driver_calls++; *found = &context; return 0; }
+int cuCtxGetDevice(int *found) { stub_driver_calls++; *found = 0; return 0; }
 int cuDeviceGetAttribute(int *found, int attribute, int device) {
+    stub_driver_calls++;
     if (device || (attribute != 16 && attribute != 75 && attribute != 76)) return MISUSED;
     *found = (int)(attribute == 16 ? stub_multiprocessors : attribute == 75 ? stub_major : stub_minor);
     return 0;
 }
 int cuModuleLoadData(void **found, const void *content) {
+    stub_driver_calls++;
     if (capturing) return CAPTURING;
     Module *module = calloc(1, sizeof *module);
     memcpy(module->code, content, strnlen(content, sizeof module->code - 1));
@@ -59,6 +51,7 @@ int cuModuleGetFunction(void **found, void *module, const char *symbol) {
     static Function functions[4096];
     static unsigned used;
     Function *function = functions + used++ % 4096;
+    stub_driver_calls++;
     memset(function, 0, sizeof *function);
     strcpy(function->code, ((Module *)module)->code);
     strncpy(function->symbol, symbol, sizeof function->symbol - 1);
@@ -66,15 +59,16 @@ int cuModuleGetFunction(void **found, void *module, const char *symbol) {
     return ((Module *)module)->loaded ? 0 : MISUSED;
 }
 int cuFuncSetAttribute(void *function, int attribute, int value) {
+    stub_driver_calls++;
     ((Function *)function)->shared_bytes = value;
     return attribute == 8 ? 0 : MISUSED;
 }
-static Call *next(void) {
-    Call *call = stub_calls + stub_count++ % MOST_CALLS;
+static StubCall *next(void) {
+    StubCall *call = stub_calls + stub_count++ % MOST_CALLS;
     memset(call, 0, sizeof *call);
     return call;
 }
-static void compute(const Call *call) {
+static void compute(const StubCall *call) {
     const char *results = getenv("STUB_RESULTS");
     for (unsigned at = 0; results && at < sizeof call->parameters; at += 8) {
         uint64_t address;
@@ -92,7 +86,9 @@ static void compute(const Call *call) {
     }
 }
 int cuLaunchKernelEx(const Config *config, void *function, void **parameters, void **extra) {
-    Call *call = next();
+    stub_driver_calls++;
+    if (stub_idle) return 0;
+    StubCall *call = next();
     Function *kernel = function;
     unsigned granted = kernel->shared_bytes > 49152 ? (unsigned)kernel->shared_bytes : 49152;
     if (extra || config->grid[1] != 1 || config->grid[2] != 1 || config->block[1] != 1 || config->block[2] != 1) return MISUSED;
@@ -110,7 +106,9 @@ int cuLaunchKernelEx(const Config *config, void *function, void **parameters, vo
     return stub_fails;
 }
 int cuMemsetD8Async(uint64_t address, unsigned char byte, size_t nbytes, void *stream) {
-    Call *call = next();
+    stub_driver_calls++;
+    if (stub_idle) return 0;
+    StubCall *call = next();
     call->kind = 1;
     call->address = address;
     call->byte = byte;
@@ -120,6 +118,8 @@ int cuMemsetD8Async(uint64_t address, unsigned char byte, size_t nbytes, void *s
 }
 int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *pitches,
                            const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill) {
+    stub_driver_calls++;
+    if (stub_idle) return 0;
     unsigned char *at = map;
     uint64_t where = (uint64_t)(uintptr_t)address;
     if ((uintptr_t)map % 64 || interleave || fill || rank < 1 || rank > 5) return MISUSED;
@@ -222,7 +222,7 @@ int cuStreamBeginCapture_v2(void *stream, int mode) {
     stub_count = 0;
     return 0;
 }
-typedef struct { unsigned count; Call calls[MOST_CALLS]; } Graph;
+typedef struct { unsigned count; StubCall calls[MOST_CALLS]; } Graph;
 int cuStreamEndCapture(void *stream, void **found) {
     Graph *graph = malloc(sizeof *graph);
     if (!stream || !capturing) return MISUSED;

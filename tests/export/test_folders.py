@@ -24,7 +24,7 @@ from sparse24_plans import (
 from sparse24_plans.errors import FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.export import export_plans
 from sparse24_plans.export.tables import SCHEMA, Tables
-from tests.export.c_library import FLAGS, SOURCES, STUB, RefusedError, compiled_stub
+from tests.export.c_library import FLAGS, SOURCES, STUB, RefusedError, compiled_stub, source_in_one_set
 
 FILTER = BlockSparseShape(heads=1, rows=64, cols=9 * 64, block=64, blocks=7)
 SHAPE = BlockSparseShape(heads=2, rows=128, cols=192, block=64, blocks=7)
@@ -63,12 +63,16 @@ def test_spoiled_tables_under_sanitizers(c, folder, tmp_path_factory):
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
 
 
-def test_threads_share_a_library_without_a_race(c, folder, tmp_path_factory):
+@pytest.mark.parametrize("hash_of_calls", [True, False], ids=["hashed", "in one set"])
+def test_threads_share_a_library_without_a_race(c, folder, tmp_path_factory, hash_of_calls):
+    """Each run launches what is prepared for its own operands."""
     built = tmp_path_factory.mktemp("threads")
-    compiled_stub(built, "-DPROGRAMS", "-fsanitize=thread")
-    command = ["cc", *FLAGS, "-fsanitize=thread", "-g", "-I", str(SOURCES), str(STUB.parent / "threads.c")]
-    libraries = [str(SOURCES / "sparse24_export.c"), "-ldl", "-lpthread"]
-    subprocess.run([*command, *libraries, "-o", str(built / "threads")], check=True)
+    driver = compiled_stub(built, "-DPROGRAMS", "-fsanitize=thread")
+    source = source_in_one_set(built) if not hash_of_calls else SOURCES / "sparse24_export.c"
+    includes = [f"-I{one}" for one in (source.parent, SOURCES, STUB.parent)]
+    sanitized = "-DPROGRAMS", "-fsanitize=thread", "-g", *includes
+    files = str(STUB.parent / "threads.c"), str(driver), "-ldl", "-lpthread", "-o", str(built / "threads")
+    subprocess.run(["cc", *FLAGS, *sanitized, *files], check=True)
     done = subprocess.run(
         [str(built / "threads"), str(folder)],
         env={**os.environ, "LD_LIBRARY_PATH": str(built)},

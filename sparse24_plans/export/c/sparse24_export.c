@@ -14,7 +14,7 @@
 
 /* The tables ----------------------------------------------------------------------------------------------- */
 
-enum { SCHEMA = 1, MOST_PARAMETERS = 4096, MAP_BYTES = 128, MOST_RANK = 5, IM2COL_RANK = 4, VECTOR = 16, WORKSPACE = -1 };
+enum { SCHEMA = 1, MOST_OPERANDS = 32, MOST_PARAMETERS = 4096, MAP_BYTES = 128, MOST_RANK = 5, IM2COL_RANK = 4, VECTOR = 16, WORKSPACE = -1 };
 static const uint32_t NO_PLAN = UINT32_MAX; /* The plan of a range that no kernel serves. */
 enum { NUMBER, ADDRESS, STRIDE, LAUNCH_ID, ALIGNED };
 
@@ -102,6 +102,9 @@ struct s24_library {
     uint8_t *ready;   /* By plan: whether its functions are loaded. */
     uint64_t launch_id;
     pthread_mutex_t loading;
+    uint64_t *tags; /* By entry. */
+    uint8_t *entries;
+    uint64_t entry_bytes, turn;
 };
 
 static int fail(s24_error *error, int code, const char *format, ...) {
@@ -167,6 +170,52 @@ static int has_sha256(const uint8_t *bytes, uint64_t length, const uint8_t expec
     uint8_t found[32];
     sha256(bytes, length, found);
     return memcmp(found, expected, sizeof found) == 0;
+}
+
+/* The cache of launches ------------------------------------------------------------------------------------ */
+
+/* A launch that lacks only its stream, and its own numbers where kernels want numbers that no two launches share. */
+typedef struct {
+    void *function;
+    uint64_t address, nbytes; /* Of a fill. */
+    LaunchConfig config;
+    uint32_t numbered; /* Whether its parameters hold such numbers. */
+    uint8_t parameters[] __attribute__((aligned(64))); /* As cuTensorMapEncodeTiled wants its maps. */
+} Prepared;
+typedef union { Prepared prepared; uint8_t room[sizeof(Prepared) + MOST_PARAMETERS]; } Block;
+
+/* A call that was checked. Its prepared launches follow behind its operands. */
+typedef struct {
+    s24_plan plan;
+    uint64_t workspace, workspace_bytes;
+    s24_operand operands[]; /* Their strides are those of Given. */
+} Entry;
+
+/* Entries are in sets of WAYS, by a hash of their calls. An entry's tag is EMPTY, the hash, or BUSY while a thread
+ * has the entry to itself. No thread waits for another: for one that finds a tag BUSY, the entry isn't there. */
+enum { SETS = 256, WAYS = 4, ENTRIES = SETS * WAYS, MOST_ENTRY_BYTES = 4096 };
+enum { EMPTY, BUSY, HASHED };
+
+static uint64_t key_bytes(const Plan *plan) { return sizeof(Entry) + plan->operands * sizeof(s24_operand); }
+static uint64_t prepared_bytes(const Launch *launch) { return sizeof(Prepared) + (launch->fill ? 0 : (launch->parameter_bytes + 7) / 8 * 8); }
+
+static uint64_t entry_bytes(const s24_library *library, const Plan *plan) {
+    const Launch *launches = (const Launch *)table(library, LAUNCHES) + plan->first_launch;
+    uint64_t found = key_bytes(plan);
+    for (uint32_t i = 0; i < plan->launches && found <= MOST_ENTRY_BYTES; i++) found += prepared_bytes(launches + i);
+    return found;
+}
+
+/* Make room for the largest plan's entries. Plans beyond MOST_ENTRY_BYTES have none. */
+static int make_cache(s24_library *library, s24_error *error) {
+    const Plan *plans = table(library, PLANS);
+    for (uint64_t i = 0; i < count(library, PLANS); i++) {
+        uint64_t nbytes = entry_bytes(library, plans + i);
+        if (nbytes > library->entry_bytes && nbytes <= MOST_ENTRY_BYTES) library->entry_bytes = nbytes;
+    }
+    library->tags = calloc(ENTRIES, sizeof *library->tags);
+    library->entries = calloc(ENTRIES, (size_t)library->entry_bytes + 1);
+    return library->tags && library->entries ? S24_OK : fail(error, S24_STORAGE, "no memory for a library");
 }
 
 /* Opening a folder ----------------------------------------------------------------------------------------- */
@@ -277,7 +326,7 @@ static int is_plan(const s24_library *library, const Plan *plan, uint32_t *colum
     const Launch *launches = table(library, LAUNCHES);
     *columns = 0;
     if (!is_text(library, plan->kernel) || !is_text(library, plan->guarantee) || !plan->workspace_alignment) return 0;
-    if (!is_part(library, OPERANDS, plan->first_operand, plan->operands)) return 0;
+    if (plan->operands > MOST_OPERANDS || !is_part(library, OPERANDS, plan->first_operand, plan->operands)) return 0;
     if (!is_part(library, LAUNCHES, plan->first_launch, plan->launches)) return 0;
     note(&plan->workspace, columns);
     for (uint32_t i = 0; i < plan->operands; i++) {
@@ -393,6 +442,7 @@ int s24_open(const char *folder, s24_library **opened, s24_error *error) {
         code = fail(error, S24_STORAGE, "no memory for a library");
         goto failed;
     }
+    if ((code = make_cache(library, error))) goto failed;
     *opened = library;
     return S24_OK;
 failed:
@@ -409,6 +459,8 @@ void s24_close(s24_library *library) {
     free(library->modules);
     free(library->functions);
     free(library->ready);
+    free(library->tags);
+    free(library->entries);
     free(library->content);
     free(library->folder);
     free(library);
@@ -445,6 +497,7 @@ static int load_plan(s24_library *library, uint32_t at, s24_error *error) {
     const Plan *plan = (const Plan *)table(library, PLANS) + at;
     const Launch *launches = table(library, LAUNCHES);
     int code = S24_OK;
+    if (__atomic_load_n(library->ready + at, __ATOMIC_ACQUIRE)) return S24_OK;
     pthread_mutex_lock(&library->loading);
     if (!library->ready[at]) {
         void *context = NULL;
@@ -452,7 +505,7 @@ static int load_plan(s24_library *library, uint32_t at, s24_error *error) {
         if (!code && context != library->context) code = fail(error, S24_INVALID, "context: expected that of s24_open, got another");
         for (uint32_t i = plan->first_launch; !code && i < plan->first_launch + plan->launches; i++)
             if (!launches[i].fill && !library->functions[i]) code = load_function(library, i, error);
-        library->ready[at] = !code;
+        __atomic_store_n(library->ready + at, !code, __ATOMIC_RELEASE);
     }
     pthread_mutex_unlock(&library->loading);
     return code;
@@ -528,10 +581,51 @@ s24_promises s24_guarantee(const s24_plan *given) {
 /* Addresses and sizes end here, so that no sum of three of them overflows. */
 static const uint64_t MOST_BYTES = (uint64_t)1 << 61 | (uint64_t)1 << 60;
 
+/* An operand's lines. The stride of a single line is its width. */
+typedef struct {
+    const Operand *about;
+    uint64_t address, lines, width, stride; /* Width and stride are in elements. */
+} Given;
+
+typedef struct {
+    s24_plan plan;
+    const Plan *about;
+    uint64_t workspace, workspace_bytes;
+    Given given[MOST_OPERANDS];
+} Call;
+
+static int resolve(Call *call, const s24_plan *plan, const s24_operand *operands, uint64_t workspace, uint64_t nbytes, s24_error *error) {
+    const Operand *all;
+    if (!plan || !plan->plan || !operands) return fail(error, S24_INVALID, "%s: expected a pointer, got NULL", operands ? "plan" : "operands");
+    call->plan = *plan;
+    call->about = plan->plan;
+    call->workspace = workspace;
+    call->workspace_bytes = nbytes;
+    all = operands_of(plan);
+    for (uint32_t i = 0; i < call->about->operands; i++) {
+        Given *one = call->given + i;
+        one->about = all + i;
+        one->address = operands[i].address;
+        one->lines = number_of(plan, &all[i].lines);
+        one->width = number_of(plan, &all[i].width);
+        one->stride = all[i].strided && one->lines > 1 ? (uint64_t)operands[i].stride : one->width;
+    }
+    return S24_OK;
+}
+
+static const char *name_of(const Call *call, uint32_t at) { return text(call->plan.library, call->given[at].about->name); }
+static int is_present(const Given *one) { return one->address && one->lines && one->width; }
+
 /* Pieces of width bytes that begin pitch bytes apart. */
 typedef struct { uint64_t address, lines, pitch, width; } Span;
 
 static uint64_t end_of(Span span) { return span.address + (span.lines - 1) * span.pitch + span.width; }
+
+static Span span_of(const Given *one) {
+    uint64_t width = one->width * one->about->itemsize, pitch = one->stride * one->about->itemsize;
+    Span gaps = {one->address, one->lines, pitch, width}, whole = {one->address, 1, one->lines * width, one->lines * width};
+    return pitch > width ? gaps : whole;
+}
 
 static int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
@@ -558,187 +652,267 @@ static int overlap(Span one, Span other) {
     return 0;
 }
 
-/* Elements from one line to the next; of a single line, its width. */
-static uint64_t stride_of(const s24_plan *given, const s24_operand *operands, int32_t at) {
-    const Operand *one = operands_of(given) + at;
-    return one->strided && number_of(given, &one->lines) > 1 ? (uint64_t)operands[at].stride : number_of(given, &one->width);
+/* Whether memory has room for so many lines of so many elements. */
+static int has_room(uint64_t lines, uint64_t width, uint64_t itemsize) {
+    uint64_t elements, nbytes;
+    return !__builtin_mul_overflow(lines, width, &elements) && !__builtin_mul_overflow(elements, itemsize, &nbytes) && nbytes <= MOST_BYTES;
 }
 
-static Span span_of(const s24_plan *given, const s24_operand *operands, uint32_t at) {
-    const Operand *one = operands_of(given) + at;
-    uint64_t lines = number_of(given, &one->lines), width = number_of(given, &one->width) * one->itemsize;
-    uint64_t pitch = stride_of(given, operands, (int32_t)at) * one->itemsize;
-    Span gaps = {operands[at].address, lines, pitch, width}, whole = {operands[at].address, 1, lines * width, lines * width};
-    return pitch > width ? gaps : whole;
+static int check_stride(const Given *one, const char *name, s24_error *error) {
+    uint64_t nbytes = one->stride * one->about->itemsize;
+    if (one->stride > INT64_MAX || one->stride < one->width)
+        return fail(error, S24_INVALID, "%s: expected a stride of at least %" PRIu64 " elements, got %" PRId64, name, one->width, (int64_t)one->stride);
+    if (!has_room(one->lines, one->stride, one->about->itemsize))
+        return fail(error, S24_INVALID, "%s: expected a stride that memory has room for, got %" PRIu64, name, one->stride);
+    if (nbytes % one->about->line_alignment)
+        return fail(error, S24_MISALIGNED, "%s stride: expected a multiple of %" PRIu32 " bytes, got %" PRIu64, name, one->about->line_alignment, nbytes);
+    return S24_OK;
 }
 
-static int is_present(const s24_plan *given, const s24_operand *operands, uint32_t at) {
-    const Operand *one = operands_of(given) + at;
-    return operands[at].address && number_of(given, &one->lines) && number_of(given, &one->width);
-}
-
-static int check_operand(const s24_plan *given, const s24_operand *operands, uint32_t at, s24_error *error) {
-    const Operand *one = operands_of(given) + at;
-    const char *name = text(given->library, one->name);
-    uint64_t lines = number_of(given, &one->lines), width = number_of(given, &one->width), address = operands[at].address;
-    int64_t stride = operands[at].stride;
-    if (!lines || !width) return S24_OK;
-    if (!address) return one->optional ? S24_OK : fail(error, S24_INVALID, "%s: expected memory, got a null address", name);
-    if (lines > MOST_BYTES / one->itemsize || width > MOST_BYTES / one->itemsize / lines)
-        return fail(error, S24_DAMAGED, "%s: expected a size that memory has room for, got %" PRIu64 " x %" PRIu64, name, lines, width);
-    if (one->strided && lines > 1) {
-        if (stride < 0 || (uint64_t)stride < width)
-            return fail(error, S24_INVALID, "%s: expected a stride of at least %" PRIu64 " elements, got %" PRId64, name, width, stride);
-        if ((uint64_t)stride > MOST_BYTES / one->itemsize / lines)
-            return fail(error, S24_INVALID, "%s: expected a stride that memory has room for, got %" PRId64, name, stride);
-        if ((uint64_t)stride * one->itemsize % one->line_alignment)
-            return fail(error, S24_MISALIGNED, "%s stride: expected a multiple of %" PRIu32 " bytes, got %" PRIu64, name, one->line_alignment,
-                        (uint64_t)stride * one->itemsize);
-    }
-    if (address % one->alignment)
-        return fail(error, S24_MISALIGNED, "%s: expected an address that is a multiple of %" PRIu32 " bytes, got %#" PRIx64, name, one->alignment, address);
-    if (address > MOST_BYTES || end_of(span_of(given, operands, at)) > MOST_BYTES)
-        return fail(error, S24_INVALID, "%s: expected an address of the device's memory, got %#" PRIx64, name, address);
+static int check_operand(const Call *call, uint32_t at, s24_error *error) {
+    const Given *one = call->given + at;
+    const char *name = name_of(call, at);
+    int code;
+    if (!one->lines || !one->width) return S24_OK;
+    if (!one->address) return one->about->optional ? S24_OK : fail(error, S24_INVALID, "%s: expected memory, got a null address", name);
+    if (!has_room(one->lines, one->width, one->about->itemsize))
+        return fail(error, S24_DAMAGED, "%s: expected a size that memory has room for, got %" PRIu64 " x %" PRIu64, name, one->lines, one->width);
+    if (one->about->strided && one->lines > 1 && (code = check_stride(one, name, error))) return code;
+    if (one->address % one->about->alignment)
+        return fail(error, S24_MISALIGNED, "%s: expected an address that is a multiple of %" PRIu32 " bytes, got %#" PRIx64, name, one->about->alignment, one->address);
+    if (one->address > MOST_BYTES || end_of(span_of(one)) > MOST_BYTES)
+        return fail(error, S24_INVALID, "%s: expected an address of the device's memory, got %#" PRIx64, name, one->address);
     return S24_OK;
 }
 
 /* Whether the elements of two operands of one shape lie at the same addresses. */
-static int lie_alike(const s24_plan *given, const s24_operand *operands, uint32_t one, uint32_t other) {
-    const Operand *all = operands_of(given);
-    return operands[one].address == operands[other].address && all[one].itemsize == all[other].itemsize &&
-           stride_of(given, operands, (int32_t)one) == stride_of(given, operands, (int32_t)other);
+static int lie_alike(const Given *one, const Given *other) {
+    return one->address == other->address && one->about->itemsize == other->about->itemsize && one->stride == other->stride;
 }
 
-static int check_apart(const s24_plan *given, const s24_operand *operands, s24_error *error) {
-    const Operand *all = operands_of(given);
-    uint32_t number = s24_operand_count(given), results = 0, present = 0;
+static int check_apart(const Call *call, s24_error *error) {
+    const Given *all = call->given;
+    uint32_t number = call->about->operands, results = 0, present = 0;
     for (uint32_t i = 0; i < number; i++) {
-        int here = is_present(given, operands, i);
-        if (!all[i].written) continue;
+        int here = is_present(all + i);
+        if (!all[i].about->written) continue;
         results++;
-        present += here || !all[i].optional;
+        present += here || !all[i].about->optional;
         for (uint32_t j = 0; here && j < number; j++) {
-            int same = all[i].may_be == (int32_t)j && lie_alike(given, operands, i, j);
-            if (j == i || (all[j].written && j > i) || same || !is_present(given, operands, j)) continue;
-            if (overlap(span_of(given, operands, i), span_of(given, operands, j)))
-                return fail(error, S24_INVALID, "%s: expected memory apart from %s, got an overlap", text(given->library, all[i].name),
-                            text(given->library, all[j].name));
+            int same = all[i].about->may_be == (int32_t)j && lie_alike(all + i, all + j);
+            if (j == i || (all[j].about->written && j > i) || same || !is_present(all + j)) continue;
+            if (overlap(span_of(all + i), span_of(all + j)))
+                return fail(error, S24_INVALID, "%s: expected memory apart from %s, got an overlap", name_of(call, i), name_of(call, j));
         }
     }
     return results && !present ? fail(error, S24_INVALID, "results: expected at least one, got none") : S24_OK;
 }
 
-static int check_workspace(const s24_plan *given, const s24_operand *operands, uint64_t workspace, uint64_t nbytes, s24_error *error) {
+static int check_workspace(const Call *call, s24_error *error) {
     uint32_t alignment;
-    uint64_t needed = s24_workspace(given, &alignment);
-    Span scratch = {workspace, 1, needed, needed};
+    uint64_t needed = s24_workspace(&call->plan, &alignment), address = call->workspace;
+    Span scratch = {address, 1, needed, needed};
     if (!needed) return S24_OK;
-    if (needed > MOST_BYTES || workspace > MOST_BYTES)
-        return fail(error, S24_INVALID, "workspace: expected an address of the device's memory, got %#" PRIx64, workspace);
-    if (!workspace || nbytes < needed)
-        return fail(error, S24_WORKSPACE_TOO_SMALL, "workspace: expected %" PRIu64 " bytes, got %" PRIu64, needed, workspace ? nbytes : 0);
-    if (workspace % alignment)
-        return fail(error, S24_MISALIGNED, "workspace: expected an address that is a multiple of %" PRIu32 " bytes, got %#" PRIx64, alignment, workspace);
-    for (uint32_t i = 0; i < s24_operand_count(given); i++)
-        if (is_present(given, operands, i) && overlap(scratch, span_of(given, operands, i)))
-            return fail(error, S24_INVALID, "workspace: expected memory apart from %s, got an overlap", s24_operand_name(given, i));
+    if (needed > MOST_BYTES || address > MOST_BYTES)
+        return fail(error, S24_INVALID, "workspace: expected an address of the device's memory, got %#" PRIx64, address);
+    if (!address || call->workspace_bytes < needed)
+        return fail(error, S24_WORKSPACE_TOO_SMALL, "workspace: expected %" PRIu64 " bytes, got %" PRIu64, needed, address ? call->workspace_bytes : 0);
+    if (address % alignment)
+        return fail(error, S24_MISALIGNED, "workspace: expected an address that is a multiple of %" PRIu32 " bytes, got %#" PRIx64, alignment, address);
+    for (uint32_t i = 0; i < call->about->operands; i++)
+        if (is_present(call->given + i) && overlap(scratch, span_of(call->given + i)))
+            return fail(error, S24_INVALID, "workspace: expected memory apart from %s, got an overlap", name_of(call, i));
     return S24_OK;
 }
 
-int s24_check(const s24_plan *given, const s24_operand *operands, uint64_t workspace, uint64_t workspace_bytes, s24_error *error) {
+static int check(const Call *call, s24_error *error) {
     int code;
-    if (!given || !given->plan || !operands) return fail(error, S24_INVALID, "%s: expected a pointer, got NULL", operands ? "plan" : "operands");
-    for (uint32_t i = 0; i < s24_operand_count(given); i++)
-        if ((code = check_operand(given, operands, i, error))) return code;
-    if ((code = check_apart(given, operands, error))) return code;
-    return check_workspace(given, operands, workspace, workspace_bytes, error);
+    for (uint32_t i = 0; i < call->about->operands; i++)
+        if ((code = check_operand(call, i, error))) return code;
+    if ((code = check_apart(call, error))) return code;
+    return check_workspace(call, error);
+}
+
+int s24_check(const s24_plan *given, const s24_operand *operands, uint64_t workspace, uint64_t workspace_bytes, s24_error *error) {
+    Call call;
+    int code = resolve(&call, given, operands, workspace, workspace_bytes, error);
+    return code ? code : check(&call, error);
 }
 
 /* Launches ------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    const s24_plan *plan;
-    const s24_operand *operands;
-    uint64_t workspace;
-} Call;
-
-static int is_aligned(const Call *call, int32_t operand) {
-    uint64_t stride = stride_of(call->plan, call->operands, operand) * operands_of(call->plan)[operand].itemsize;
-    return (call->operands[operand].address | stride) % VECTOR == 0;
-}
+static int is_aligned(const Given *one) { return (one->address | one->stride * one->about->itemsize) % VECTOR == 0; }
 
 static uint64_t value_of(const Call *call, const Place *place) {
-    uint64_t number = number_of(call->plan, &place->number), address;
+    uint64_t number = number_of(&call->plan, &place->number), address;
     switch (place->kind) {
     case ADDRESS:
-        address = place->operand == WORKSPACE ? call->workspace : call->operands[place->operand].address;
+        address = place->operand == WORKSPACE ? call->workspace : call->given[place->operand].address;
         return address ? address + number : 0;
     case STRIDE:
-        return stride_of(call->plan, call->operands, place->operand) * (uint64_t)place->factor;
-    case LAUNCH_ID:
-        return __atomic_fetch_add(&call->plan->library->launch_id, 1, __ATOMIC_RELAXED);
+        return call->given[place->operand].stride * (uint64_t)place->factor;
     case ALIGNED:
-        return (uint64_t)is_aligned(call, place->operand);
+        return (uint64_t)is_aligned(call->given + place->operand);
     default:
         return number;
     }
 }
 
 static int encode(const Call *call, const Map *map, uint8_t *target, s24_error *error) {
+    const Driver *driver = &call->plan.library->driver;
+    void *address = (void *)(uintptr_t)value_of(call, &map->address);
     uint64_t sizes[MOST_RANK], pitches[MOST_RANK];
     uint32_t box[MOST_RANK], steps[MOST_RANK];
+    int type = (int)map->data_type, swizzle = (int)map->swizzle, promotion = (int)map->promotion;
     enum { NO_INTERLEAVE = 0, FILL_ZEROS = 0 };
-    if (map->only_if_aligned != WORKSPACE && !is_aligned(call, map->only_if_aligned)) return S24_OK;
+    if (map->only_if_aligned != WORKSPACE && !is_aligned(call->given + map->only_if_aligned)) return S24_OK;
     for (uint32_t i = 0; i < map->rank; i++) {
-        sizes[i] = number_of(call->plan, map->size + i);
-        box[i] = (uint32_t)number_of(call->plan, map->box + i);
+        sizes[i] = number_of(&call->plan, map->size + i);
+        box[i] = (uint32_t)number_of(&call->plan, map->box + i);
         steps[i] = map->im2col ? (uint32_t)map->walk[4 + i] : 1;
         if (i + 1 < map->rank) pitches[i] = value_of(call, map->pitch + i);
     }
     if (map->im2col)
-        return driver_call(call->plan->library->driver.encode_im2col(target, (int)map->data_type, map->rank,
-                                                                     (void *)(uintptr_t)value_of(call, &map->address), sizes, pitches,
-                                                                     map->walk, map->walk + 2, box[0], box[1], steps, NO_INTERLEAVE,
-                                                                     (int)map->swizzle, (int)map->promotion, FILL_ZEROS),
+        return driver_call(driver->encode_im2col(target, type, map->rank, address, sizes, pitches, map->walk, map->walk + 2, box[0], box[1], steps,
+                                                 NO_INTERLEAVE, swizzle, promotion, FILL_ZEROS),
                            "cuTensorMapEncodeIm2col", error);
-    return driver_call(call->plan->library->driver.encode(target, (int)map->data_type, map->rank, (void *)(uintptr_t)value_of(call, &map->address), sizes,
-                                                          pitches, box, steps, NO_INTERLEAVE, (int)map->swizzle, (int)map->promotion, FILL_ZEROS),
+    return driver_call(driver->encode(target, type, map->rank, address, sizes, pitches, box, steps, NO_INTERLEAVE, swizzle, promotion, FILL_ZEROS),
                        "cuTensorMapEncodeTiled", error);
 }
 
-static int launch_kernel(const Call *call, uint32_t at, void *stream, s24_error *error) {
-    const s24_library *library = call->plan->library;
-    const Launch *launch = (const Launch *)table(library, LAUNCHES) + at;
+static void put(uint8_t *parameters, const Place *place, uint64_t value) {
+    if (place->size == 8) memcpy(parameters + place->at, &value, 8);
+    else memcpy(parameters + place->at, &value, 4);
+}
+
+static int prepare(const Call *call, const Launch *launch, Prepared *prepared, s24_error *error) {
+    static LaunchAttribute early = {EARLY_LAUNCH, 0, 1, {0}};
+    const s24_library *library = call->plan.library;
     const Place *places = (const Place *)table(library, PLACES) + launch->first_place;
     const Map *maps = (const Map *)table(library, MAPS) + launch->first_map;
-    uint8_t space[MOST_PARAMETERS + 64], *parameters = (uint8_t *)(((uintptr_t)space + 63) & ~(uintptr_t)63);
-    void *pointers[1] = {parameters};
-    LaunchAttribute early = {EARLY_LAUNCH, 0, 1, {0}};
-    LaunchConfig config = {{(unsigned)number_of(call->plan, &launch->size), 1, 1}, {launch->threads, 1, 1}, launch->shared_bytes, stream, &early,
-                           launch->overlapping ? 1 : 0};
-    int code;
-    memset(parameters, 0, launch->parameter_bytes);
-    for (uint32_t i = 0; i < launch->places; i++) {
-        uint64_t value = value_of(call, places + i);
-        memcpy(parameters + places[i].at, &value, places[i].size);
+    uint64_t size = number_of(&call->plan, &launch->size);
+    int code = S24_OK;
+    if (launch->fill) {
+        prepared->address = value_of(call, places);
+        prepared->nbytes = size;
+        return S24_OK;
     }
-    for (uint32_t i = 0; i < launch->maps; i++)
-        if ((code = encode(call, maps + i, parameters + maps[i].at, error))) return code;
-    return driver_call(library->driver.launch(&config, library->functions[at], pointers, NULL), "cuLaunchKernelEx", error);
+    prepared->function = library->functions[launch - (const Launch *)table(library, LAUNCHES)];
+    prepared->config = (LaunchConfig){{(unsigned)size, 1, 1}, {launch->threads, 1, 1}, launch->shared_bytes, NULL, &early, launch->overlapping ? 1 : 0};
+    prepared->numbered = 0;
+    memset(prepared->parameters, 0, launch->parameter_bytes);
+    for (uint32_t i = 0; i < launch->places; i++) {
+        put(prepared->parameters, places + i, value_of(call, places + i));
+        prepared->numbered |= places[i].kind == LAUNCH_ID;
+    }
+    for (uint32_t i = 0; !code && i < launch->maps; i++) code = encode(call, maps + i, prepared->parameters + maps[i].at, error);
+    return code;
+}
+
+static int enqueue(s24_library *library, const Launch *launch, Prepared *prepared, void *stream, s24_error *error) {
+    void *parameters[1] = {prepared->parameters};
+    if (launch->fill)
+        return driver_call(library->driver.fill(prepared->address, (unsigned char)launch->byte, prepared->nbytes, stream), "cuMemsetD8Async", error);
+    for (uint32_t i = 0; prepared->numbered && i < launch->places; i++) {
+        const Place *place = (const Place *)table(library, PLACES) + launch->first_place + i;
+        if (place->kind == LAUNCH_ID) put(parameters[0], place, __atomic_fetch_add(&library->launch_id, 1, __ATOMIC_RELAXED));
+    }
+    prepared->config.stream = stream;
+    return driver_call(library->driver.launch(&prepared->config, prepared->function, parameters, NULL), "cuLaunchKernelEx", error);
+}
+
+/* Running -------------------------------------------------------------------------------------------------- */
+
+static uint64_t hash_of(const Call *call) {
+    const uint64_t factor = 0x9e3779b97f4a7c15u;
+    uint64_t hash = (uint64_t)(uintptr_t)call->plan.row * factor + (uint64_t)call->plan.n;
+    hash = (hash * factor + (uintptr_t)call->about) * factor + call->workspace;
+    for (uint32_t i = 0; i < call->about->operands; i++) hash = hash * factor + call->given[i].address;
+    return (hash ^ hash >> 32) * factor | HASHED;
+}
+
+/* Whether the entry's call has this call's launches: all that a launch follows from but the stream is the same. */
+static int is_of(const Entry *entry, const Call *call) {
+    const s24_plan *one = &entry->plan, *other = &call->plan;
+    if (one->plan != other->plan || one->row != other->row || one->n != other->n) return 0;
+    if (entry->workspace != call->workspace || entry->workspace_bytes != call->workspace_bytes) return 0;
+    for (uint32_t i = 0; i < call->about->operands; i++)
+        if (entry->operands[i].address != call->given[i].address || (uint64_t)entry->operands[i].stride != call->given[i].stride) return 0;
+    return 1;
+}
+
+/* An entry that the thread has to itself until it gives *tag another value than BUSY. */
+typedef struct {
+    Entry *entry; /* NULL: none. */
+    uint64_t *tag;
+    int known; /* Whether the entry holds the call's launches. */
+} Held;
+
+static Held hold(const s24_library *library, uint64_t at, uint64_t tag) {
+    Held held = {(Entry *)(void *)(library->entries + at * library->entry_bytes), library->tags + at, 0};
+    if (tag == BUSY || !__atomic_compare_exchange_n(held.tag, &tag, BUSY, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) held.entry = NULL;
+    return held;
+}
+
+static void give_back(Held held, uint64_t tag) { __atomic_store_n(held.tag, tag, __ATOMIC_RELEASE); }
+
+static uint64_t first_of_set(uint64_t hash) { return (hash >> 32) % SETS * WAYS; }
+
+/* The entry that holds the call's launches. */
+static Held find_entry(const Call *call, uint64_t hash) {
+    const s24_library *library = call->plan.library;
+    Held held = {NULL, NULL, 0};
+    for (uint64_t at = first_of_set(hash), end = at + WAYS; at < end; at++) {
+        if (__atomic_load_n(library->tags + at, __ATOMIC_RELAXED) != hash) continue;
+        held = hold(library, at, hash);
+        held.known = held.entry && is_of(held.entry, call);
+        if (held.known) return held;
+        if (held.entry) give_back(held, hash);
+    }
+    held.entry = NULL;
+    return held;
+}
+
+/* An entry to put the call's launches in: a free one, or else the next in turn. */
+static Held take_entry(const Call *call, uint64_t hash) {
+    s24_library *library = call->plan.library;
+    uint64_t first = first_of_set(hash), at = first + __atomic_fetch_add(&library->turn, 1, __ATOMIC_RELAXED) % WAYS;
+    Held held = {NULL, NULL, 0};
+    if (entry_bytes(library, call->about) > library->entry_bytes) return held;
+    for (uint64_t way = first; way < first + WAYS; way++)
+        if (__atomic_load_n(library->tags + way, __ATOMIC_RELAXED) == EMPTY) at = way;
+    held = hold(library, at, __atomic_load_n(library->tags + at, __ATOMIC_RELAXED));
+    if (!held.entry) return held;
+    held.entry->plan = call->plan;
+    held.entry->workspace = call->workspace;
+    held.entry->workspace_bytes = call->workspace_bytes;
+    for (uint32_t i = 0; i < call->about->operands; i++) held.entry->operands[i] = (s24_operand){call->given[i].address, (int64_t)call->given[i].stride};
+    return held;
 }
 
 int s24_run(const s24_plan *given, const s24_operand *operands, uint64_t workspace, uint64_t workspace_bytes, void *stream, s24_error *error) {
-    const Plan *plan;
-    Call call = {given, operands, workspace};
-    int code = s24_check(given, operands, workspace, workspace_bytes, error);
+    Block block; /* The driver reads as many bytes of parameters as the cubin has, whatever the tables say. */
+    const Launch *launch, *end;
+    Call call;
+    Held held;
+    uint64_t hash, at;
+    int code = resolve(&call, given, operands, workspace, workspace_bytes, error);
     if (code) return code;
-    plan = given->plan;
-    for (uint32_t i = plan->first_launch; !code && i < plan->first_launch + plan->launches; i++) {
-        const Launch *launch = (const Launch *)table(given->library, LAUNCHES) + i;
-        const Place *target = (const Place *)table(given->library, PLACES) + launch->first_place;
-        if (!launch->fill) code = launch_kernel(&call, i, stream, error);
-        else code = driver_call(given->library->driver.fill(value_of(&call, target), (unsigned char)launch->byte, number_of(given, &launch->size), stream),
-                                "cuMemsetD8Async", error);
+    hash = hash_of(&call);
+    held = find_entry(&call, hash);
+    if (!held.known) {
+        if ((code = check(&call, error))) return code;
+        held = take_entry(&call, hash);
     }
+    launch = (const Launch *)table(given->library, LAUNCHES) + call.about->first_launch;
+    end = launch + call.about->launches;
+    for (at = key_bytes(call.about); !code && launch < end; at += prepared_bytes(launch++)) {
+        uint8_t *kept = held.entry ? (uint8_t *)held.entry + at : NULL;
+        if (held.known) memcpy(&block, kept, prepared_bytes(launch));
+        else code = prepare(&call, launch, &block.prepared, error);
+        if (!code && kept && !held.known) memcpy(kept, &block, prepared_bytes(launch));
+        if (!code) code = enqueue(given->library, launch, &block.prepared, stream, error);
+    }
+    if (held.entry) give_back(held, code ? EMPTY : hash);
     return code;
 }

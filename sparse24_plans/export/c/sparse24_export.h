@@ -78,7 +78,9 @@ s24_promises s24_guarantee(const s24_plan *plan);
 /* Whether s24_run would take these operands, which are in the order of their indices. */
 int s24_check(const s24_plan *plan, const s24_operand *operands, uint64_t workspace, uint64_t workspace_bytes,
               s24_error *error);
-/* Check, then enqueue on a stream (a CUstream or cudaStream_t). Takes no memory, doesn't wait, and may be captured. */
+/* Check, then enqueue on a stream (a CUstream or cudaStream_t). Takes no memory, doesn't wait, and may be captured. The
+ * library keeps the launches of up to 1024 recent calls, in at most 4.3 MB that s24_open takes. A call that differs from
+ * a kept one in its stream alone makes its launches and no other call of the driver. */
 int s24_run(const s24_plan *plan, const s24_operand *operands, uint64_t workspace, uint64_t workspace_bytes,
             void *stream, s24_error *error);
 
