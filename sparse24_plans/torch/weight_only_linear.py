@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ScaleRule, element_kind
+from ..weights.packed_layouts import Quantization
 from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight
 from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, tensor_of
 from .gemm_dispatch import run, weight_only_call
@@ -79,7 +80,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         cells = self.k // (4 if kind is ElementKind.S4 else 2)
         values = torch.zeros(out_features, cells, dtype=_DTYPE_OF_STORED[kind], device=device)
         self.values = nn.Parameter(values, requires_grad=False)
-        groups = -(-self.k // group) if group else 1
+        groups = Quantization(kind, group, ElementKind.F32).scales_of_a_row(self.k)
         self.register_buffer(
             "scales", torch.ones(out_features, groups, dtype=scale_dtype or dtype, device=device)
         )

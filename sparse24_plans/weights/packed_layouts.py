@@ -11,7 +11,10 @@ from ..vocab import (
     DENSE_F32_LAYOUT,
     TILE64X64_LAYOUT,
     TILE64X64_PARTS_LAYOUT,
+    TILE64X128_FP8_LAYOUT,
     TILE64X128_LAYOUT,
+    TILE64X128_S4_LAYOUT,
+    TILE64X128_S8_LAYOUT,
     TILE64X256_LAYOUT,
     ElementKind,
 )
@@ -35,7 +38,7 @@ class Quantization(NamedTuple):
 
     def scales_of_a_row(self, k: int) -> int:
         """Number of scales of a row of k columns."""
-        return -(-k // self.group) if self.group else 1
+        return -(-k // self.group) if self.group else min(k, 1)
 
     def value_bytes(self, m: int, k: int) -> int:
         """Bytes of the kept values [m, k/2]."""
@@ -85,6 +88,31 @@ TILES_IN_PARTS = TileLayout(TILE64X64_PARTS_LAYOUT, 4, (ElementKind.F32,))
 TILE_LAYOUTS = (TILES_16BIT, TILES_8BIT, TILES_32BIT, TILES_IN_PARTS)
 
 
+QUANTIZED_LAYOUTS = {
+    ElementKind.S4: TILE64X128_S4_LAYOUT,
+    ElementKind.S8: TILE64X128_S8_LAYOUT,
+    ElementKind.FP8_E4M3: TILE64X128_FP8_LAYOUT,
+}
+"""The layouts of quantized weights by what they store. Their tiles are those of 16-bit elements."""
+_SCALED_COLUMNS = 128
+"""Most columns of a row of a tile that share a scale: a tile holds the scales of its own columns."""
+
+
+def quantized_parts(by: Quantization) -> tuple[int, int, int]:
+    """Bytes of the values, the metadata and the scales in a tile of a quantized weight."""
+    metadata = TILES_16BIT.tile_bytes - VALUE_BYTES
+    return (
+        by.value_bytes(TILE_M, TILES_16BIT.tile_k),
+        metadata,
+        TILE_M * scales_of_a_tile_row(by) * by.scale_element.itemsize,
+    )
+
+
+def scales_of_a_tile_row(by: Quantization) -> int:
+    """Number of scales of a row of a tile of a quantized weight."""
+    return TILES_16BIT.tile_k // (by.group or _SCALED_COLUMNS)
+
+
 def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
     """The default layout of an element. Raises UnsupportedError for an element without a layout."""
     for layout in TILE_LAYOUTS:
@@ -113,6 +141,9 @@ def buffer_bytes(
         return (4 * m * k,)
     if layout_id == CUSPARSELT_LAYOUT:  # the library may ask for more
         return (kept + m * k // 8,)
+    if quantization is not None and layout_id == QUANTIZED_LAYOUTS[quantization.element]:
+        down, across, _ = TILES_16BIT.packed_shape(m, k)
+        return (down * across * sum(quantized_parts(quantization)),)
     for layout in TILE_LAYOUTS:
         if layout_id == layout.layout_id:
             down, across, nbytes = layout.packed_shape(m, k)

@@ -75,7 +75,7 @@ def pack(weight: Sparse24Weight, layout: TileLayout | None = None) -> PackedWeig
             there, rows = step
             image = bf16_terms.in_rows(values[rows], shape[1]) if layout is TILES_IN_PARTS else values[rows]
             tiles[there, :, :VALUE_BYTES] = _tiled(image, shape[1])
-            tiles[there, :, VALUE_BYTES:] = _fragments(metadata[rows], shape[1], layout)
+            tiles[there, :, VALUE_BYTES:] = metadata_fragments(metadata[rows], shape[1], layout)
 
         threads.for_each(fill, _steps(layout, weight.m, weight.k, weight.device))
         buffer = TensorView.of(tiles)
@@ -105,7 +105,7 @@ def unpack_tiles(layout: TileLayout, tiles: Any, packed: PackedWeight) -> tuple[
         there, rows = step
         count = rows.stop - rows.start
         values[rows] = _plain_values(tiles[there, :, :VALUE_BYTES], values.dtype)[:count, : k // 2]
-        metadata[rows] = _plain_metadata(tiles[there, :, VALUE_BYTES:], layout)[:count, : k // 8]
+        metadata[rows] = plain_metadata(tiles[there, :, VALUE_BYTES:], layout)[:count, : k // 8]
 
     threads.for_each(fill, _steps(layout, m, k, packed.device))
     return values, metadata
@@ -181,7 +181,7 @@ def _row_axes(layout: TileLayout, mt: int, kt: int) -> tuple[type[np.unsignedint
     return np.uint32, (mt, 4, 2, 8, kt, 4, 2)
 
 
-def _fragments(metadata: Any, kt: int, layout: TileLayout) -> Any:
+def metadata_fragments(metadata: Any, kt: int, layout: TileLayout) -> Any:
     """Metadata uint16 [rows, K/8] -> the words of the lanes in tiles, uint8 [mt, kt, bytes]."""
     xp = canonical.array_module(metadata)
     mt = -(-metadata.shape[0] // TILE_M)
@@ -193,8 +193,8 @@ def _fragments(metadata: Any, kt: int, layout: TileLayout) -> Any:
     return words.view(np.uint8).reshape(mt, kt, layout.tile_bytes - VALUE_BYTES)
 
 
-def _plain_metadata(words: Any, layout: TileLayout) -> Any:
-    """The inverse of :func:`_fragments`: uint16 [64 mt, columns of kt tiles], padding included."""
+def plain_metadata(words: Any, layout: TileLayout) -> Any:
+    """The inverse of :func:`metadata_fragments`: uint16 [64 mt, columns of kt tiles], padding included."""
     xp = canonical.array_module(words)
     mt, kt, _ = words.shape
     unit, shape = _row_axes(layout, mt, kt)
