@@ -117,6 +117,7 @@ from .vocab import TileRule as TileRule
 from .weights.cutting import concat_weights as concat_weights
 from .weights.cutting import slice_weight as slice_weight
 from .weights.cutting import split_weight as split_weight
+from .weights.cutting import take_rows as take_rows
 from .weights.gates import gated_rows as gated_rows
 from .weights.quantized import Sparse24QuantizedWeight as Sparse24QuantizedWeight
 from .weights.weight import PackedWeight as PackedWeight
