@@ -374,6 +374,37 @@ for _format in (
     )
     _given.pop("shape", None)
     _call(f"from_foreign({_format})", _from, element=None, shape=_shape, tile_k=None, **_given)
+_TENSORS: dict[str, dict[str, Any]] = {
+    "marlin_24": to_foreign("marlin_24", Sparse24QuantizedWeight.quantize(BITS16, stored="s4", group=128)),
+    "pack_quantized": {
+        "weight_packed": np.full((16, 8), -0x77777778, np.int32),
+        "weight_scale": np.ones((16, 2), np.float16),
+        "weight_shape": (16, 64),
+        "weight_zero_point": np.zeros((16, 2), np.int8),
+        "weight_g_idx": np.arange(64, dtype=np.int32) // 32,
+    },
+    "gptq": {
+        "qweight": np.full((8, 16), -0x77777778, np.int32),
+        "scales": np.ones((2, 16), np.float16),
+        "qzeros": np.full((2, 2), 0x77777777, np.int32),
+        "g_idx": np.arange(64, dtype=np.int32) // 32,
+    },
+    "awq": {
+        "qweight": np.full((64, 2), -0x77777778, np.int32),
+        "scales": np.ones((2, 16), np.float16),
+        "qzeros": np.full((2, 2), -0x77777778, np.int32),
+    },
+}
+_QUANTIZED = dict.fromkeys(("element", "bits", "group", "version"))
+for _format, _given in _TENSORS.items():
+
+    def _read(element: Any, bits: Any, group: Any, version: Any, _name: str = _format, **parts: Any) -> Any:
+        more = {"bits": bits, "group": group, "version": version}
+        return sparse24_plans.from_foreign(_name, parts, element=element, **more)
+
+    _call(f"from_foreign({_format})", _read, **_QUANTIZED, **_given)
+_ROWS = Sparse24QuantizedWeight.quantize(BITS16, stored="s4", group=0)
+_call("to_foreign(marlin_24)", sparse24_plans.to_foreign, name="marlin_24", weight=_ROWS)
 _OWN_FORMATS = set(FORMATS)
 
 
