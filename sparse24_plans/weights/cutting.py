@@ -21,7 +21,7 @@ from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
 from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
 from . import canonical
 from .packed_layouts import TILE_LAYOUTS, TILE_M
-from .quantized import Sparse24QuantizedWeight, memory_element
+from .quantized import Sparse24QuantizedWeight, memory_element, stored_width
 from .weight import CanonicalWeight, PackedWeight, Sparse24Weight
 
 W = TypeVar("W", Sparse24Weight, Sparse24QuantizedWeight, PackedWeight)
@@ -273,8 +273,7 @@ class _Grid(NamedTuple):
         metadata = (ElementKind.U16, (m, k // 8))
         if by is None:
             return (self.weight.element, (m, k // 2)), metadata
-        held = memory_element(by.element)
-        values = (held, (m, by.value_bytes(1, k) // held.itemsize))
+        values = (memory_element(by.element), (m, stored_width(k, by)))
         return values, metadata, (by.scale_element, (m, by.scales_of_a_row(k)))
 
     def _tiles(self, k: int) -> tuple[int, int]:
