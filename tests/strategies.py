@@ -16,6 +16,7 @@ from sparse24_plans import (
     BlockSparseSoftmaxDescriptor,
     CompressSparse24Descriptor,
     DecompressSparse24Descriptor,
+    DequantizeSparse24Descriptor,
     DeviceProperties,
     ElementKind,
     EpilogueKind,
@@ -30,9 +31,11 @@ from sparse24_plans import (
     PackSparse24Descriptor,
     PlanPreference,
     PruneCompressSparse24Descriptor,
+    PruneQuantizeSparse24Descriptor,
     PruneSparse24Descriptor,
     QuantizeSparse24Descriptor,
     ScaleKind,
+    ScaleRule,
     Tier,
     TilePruneSparse24Descriptor,
     TileRule,
@@ -112,6 +115,18 @@ _PREPARE = {
         "out_element": st.sampled_from(["fp8_e4m3", "s8"]),
         "static_scale": st.booleans(),
     },
+    PruneQuantizeSparse24Descriptor: {
+        "dense_element": st.sampled_from(["f32", "f16", "bf16"]),
+        "stored": st.sampled_from(["s4", "s8", "fp8_e4m3"]),
+        "group": st.sampled_from([0, 32, 64, 128]),
+        "rule": st.sampled_from(ScaleRule),
+        "sparse": st.booleans(),
+    },
+    DequantizeSparse24Descriptor: {
+        "stored": st.sampled_from(["s4", "s8", "fp8_e4m3"]),
+        "group": st.sampled_from([0, 32, 64, 128]),
+        "scale_element": st.just("f32"),
+    },
 }
 
 
@@ -124,6 +139,8 @@ def prepare_descriptors(draw: st.DrawFn):
     elements = ("f32", "f16", "bf16", "s8", "u8", "fp8_e4m3", "fp8_e5m2")
     if kind is QuantizeSparse24Descriptor:
         elements = elements[:3]
+    if kind in (PruneQuantizeSparse24Descriptor, DequantizeSparse24Descriptor):
+        elements = elements[1:3]
     return kind(m=8 * draw(eighths), k=8 * draw(eighths), element=draw(st.sampled_from(elements)), **more)
 
 

@@ -48,7 +48,10 @@ WORDS = {
     InnerPattern: "dense sparse24",
     BlockSparseConvOp: "forward dgrad wgrad",
     AttentionMask: "none add mul",
-    PrepareOp: "prune compress prune_compress decompress pack unpack tile_prune mask quantize",
+    PrepareOp: (
+        "prune compress prune_compress decompress pack unpack tile_prune mask quantize "
+        "prune_quantize dequantize"
+    ),
     TileRule: "greedy_magnitude greedy_value causal_1122 optimal",
     MaskLayout: "rows tiles",
     OpCategory: "gemm prune compress decompress pack quantize softmax attention convolution",

@@ -1,7 +1,8 @@
-"""The base class of foreign 2:4 formats, and the data that passes through their methods.
+"""The base classes of foreign 2:4 formats, and the data that passes through their methods.
 
-A format is one file with a subclass of :class:`ForeignFormat`, and one line in ``table.py``. Memory orders
-are in ``vendor/``; positions and nibbles, which formats share, are in ``positions.py``.
+A format is one file with a subclass of :class:`ForeignFormat`, or of ``quantized.QuantizedFormat``, and one
+line in ``table.py``. Memory orders are in ``vendor/``; positions and nibbles, which formats share, are in
+``positions.py``.
 """
 
 from __future__ import annotations
@@ -168,21 +169,39 @@ class Outgoing:
 # The format ---------------------------------------------------------------------------------------
 
 
-class ForeignFormat(ABC):
-    """A foreign format, with the conversions of weights to it and from it.
+class Format:
+    """What every foreign format says of itself.
 
     ``origin`` names the software that writes and reads it. ``parts`` are the tensors that ``to_foreign``
-    returns, the values first; ``from_foreign`` doesn't need the ``optional`` ones, but checks them if they
-    are given. ``constraint`` describes the shapes, ``options`` the keywords that the format takes.
+    returns; the ``optional`` ones may be missing where a weight is read, but are checked if they are given.
+    ``constraint`` describes the shapes, ``options`` the keywords that the format takes.
     """
 
     name: ClassVar[str]
     origin: ClassVar[str]
-    elements: ClassVar[tuple[ElementKind, ...]]
     parts: ClassVar[tuple[str, ...]]
     constraint: ClassVar[str] = "K a multiple of 8"
     optional: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[Mapping[str, Option]] = MappingProxyType({})
+
+    def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of every option: the given one, checked, or the default if it is None or missing."""
+        for name, value in given.items():
+            if value is not None and name not in self.options:
+                raise InvalidProblemError(f"{name}: {self.name} takes no such option, got {shown(value)}")
+        return {
+            name: option.default if given.get(name) is None else option.check(name, given[name])
+            for name, option in self.options.items()
+        }
+
+
+class ForeignFormat(Format, ABC):
+    """A foreign format, with the conversions of weights to it and from it.
+
+    ``elements`` are those of weights that it holds. The first of ``parts`` are the values.
+    """
+
+    elements: ClassVar[tuple[ElementKind, ...]]
 
     def fits(self, shape: WeightShape) -> bool:
         """Whether ``constraint`` allows a shape of a valid element and a K that is a multiple of 8."""
@@ -212,16 +231,6 @@ class ForeignFormat(ABC):
                 f"got a tensor {list(values.shape)}"
             )
         return values.shape[0], 2 * values.shape[1]
-
-    def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The value of every option: the given one, checked, or the default if it is None or missing."""
-        for name, value in given.items():
-            if value is not None and name not in self.options:
-                raise InvalidProblemError(f"{name}: {self.name} takes no such option, got {shown(value)}")
-        return {
-            name: option.default if given.get(name) is None else option.check(name, given[name])
-            for name, option in self.options.items()
-        }
 
     def shape_of(self, m: int, k: int, element: ElementKind, /, **options: Any) -> WeightShape:
         """A weight's shape with the format's options, checked, or their defaults."""

@@ -23,7 +23,7 @@ from ..weights import canonical
 from ..weights.codes import VALID_CODES
 from .base import ALL_ELEMENTS, ForeignFormat, Incoming, Layout, Outgoing, Parts, WeightShape, row_major
 from .positions import EVEN, ODD, codes_in, nibbles_out, packed_nibbles, unpacked_nibbles
-from .table import BUILT_IN, FORMATS, NO_FORMATS
+from .table import FORMATS, TAKEN_NAMES
 
 Reorder = Callable[[Any], Any]
 """Takes unsigned words [M, words a row] of NumPy or CuPy and gives as many words of the same type."""
@@ -288,7 +288,7 @@ class _Registered(ForeignFormat):
 def _check_name(name: object, replace: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise wrong("name", "letters, digits, '_', '.' and '-', at most 64, the first no sign", name)
-    if name in BUILT_IN or name in NO_FORMATS:
+    if name in TAKEN_NAMES:
         raise InvalidProblemError(f"name: expected one that the package has no format of, got {name!r}")
     if not checked_flag("replace", replace) and name in FORMATS:
         raise InvalidProblemError(f"name: {name!r} is registered already; pass replace=True")

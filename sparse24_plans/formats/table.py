@@ -10,6 +10,10 @@ from .base import ForeignFormat
 from .compressed_tensors import CompressedTensors
 from .cusparselt import CusparseltSm80, CusparseltSm90
 from .cutlass_sm90 import CutlassSm90
+from .gptq import Awq, Gptq
+from .marlin_24 import Marlin24
+from .pack_quantized import PackQuantized
+from .quantized import QuantizedFormat
 from .tilelang import TileLang
 from .torch_cutlass import TorchCutlass
 from .torch_tile import TorchTile
@@ -26,10 +30,14 @@ _BUILT_IN: tuple[ForeignFormat, ...] = (
 )
 
 FORMATS: dict[str, ForeignFormat] = {one.name: one for one in _BUILT_IN}
-"""All foreign formats by name: the package's own, and those that ``register_format`` adds."""
+"""The foreign formats of other weights by name: the package's own and those that ``register_format`` adds."""
 BUILT_IN = tuple(FORMATS)
-NO_FORMATS = ("dense", "sparse24")
-"""Formats of checkpoints that are no foreign formats."""
+QUANTIZED_FORMATS: dict[str, QuantizedFormat] = {
+    one.name: one for one in (Marlin24(), PackQuantized(), Gptq(), Awq())
+}
+"""The foreign formats of quantized weights by name."""
+TAKEN_NAMES = (*BUILT_IN, *QUANTIZED_FORMATS, "dense", "sparse24")
+"""Names that ``register_format`` refuses, those of checkpoints that are in no foreign format among them."""
 _GROUP = "sparse24_plans.formats"
 """Entry points of this group, in installed packages, are functions that register formats."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from ..arithmetic.elements import addends_of
 from ..arithmetic.epilogue import NO_BOUNDS
 from ..errors import shown
-from ..plan.descriptor import BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
+from ..plan.descriptor import AS_ELEMENT, BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     INT64_MAX,
@@ -30,9 +30,6 @@ from ..weights.packed_layouts import Quantization
 
 _NO_WEIGHT = (ElementKind.I32, ElementKind.U16, ElementKind.U8, ElementKind.S4)
 """Elements of results, metadata and stored values. No kernel multiplies them, so no message offers them."""
-
-_AS_ELEMENT = Field(default_factory=lambda data: data["element"])
-"""Default of a field that is as ``element`` unless given."""
 
 _MOST_ROWS = 2**31 - 1
 """Rows that i32 offsets can name."""
@@ -123,9 +120,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
     n: Size
     m: Size
     k: Eights
-    weight_element: ElementKind = _AS_ELEMENT
+    weight_element: ElementKind = AS_ELEMENT
     weight_group: Size = 0
-    weight_scale_element: ElementKind = _AS_ELEMENT
+    weight_scale_element: ElementKind = AS_ELEMENT
     op: GemmOp = GemmOp.FORWARD
     epilogue: EpilogueKind = EpilogueKind.IDENTITY
     alpha: Factor = 1.0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..device.tensors import TensorView
 from ..plan.operands import Views
 from ..vocab import ElementKind, GroupTokens, ScaleKind
-from ..weights.quantized import dequantized
+from ..weights.quantized import write_dequantized
 from .descriptor import GemmSparse24Descriptor
 
 _PER_WEIGHT_ROW = ("values", "metadata", "scales", "bias", "scale_w")
@@ -23,7 +23,9 @@ def kept_bits(desc: GemmSparse24Descriptor, views: Views) -> NDArray[Any]:
     if desc.quantization is None:
         found: NDArray[Any] = views["values"].bits()
         return found
-    return dequantized(views["values"], views["scales"], desc.quantization, desc.element)
+    kept = np.empty((views["metadata"].shape[0], desc.k // 2), desc.element.bits_dtype)
+    write_dequantized(views["values"], views["scales"], desc.quantization, desc.element, kept)
+    return kept
 
 
 def token_ranges(desc: GemmSparse24Descriptor, views: Views) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan.operands import Args
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import PackedWeight, Sparse24Weight
 
 
@@ -104,6 +105,31 @@ class QuantizeSparse24Args(Args):
     x: Any
     quantized: Any
     scale: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PruneQuantizeSparse24Args(Args):
+    """``dense`` [M, K], and ``scores`` [M, K] exactly when the descriptor has them, are read.
+
+    Written: ``values``, uint8 [M, K/4] for ``s4``, else [M, K/2]; ``metadata`` uint16 [M, K/8]; ``scales``
+    [M, groups]. ``status``, uint8 [8] at a multiple of 8 bytes, exactly when W is 2:4 already;
+    ``plan.check`` reads it.
+    """
+
+    dense: Any
+    values: Any
+    metadata: Any
+    scales: Any
+    scores: Any = None
+    status: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizeSparse24Args(Args):
+    """``weight`` is a Sparse24QuantizedWeight; ``dequantized`` [M, K/2], its kept values, is written."""
+
+    weight: Sparse24QuantizedWeight
+    dequantized: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal, SupportsIndex
 
 from pydantic import model_validator
 
-from ..plan.descriptor import Descriptor
+from ..plan.descriptor import AS_ELEMENT, Descriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
     CANONICAL_LAYOUT,
@@ -19,10 +20,12 @@ from ..vocab import (
     MatrixOrder,
     OpCategory,
     PrepareOp,
+    ScaleRule,
     Size,
     TileRule,
 )
-from ..weights.packed_layouts import layout_of
+from ..weights import quantized
+from ..weights.packed_layouts import Quantization, layout_of
 from ..weights.quantize import LARGEST
 
 ELEMENTS = (
@@ -72,6 +75,11 @@ class PrepareDescriptor(Descriptor):
     def layout_id(self) -> str:
         """Layout of the weight that is made or read."""
         return CANONICAL_LAYOUT
+
+    @property
+    def has_status(self) -> bool:
+        """Whether a run reports the first bad group."""
+        return STATUS in self.operands()
 
     # Parts that several share.
 
@@ -318,6 +326,132 @@ class QuantizeSparse24Descriptor(PrepareDescriptor):
             Operand("x", Role.IN, shape, self.element, lines=MatrixOrder.ROW),
             Operand("quantized", Role.OUT, shape, self.out_element, lines=MatrixOrder.ROW),
             Operand("scale", Role.IN, (1,), f32) if self.static_scale else scale,
+        )
+
+
+class _Quantized(PrepareDescriptor):
+    """Base of the descriptors with a quantized weight, whose fields are those of Sparse24QuantizedWeight."""
+
+    stored: ElementKind = ElementKind.S4
+    """Element of the stored values: ``s4``, ``s8`` or ``fp8_e4m3``."""
+    group: Size = 128
+    """Adjacent columns of a row that share a scale: 32, 64 or 128, or 0 for the whole row."""
+    scale_element: ElementKind = AS_ELEMENT
+    """Type of the scales: ``element`` (default) or ``f32``."""
+
+    @model_validator(mode="after")
+    def _quantization(self) -> _Quantized:
+        self._expect("element", quantized.ELEMENTS)
+        self._expect("stored", quantized.STORED)
+        self._expect("group", quantized.GROUPS)
+        self._expect("scale_element", (self.element, ElementKind.F32))
+        return self
+
+    @property
+    def quantization(self) -> Quantization:
+        """How W stores its values."""
+        return Quantization(self.stored, self.group, self.scale_element)
+
+
+class PruneQuantizeSparse24Descriptor(_Quantized, _Scored):
+    """Prune W [M, K] and quantize what is kept, in one pass, as Sparse24QuantizedWeight.quantize does.
+
+    Parameters
+    ----------
+    m, k : int
+        Rows and columns; k a multiple of 8. Either may be 0.
+    element : ElementKind
+        ``f16`` or ``bf16``: the type of the quantized W when it is multiplied.
+    dense_element : ElementKind, optional
+        Type of the dense W: ``f32``, ``f16`` or ``bf16``; by default ``element``.
+    stored, group, scale_element
+        As for Sparse24QuantizedWeight; ``s4`` in groups of 128 by default.
+    rule : ScaleRule
+        How a group's scale is chosen: ``largest`` (default) or ``least_squares``.
+    scores : ElementKind, optional
+        ``f32``, ``f16`` or ``bf16``: rank by scores [M, K] of this type, signed, instead of by |value|.
+    sparse : bool
+        Whether W is 2:4 already: nothing is pruned then, and ``check`` reports a group of more than two
+        non-zeros, of which the first two were kept.
+
+    Raises InvalidProblemError, naming the field.
+    """
+
+    dense_element: ElementKind = AS_ELEMENT
+    """Element of the dense W."""
+    rule: ScaleRule = ScaleRule.LARGEST
+    """Rule that chooses scales."""
+    sparse: Flag = False
+    """Whether W is 2:4 already."""
+
+    category: ClassVar[OpCategory] = OpCategory.QUANTIZE
+    _op: ClassVar[PrepareOp] = PrepareOp.PRUNE_QUANTIZE
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            m: SupportsIndex,
+            k: SupportsIndex,
+            element: ElementLike,
+            dense_element: ElementLike = ...,
+            stored: ElementLike = ...,
+            group: SupportsIndex = ...,
+            scale_element: ElementLike = ...,
+            rule: ScaleRule | str = ...,
+            scores: ElementLike | None = ...,
+            sparse: bool = ...,
+        ) -> None: ...
+
+    @model_validator(mode="after")
+    def _source(self) -> PruneQuantizeSparse24Descriptor:
+        self._expect("dense_element", quantized.DENSE_ELEMENTS)
+        if self.sparse and self.scores is not None:
+            raise ValueError(f"scores: expected None where W is 2:4 already, got {self.scores}")
+        return self
+
+    def operands(self) -> tuple[Operand, ...]:
+        by, m = self.quantization, self.m
+        values = (m, quantized.stored_width(self.k, by)), quantized.memory_element(by.element)
+        return (
+            Operand("dense", Role.IN, (m, self.k), self.dense_element),
+            Operand("values", Role.OUT, *values),
+            Operand("metadata", Role.OUT, (m, self.k // 8), ElementKind.U16),
+            Operand("scales", Role.OUT, (m, by.scales_of_a_row(self.k)), by.scale_element),
+            *self._scores(),
+            *((STATUS,) if self.sparse else ()),
+        )
+
+
+class DequantizeSparse24Descriptor(_Quantized):
+    """The kept values [M, K/2] of a Sparse24QuantizedWeight W [M, K], whose fields these are.
+
+    They are of ``element``, ``f16`` or ``bf16``, and the weight's metadata are theirs. Raises
+    InvalidProblemError, naming the field.
+    """
+
+    category: ClassVar[OpCategory] = OpCategory.DECOMPRESS
+    _op: ClassVar[PrepareOp] = PrepareOp.DEQUANTIZE
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            m: SupportsIndex,
+            k: SupportsIndex,
+            element: ElementLike,
+            stored: ElementLike = ...,
+            group: SupportsIndex = ...,
+            scale_element: ElementLike = ...,
+        ) -> None: ...
+
+    def operands(self) -> tuple[Operand, ...]:
+        weight = self._weight("weight", CANONICAL_LAYOUT)
+        return (
+            replace(weight, quantization=self.quantization),
+            Operand("dequantized", Role.OUT, (self.m, self.k // 2), self.element),
         )
 
 

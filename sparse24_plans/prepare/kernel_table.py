@@ -1,4 +1,4 @@
-"""The kernel table of plans that prepare weights. All entries give one guarantee: nothing rounds."""
+"""The kernel table of plans that prepare weights. Entries that quantize round; the others move bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def guarantee(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
 
 
 def quantizing(descriptor: PrepareDescriptor) -> PrecisionGuarantee:
-    """Guarantee of entries that quantize: a scale and a quotient are rounded in float32, alike everywhere."""
+    """Guarantee of entries that quantize, or dequantize: results are rounded in float32, alike everywhere.
+
+    A scale and a quotient are rounded, or a product and its element.
+    """
     f32 = ElementKind.F32
     more = {"math_precision": MathPrecision.F32, "accumulator": f32, "nonfinite": "propagates"}
     rounding = {"unit_roundoff": f32.unit_roundoff, "terms_per_k": 2.0}
@@ -95,7 +98,8 @@ def _row_limits(descriptor: PrepareDescriptor) -> str | None:
 
 _PRUNE_OPS = (PrepareOp.PRUNE, PrepareOp.COMPRESS, PrepareOp.PRUNE_COMPRESS, PrepareOp.MASK)
 _PACK_OPS = (PrepareOp.PACK, PrepareOp.UNPACK)
-_HOST_OPS = tuple(op for op in PrepareOp if op not in (*_PACK_OPS, PrepareOp.QUANTIZE))
+_ROUNDING_OPS = (PrepareOp.QUANTIZE, PrepareOp.PRUNE_QUANTIZE, PrepareOp.DEQUANTIZE)
+_HOST_OPS = tuple(op for op in PrepareOp if op not in (*_PACK_OPS, *_ROUNDING_OPS))
 
 
 def _device_row(
@@ -136,6 +140,6 @@ ENTRIES: tuple[PrepareEntry, ...] = (
         Tier.HOST,
         guarantee=quantizing,
         elements=SCORE_ELEMENTS,
-        ops=(PrepareOp.QUANTIZE,),
+        ops=_ROUNDING_OPS,
     ),
 )

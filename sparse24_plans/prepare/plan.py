@@ -17,13 +17,16 @@ from ..plan.operands import Views
 from ..plan.plan import Plan
 from ..vocab import PrepareOp
 from ..weights import canonical
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import (
     CompressSparse24Args,
     DecompressSparse24Args,
+    DequantizeSparse24Args,
     MaskSparse24Args,
     PackSparse24Args,
     PruneCompressSparse24Args,
+    PruneQuantizeSparse24Args,
     PruneSparse24Args,
     QuantizeSparse24Args,
     TilePruneSparse24Args,
@@ -33,10 +36,12 @@ from .descriptor import (
     NOTHING_FOUND,
     CompressSparse24Descriptor,
     DecompressSparse24Descriptor,
+    DequantizeSparse24Descriptor,
     MaskSparse24Descriptor,
     PackSparse24Descriptor,
     PrepareDescriptor,
     PruneCompressSparse24Descriptor,
+    PruneQuantizeSparse24Descriptor,
     PruneSparse24Descriptor,
     QuantizeSparse24Descriptor,
     TilePruneSparse24Descriptor,
@@ -45,7 +50,7 @@ from .kernel_table import ENTRIES
 
 
 class PreparePlan(Plan):
-    """Base of the family's plans. Nothing rounds: results have the same bits on every device and on the host.
+    """Base of the family's plans: results have the same bits on every device and on the host.
 
     ``descriptor`` says what is done.
     """
@@ -70,8 +75,11 @@ class _Reporting(PreparePlan):
     def check(self, args: Any, *, stream: Any = None) -> None:
         """Wait for ``stream``, then raise FormatError for the first bad group that the last run found.
 
-        The error has ``row`` and ``group``. Of no use in a capture: it reads the status back.
+        The error has ``row`` and ``group``. Of no use in a capture: it reads the status back. Runs without a
+        status have nothing to check.
         """
+        if not self.descriptor.has_status:
+            return
         view = self._check(args)["status"]
         handle = stream_handle(stream, self._home, current_stream_of(self._operands_in(args)))
         status = np.empty(1, np.uint64)
@@ -81,8 +89,8 @@ class _Reporting(PreparePlan):
             launch_on(self._home, lambda on: _fetch(view, status, on), handle)
         if int(status[0]) != NOTHING_FOUND:
             at, detail = divmod(int(status[0]), 256)
-            reads_dense = self.descriptor.op is PrepareOp.COMPRESS
-            error = canonical.crowded_error if reads_dense else canonical.metadata_error
+            packed = self.descriptor.op is PrepareOp.UNPACK
+            error = canonical.metadata_error if packed else canonical.crowded_error
             raise error(*divmod(at, self.descriptor.k // 4), detail)
 
 
@@ -144,11 +152,6 @@ class PackSparse24Plan(_Reporting):
     descriptor_type = PackSparse24Descriptor
     args_types: ClassVar = {PrepareOp.PACK: PackSparse24Args, PrepareOp.UNPACK: UnpackSparse24Args}
 
-    def check(self, args: UnpackSparse24Args, *, stream: Any = None) -> None:
-        """Wait for ``stream``, then raise FormatError, with row and group, for the first bad nibble found."""
-        if self.descriptor.op is PrepareOp.UNPACK:
-            super().check(args, stream=stream)
-
     @overload
     def weight(self, args: PackSparse24Args) -> PackedWeight: ...
     @overload
@@ -181,6 +184,43 @@ class QuantizeSparse24Plan(PreparePlan):
 
     descriptor_type = QuantizeSparse24Descriptor
     args_types: ClassVar = {PrepareOp.QUANTIZE: QuantizeSparse24Args}
+
+
+class PruneQuantizeSparse24Plan(_Reporting):
+    """Prunes and quantizes in one pass, with the bits of Sparse24QuantizedWeight.quantize.
+
+    Values that are 2:4 already are checked; :meth:`check` raises for a group with more than two non-zeros.
+    """
+
+    descriptor_type = PruneQuantizeSparse24Descriptor
+    args_types: ClassVar = {PrepareOp.PRUNE_QUANTIZE: PruneQuantizeSparse24Args}
+    descriptor: PruneQuantizeSparse24Descriptor
+
+    def weight(self, args: PruneQuantizeSparse24Args) -> Sparse24QuantizedWeight:
+        """Return the results as a weight that shares their memory; sound once :meth:`check` has passed."""
+        views, desc = self._check(args), self.descriptor
+        return Sparse24QuantizedWeight(
+            *(views[name] for name in ("values", "metadata", "scales")),
+            element=desc.element,
+            stored=desc.stored,
+            group=desc.group,
+            scale_element=desc.scale_element,
+            validate=False,
+        )
+
+
+class DequantizeSparse24Plan(PreparePlan):
+    """Gives the kept values of a quantized weight, as they are multiplied."""
+
+    descriptor_type = DequantizeSparse24Descriptor
+    args_types: ClassVar = {PrepareOp.DEQUANTIZE: DequantizeSparse24Args}
+
+    def weight(self, args: DequantizeSparse24Args) -> Sparse24Weight:
+        """Return the result as a weight that shares its memory, and the given weight's metadata."""
+        views = self._check(args)
+        return Sparse24Weight(
+            views["dequantized"], views["metadata"], element=self.descriptor.element, validate=False
+        )
 
 
 class MaskSparse24Plan(PreparePlan):

@@ -284,6 +284,8 @@ class PrepareOp(_Word):
     TILE_PRUNE = "tile_prune"
     MASK = "mask"
     QUANTIZE = "quantize"
+    PRUNE_QUANTIZE = "prune_quantize"
+    DEQUANTIZE = "dequantize"
 
 
 class ScaleRule(_Word):

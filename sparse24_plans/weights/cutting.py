@@ -4,8 +4,8 @@ Merged projections (q, k and v as one product), shards of tensor parallelism, an
 this. No bit changes: the dense matrices of the results are slices, or the concatenation, of the given ones.
 
 Every layout is a grid of blocks that move as a whole: groups of four columns of a row in the canonical form
-and in ``dense_f32``, tiles in the packed ones. Blocks of a grid row are adjacent, so that any cut along M is
-a window of the same memory.
+and in ``dense_f32``, columns that share a scale in a quantized weight, tiles in the packed layouts. Blocks of
+a grid row are adjacent, so that any cut along M is a window of the same memory.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from ..device.streams import on_stream, stream_handle
 from ..device.tensors import TensorView, wrong
 from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
 from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
 from . import canonical
 from .packed_layouts import TILE_LAYOUTS, TILE_M
-from .weight import PackedWeight, Sparse24Weight
+from .quantized import Sparse24QuantizedWeight, memory_element, stored_width
+from .weight import CanonicalWeight, PackedWeight, Sparse24Weight
 
-W = TypeVar("W", Sparse24Weight, PackedWeight)
+W = TypeVar("W", Sparse24Weight, Sparse24QuantizedWeight, PackedWeight)
 
 _GROUP = 4
 _LEAST_K = 8
@@ -36,12 +39,12 @@ def slice_weight(
 
     Parameters
     ----------
-    weight : Sparse24Weight or PackedWeight
+    weight : Sparse24Weight, Sparse24QuantizedWeight or PackedWeight
         Canonical, or as ``plan.pack`` made it: any layout but cuSPARSELt's blob, which is the library's.
     start, stop : int
-        0 <= start <= stop <= M (or K). A canonical weight is cut at any row and at any group of four columns;
-        a packed one at its tiles, 64 rows x 128 columns (16-bit elements), x 256 (8-bit) or x 64 (32-bit),
-        and at its end.
+        0 <= start <= stop <= M (or K). A canonical weight is cut at any row and at any group of four columns,
+        or, if columns share a scale, at multiples of their number and at its end; a packed one at its tiles,
+        64 rows x 128 columns (16-bit elements), x 256 (8-bit) or x 64 (32-bit), and at its end.
         Whatever the layout, the width of what is cut along K is a multiple of 8.
     axis : int
         0: M, out features. 1: K, in features.
@@ -105,9 +108,11 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
 
     Parameters
     ----------
-    weights : iterable of Sparse24Weight, or of PackedWeight
-        At least one, of one element, device and layout, and of one K (along M) or M (along K). The M (or K)
-        of packed weights, but of the last, is a multiple of the tile's.
+    weights : iterable of Sparse24Weight, of Sparse24QuantizedWeight, or of PackedWeight
+        At least one, of one element, quantization, device and layout, and of one K (along M) or M (along K).
+        The M (or K) of packed weights, but of the last, is a multiple of the tile's; the K of quantized ones
+        one of the columns that share a scale. Weights with one scale a row are joined along K if their scales
+        are equal, which on a GPU waits for the device.
     axis : int
         0: M, out features, as for merged q, k and v. 1: K, in features.
     stream : optional
@@ -121,7 +126,7 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
         A layout that isn't this package's.
     """
     _check_axis(axis)
-    if isinstance(weights, (Sparse24Weight, PackedWeight)) or not isinstance(weights, Iterable):
+    if isinstance(weights, (CanonicalWeight, PackedWeight)) or not isinstance(weights, Iterable):
         raise wrong("weights", "a sequence of weights", weights)
     found = _checked(weights)
     if not found:
@@ -134,11 +139,60 @@ def concat_weights(weights: Iterable[W], *, axis: int = 0, stream: Any = None) -
     parts = []
     with on_stream(like.device, stream):
         for number in range(len(like.buffers)):
-            blocks = [grid.blocks(number) for grid in grids]
-            xp = canonical.array_module(blocks[0])
-            joined = xp.concatenate(blocks, axis=axis)  # it may choose another order
-            parts.append((TensorView.of(xp.ascontiguousarray(joined)), 0))
+            joined = _joined([grid.rows_of(number) for grid in grids], grids[0].parts[number], axis)
+            parts.append((TensorView.of(joined), 0))
     return grids[0].made(first, m, k, parts)
+
+
+def _joined(memory: list[Any], part: _Part, axis: int) -> Any:
+    """One buffer of the weights [rows, bytes of a row], joined in new contiguous memory."""
+    xp = canonical.array_module(memory[0])
+    if axis == 1 and not part.columns:
+        for at, other in enumerate(memory[1:], 1):
+            if bool((other != memory[0]).any()):
+                raise InvalidProblemError(
+                    f"weights[{at}]: expected the scales of weights[0], because a row has one scale for all "
+                    "of K, got others"
+                )
+        return memory[0].copy()
+    return xp.ascontiguousarray(xp.concatenate(memory, axis=axis))  # it may choose another order
+
+
+def take_rows(weight: W, rows: Any, *, stream: Any = None) -> W:
+    """Rows ``rows`` of W[M, K], in this order and in new memory, as for a gated epilogue: ``gated_rows``.
+
+    Parameters
+    ----------
+    weight : Sparse24Weight, Sparse24QuantizedWeight or PackedWeight
+        In a layout whose rows can be told apart: canonical, or ``dense_f32``.
+    rows : array of int
+        NumPy's indices [M'], each from 0 to below M; the result is [M', K].
+    stream : optional
+        The stream that a copy on a GPU is queued on; see ``plan.run``.
+
+    Raises
+    ------
+    InvalidProblemError
+        Indices that are no integers, or out of range.
+    UnsupportedError
+        A layout of tiles, or one that isn't this package's.
+    """
+    grid = _grid_of(weight, "weight")
+    if grid.rows != 1:
+        raise UnsupportedError(
+            f"weight: rows of layout {grid.weight.layout_id!r} can't be reordered{_remedy(grid.weight)}"
+        )
+    packed = grid.weight
+    if type(rows) is not np.ndarray or rows.ndim != 1 or rows.dtype.kind not in "iu":
+        raise wrong("rows", "a one-dimensional NumPy array of integers", rows)
+    bad = (rows < 0) | (rows >= packed.m)
+    if bad.any():
+        raise wrong("rows", f"indices from 0 to below M = {packed.m}", int(rows[bad][0]))
+    with on_stream(packed.device, stream):
+        found = [grid.rows_of(number) for number in range(len(packed.buffers))]
+        index = canonical.array_module(found[0]).asarray(rows)
+        parts = [(TensorView.of(part[index]), 0) for part in found]
+    return grid.made(weight, len(rows), packed.k, parts)
 
 
 def _checked(weights: Iterable[W]) -> list[tuple[W, _Grid]]:
@@ -153,39 +207,78 @@ def _checked(weights: Iterable[W]) -> list[tuple[W, _Grid]]:
 # How layouts are cut ------------------------------------------------------------------------------
 
 
+class _Part(NamedTuple):
+    """How a buffer lies: each grid row has ``nbytes`` bytes for every ``columns`` dense columns begun."""
+
+    columns: int
+    """0: the bytes are those of a whole grid row."""
+    nbytes: int
+
+    def at(self, column: int) -> int:
+        """Bytes before a column that begins a block."""
+        return -(-column // self.columns) * self.nbytes if self.columns else 0
+
+    def span(self, first: int, last: int) -> slice:
+        """Bytes of the columns from ``first`` to below ``last``."""
+        return slice(self.at(first), self.at(last) if self.columns else self.nbytes)
+
+
 class _Grid(NamedTuple):
     """A weight and its layout's blocks, each of ``rows`` x ``columns`` dense cells."""
 
     weight: PackedWeight
     rows: int
     columns: int
-    block_bytes: tuple[int, ...]
-    """Bytes of a block in each of the buffers."""
+    parts: tuple[_Part, ...]
+    """How each of the buffers lies."""
     block: str
     """The name of a block in messages."""
 
-    def counts(self, m: int, k: int) -> tuple[int, int]:
-        """Blocks along M and along K."""
-        return -(-m // self.rows), -(-k // self.columns)
+    def down(self, m: int) -> int:
+        """Blocks along M."""
+        return -(-m // self.rows)
 
-    def blocks(self, number: int) -> Any:
-        """A buffer as bytes [blocks along M, blocks along K, bytes of a block]."""
-        shape = (*self.counts(self.weight.m, self.weight.k), self.block_bytes[number])
+    def rows_of(self, number: int) -> Any:
+        """A buffer as bytes [grid rows, bytes of a grid row]."""
+        width = self.parts[number].span(0, self.weight.k).stop
+        shape = (self.down(self.weight.m), width)
         return _view(self.weight.buffers[number], 0, ElementKind.U8, shape).bits()
 
     def made(self, like: W, m: int, k: int, parts: Iterable[tuple[TensorView, int]]) -> W:
         """A weight [m, k] of the type of ``like`` in this layout, of each buffer's memory and offset."""
         packed = self.weight
-        shapes: dict[str, tuple[tuple[ElementKind, tuple[int, ...]], ...]] = {
-            CANONICAL_LAYOUT: ((packed.element, (m, k // 2)), (ElementKind.U16, (m, k // 8))),
-            DENSE_F32_LAYOUT: ((ElementKind.F32, (m, k)),),
-        }
-        tiles = ((ElementKind.U8, (*self.counts(m, k), self.block_bytes[0])),)
-        wanted = shapes.get(packed.layout_id, tiles)
-        buffers = tuple(_view(*part, *typed) for part, typed in zip(parts, wanted, strict=True))
+        buffers = tuple(_view(*part, *typed) for part, typed in zip(parts, self._types(m, k), strict=True))
+        if isinstance(like, Sparse24QuantizedWeight):
+            stored, group, scales = like.quantization
+            return Sparse24QuantizedWeight(
+                *buffers,
+                element=like.element,
+                stored=stored,
+                group=group,
+                scale_element=scales,
+                validate=False,
+            )
         if isinstance(like, Sparse24Weight):
             return Sparse24Weight(*buffers, element=packed.element, validate=False)
-        return PackedWeight(packed.layout_id, m, k, packed.element, packed.device, buffers)
+        fields = (packed.layout_id, m, k, packed.element, packed.device, buffers)
+        return PackedWeight(*fields, packed.quantization)
+
+    def _types(self, m: int, k: int) -> tuple[tuple[ElementKind, tuple[int, ...]], ...]:
+        """Element and shape of each buffer of a weight [m, k]."""
+        layout, by = self.weight.layout_id, self.weight.quantization
+        if layout == DENSE_F32_LAYOUT:
+            return ((ElementKind.F32, (m, k)),)
+        if layout != CANONICAL_LAYOUT:
+            return ((ElementKind.U8, (self.down(m), *self._tiles(k))),)
+        metadata = (ElementKind.U16, (m, k // 8))
+        if by is None:
+            return (self.weight.element, (m, k // 2)), metadata
+        values = (memory_element(by.element), (m, stored_width(k, by)))
+        return values, metadata, (by.scale_element, (m, by.scales_of_a_row(k)))
+
+    def _tiles(self, k: int) -> tuple[int, int]:
+        """Tiles along K, and their bytes."""
+        return -(-k // self.columns), self.parts[0].nbytes
 
 
 def _view(memory: TensorView, offset: int, element: ElementKind, shape: tuple[int, ...]) -> TensorView:
@@ -196,20 +289,30 @@ def _view(memory: TensorView, offset: int, element: ElementKind, shape: tuple[in
     )
 
 
+_METADATA = _Part(_GROUP, 1)
+
+
 def _grid_of(weight: Any, argument: str) -> _Grid:
-    if type(weight) is Sparse24Weight:
+    if type(weight) in (Sparse24Weight, Sparse24QuantizedWeight):
         packed = PackedWeight.canonical(weight)
     elif type(weight) is PackedWeight:
         packed = weight
     else:
-        raise wrong(argument, "a Sparse24Weight or a PackedWeight", weight)
+        raise wrong(argument, "a Sparse24Weight, a Sparse24QuantizedWeight or a PackedWeight", weight)
+    if packed.layout_id == CANONICAL_LAYOUT and packed.quantization is not None:
+        by = packed.quantization
+        group = _GROUP if by.group == 0 else by.group
+        scales = _Part(by.group, by.scale_element.itemsize)
+        values = _Part(_GROUP, by.value_bytes(1, _GROUP))
+        return _Grid(packed, 1, group, (values, _METADATA, scales), "group of columns with one scale")
     if packed.layout_id == CANONICAL_LAYOUT:
-        return _Grid(packed, 1, _GROUP, (2 * packed.element.itemsize, 1), "group")
+        values = _Part(_GROUP, 2 * packed.element.itemsize)
+        return _Grid(packed, 1, _GROUP, (values, _METADATA), "group")
     if packed.layout_id == DENSE_F32_LAYOUT:
-        return _Grid(packed, 1, _GROUP, (4 * _GROUP,), "group")
+        return _Grid(packed, 1, _GROUP, (_Part(_GROUP, 4 * _GROUP),), "group")
     for layout in TILE_LAYOUTS:
         if packed.layout_id == layout.layout_id:
-            return _Grid(packed, TILE_M, layout.tile_k, (layout.tile_bytes,), "tile")
+            return _Grid(packed, TILE_M, layout.tile_k, (_Part(layout.tile_k, layout.tile_bytes),), "tile")
     raise UnsupportedError(
         f"{argument}: layout {packed.layout_id!r} can be neither cut nor joined; "
         "do that with canonical weights, and pack the results"
@@ -238,19 +341,20 @@ def _slice(
     if axis == 1 and width % _LEAST_K:
         raise InvalidProblemError(f"{names[1]}: expected a K that is a multiple of {_LEAST_K}, got {width}")
     m, k = (width, packed.k) if axis == 0 else (packed.m, width)
-    down, across = grid.counts(packed.m, packed.k)
-    window = slice(cells[0] // unit, -(-cells[1] // unit))
-    whole_rows = axis == 0 or down <= 1 or window.stop - window.start in (0, across)
+    whole_rows = axis == 0 or grid.down(packed.m) <= 1 or width in (0, packed.k)
     if not _is_view(copy, whole_rows, f"columns {cells[0]} to {cells[1]} of {packed.m} rows"):
         with on_stream(packed.device, stream):
-            found = [grid.blocks(number) for number in range(len(packed.buffers))]
-            parts = [
-                (TensorView.of((part[window] if axis == 0 else part[:, window]).copy()), 0) for part in found
-            ]
+            parts = []
+            for number, part in enumerate(grid.parts):
+                found = grid.rows_of(number)
+                some = found[:, part.span(*cells)] if axis else found[cells[0] // unit : grid.down(cells[1])]
+                parts.append((TensorView.of(some.copy()), 0))
     else:
         stream_handle(stream, packed.device)  # refuses an object that is no stream
-        first = window.start * (across if axis == 0 else 1)
-        offsets = (first * block for block in grid.block_bytes)
+        offsets = (
+            part.at(cells[0]) if axis else cells[0] // unit * part.span(0, packed.k).stop
+            for part in grid.parts
+        )
         parts = list(zip(packed.buffers, offsets, strict=True))
     return grid.made(weight, m, k, parts)
 
@@ -299,6 +403,7 @@ def _check_fits(first: _Grid, grid: _Grid, at: int, axis: int, *, last: bool, sa
     across = ("k", "m")[axis]
     for what, wanted, got in (
         ("element", like.element, one.element),
+        ("quantization", like.quantization, one.quantization),
         ("layout", like.layout_id, one.layout_id),
         (across.upper(), getattr(like, across), getattr(one, across)),
         ("memory on", like.device, one.device),

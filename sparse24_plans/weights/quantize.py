@@ -101,6 +101,7 @@ class _Scales:
         """The nearest ones."""
         found = scale.astype(self._dtype).astype(np.float32)
         found = np.where(np.isfinite(scale), np.minimum(found, self._most), found)
+        found[np.isnan(found)] = np.nan  # one NaN, whatever the processor makes of those in the weight
         return np.where(found == 0, self._least, found)
 
 

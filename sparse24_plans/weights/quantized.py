@@ -25,6 +25,8 @@ Array = np.ndarray[Any, Any]
 
 ELEMENTS = (ElementKind.F16, ElementKind.BF16)
 """Elements that a quantized weight may have when it is multiplied."""
+DENSE_ELEMENTS = (ElementKind.F32, *ELEMENTS)
+"""Elements of weights that can be quantized."""
 STORED = (ElementKind.S4, ElementKind.S8, ElementKind.FP8_E4M3)
 """Elements of stored values."""
 GROUPS = (0, 32, 64, 128)
@@ -127,31 +129,34 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         group: int,
         scale_element: ElementLike | None = None,
         rule: ScaleRule | str = ScaleRule.LARGEST,
+        element: ElementLike | None = None,
     ) -> Sparse24QuantizedWeight:
-        """Quantize the kept values of ``weight``, f16 or bf16, in host memory; the positions stay.
+        """Quantize the kept values of ``weight``, f32, f16 or bf16, in host memory; the positions stay.
 
         Values are divided by their group's scale, as it is stored, and rounded to nearest even. ``stored``,
-        ``group`` and ``scale_element`` are as for the constructor.
+        ``group`` and ``scale_element`` are as for the constructor, and so is ``element``, by default that of
+        ``weight``.
 
         Raises InvalidProblemError; UnsupportedError for a weight in device memory.
         """
         if type(weight) is not Sparse24Weight:
             raise wrong("weight", "a Sparse24Weight", weight)
-        by = quantization_of(weight.element, stored, group, scale_element)
+        kind = weight.element if element is None else element_kind(element)
+        by = quantization_of(kind, stored, group, scale_element)
+        if weight.element not in DENSE_ELEMENTS:
+            raise wrong("weight", "elements " + " or ".join(DENSE_ELEMENTS), weight.element)
         rule = _scale_rule(rule)
         _check_on_host("quantize", weight)
         bits = weight.values_view.bits()
-        values = np.empty((weight.m, weight.k // 2), np.int8 if by.element.is_integer else by.element.dtype)
+        values = np.empty((weight.m, stored_width(weight.k, by)), memory_element(by.element).dtype)
         scales = np.empty((weight.m, by.scales_of_a_row(weight.k)), by.scale_element.dtype)
 
         def fill(rows: slice) -> None:
-            kept = dense.widened(bits[rows], weight.element)
-            values[rows], scales[rows] = quantized_groups(kept, weight.element, by, rule)
+            values[rows], scales[rows] = stored_values(bits[rows], weight.element, kind, by, rule)
 
-        threads.for_each(fill, canonical.row_steps(*values.shape, True))
-        held = nibbles_of(values) if by.element is ElementKind.S4 else values
-        parts = (held, weight.metadata_view, scales)
-        return cls(*parts, element=weight.element, validate=False, **_named(by))
+        threads.for_each(fill, canonical.row_steps(weight.m, weight.k, True))
+        parts = (values, weight.metadata_view, scales)
+        return cls(*parts, element=kind, validate=False, **_named(by))
 
     def _shape(self) -> tuple[int, int]:
         shape, each = self.views[0].shape, self._columns_of_a_cell
@@ -191,7 +196,8 @@ class Sparse24QuantizedWeight(CanonicalWeight):
     def dequantize(self) -> Sparse24Weight:
         """W itself, of ``element``, with the same metadata. Raises UnsupportedError for device memory."""
         _check_on_host("dequantize", self)
-        kept = dequantized(self.views[0], self.views[2], self.quantization, self.element)
+        kept = np.empty((self.m, self.k // 2), self.element.bits_dtype)
+        write_dequantized(self.views[0], self.views[2], self.quantization, self.element, kept)
         return Sparse24Weight(kept.view(self.element.dtype), self.views[1], validate=False)
 
     def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24QuantizedWeight:
@@ -270,20 +276,38 @@ def nibbles_of(values: Array) -> Array:
     return found
 
 
-def dequantized(values: TensorView, scales: TensorView, by: Quantization, element: ElementKind) -> Array:
-    """The kept values [M, K/2] of W on the host, as bits of ``element``."""
+def stored_width(k: int, by: Quantization) -> int:
+    """Cells of a row of stored values, for k columns."""
+    return k // 4 if by.element is ElementKind.S4 else k // 2
+
+
+def stored_values(
+    kept: Array, given: ElementKind, element: ElementKind, by: Quantization, rule: ScaleRule
+) -> tuple[Array, Array]:
+    """The stored values, as they lie in memory, and the scales of kept bits [rows, K/2] of ``given``.
+
+    ``element`` is that of the quantized weight.
+    """
+    values, scales = quantized_groups(dense.widened(kept, given), element, by, rule)
+    return nibbles_of(values) if by.element is ElementKind.S4 else values, scales
+
+
+def write_dequantized(
+    values: TensorView, scales: TensorView, by: Quantization, element: ElementKind, out: Array
+) -> None:
+    """Write the kept values of W on the host to ``out`` [M, K/2], as bits of ``element``. NaN is one NaN."""
     stored, factors = values.bits(), dense.widened(scales.bits(), by.scale_element)
-    width = stored.shape[1] * (2 if by.element is ElementKind.S4 else 1)
-    kept = np.empty((stored.shape[0], width), element.dtype)
+    kept, width = out.view(element.dtype), out.shape[1]
 
     def fill(rows: slice) -> None:
-        wide = _widened(stored[rows], by.element)
+        wide, some = _widened(stored[rows], by.element), factors[rows]
         with np.errstate(all="ignore"):  # Inf and NaN are results here
-            wide *= _of_each_value(factors[rows], by, width)
+            wide *= _of_each_value(some, by, width)
+            if not (by.element.is_integer and np.isfinite(some).all()):
+                wide[np.isnan(wide)] = np.nan
             kept[rows] = wide.astype(element.dtype)
 
     threads.for_each(fill, canonical.row_steps(stored.shape[0], width, True))
-    return kept.view(element.bits_dtype)
 
 
 def _widened(stored: Array, element: ElementKind) -> Array:

@@ -219,7 +219,7 @@ except s.InvalidProblemError as error:
         ("nothing", "name: some_plugin:register_nothing registers no format 'nothing'"),
         ("broken", "name: 'broken' can't be had from some_plugin:fail (OSError: no such thing)"),
         ("absent", "name: 'absent' can't be had from some_other:register (ModuleNotFoundError: No module"),
-        ("missing", "compressed_tensors, swapped, nothing, broken, absent, got 'missing'"),
+        ("missing", "swapped, nothing, broken, absent, marlin_24, pack_quantized, gptq, awq, got 'missing'"),
     ],
 )
 def test_formats_of_installed_packages_are_found_by_name(tmp_path, name, answer):

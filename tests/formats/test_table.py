@@ -21,7 +21,7 @@ from sparse24_plans.formats.base import (
     integer_option,
     row_major,
 )
-from sparse24_plans.formats.table import FORMATS
+from sparse24_plans.formats.table import FORMATS, QUANTIZED_FORMATS
 
 from ..support import same_bits
 from .samples import ONE_OF_TWO, f16_weight
@@ -41,6 +41,19 @@ def test_the_guide_says_what_the_table_says():
         assert set(re.findall(r"`(\w+)`", optional)) == set(known.optional)
         assert ("`shape=(M, K)`" in needed) == name.startswith("cusparselt")
         assert shapes == known.constraint
+
+
+def test_the_guide_says_what_the_table_of_quantized_formats_says():
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    table = text.partition("## Quantized weights of other libraries")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|`")]
+    assert [row[0].strip("`") for row in rows] == list(QUANTIZED_FORMATS)
+    for known, (_, _, parts, shapes) in zip(QUANTIZED_FORMATS.values(), rows, strict=True):
+        assert set(re.findall(r"`(\w+)`", parts)) == set(known.parts)
+        assert set(re.findall(r"`(\w+)`", parts.partition("optional")[2])) == set(known.optional)
+        assert shapes == known.constraint
+    for option in {name for known in QUANTIZED_FORMATS.values() for name in known.options}:
+        assert f"`{option}" in table
 
 
 class Plain(ForeignFormat):

@@ -10,6 +10,7 @@ import pytest
 from sparse24_plans import (
     CompressSparse24Descriptor,
     DecompressSparse24Descriptor,
+    DequantizeSparse24Descriptor,
     DgradSparse24Args,
     ElementKind,
     FormatError,
@@ -19,6 +20,7 @@ from sparse24_plans import (
     MisalignedOperandError,
     PackSparse24Descriptor,
     PlanPreference,
+    PruneQuantizeSparse24Descriptor,
     QuantizeSparse24Descriptor,
     Sparse24Error,
     Sparse24Weight,
@@ -30,7 +32,18 @@ from sparse24_plans.weights.packing import pack
 
 from ..gemm.grouped_cases import grouped_case
 from ..plan.cases import equal, matrix, parts_of
-from ..prepare.models import bitmask, compressed, cover, kept_cells, largest, model, numbers, quantized_rows
+from ..prepare.models import (
+    bitmask,
+    compressed,
+    cover,
+    dequantized,
+    kept_cells,
+    largest,
+    model,
+    numbers,
+    quantized_parts,
+    quantized_rows,
+)
 from ..prepare.prepare_cases import PrepareCase
 from ..support import POISON, Case, Data, case_of, reference, same_bits, weight_of
 from .check_blocks import check_block_problem
@@ -251,15 +264,15 @@ def _inputs(problem: Preparation) -> dict[str, np.ndarray]:
     if isinstance(desc, QuantizeSparse24Descriptor):
         read = [one for one in desc.operands() if one.role is not Role.OUT]
         return {one.name: matrix(rng, one.shape, one.element, problem.mood) for one in read}
-    dense = matrix(rng, (desc.m, desc.k), desc.element, problem.mood)
-    weight = Sparse24Weight.prune_compress(dense, element=desc.element)
-    if isinstance(desc, CompressSparse24Descriptor) and rng.random() < 0.7:
-        dense = weight.decompress().view(desc.element.bits_dtype)
-    known = {
-        "dense": dense,
-        "values": weight.values.view(desc.element.bits_dtype),
-        "metadata": weight.metadata,
-    }
+    element = getattr(desc, "dense_element", desc.element)
+    dense = matrix(rng, (desc.m, desc.k), element, problem.mood)
+    weight = Sparse24Weight.prune_compress(dense, element=element)
+    is_sparse = isinstance(desc, CompressSparse24Descriptor) or getattr(desc, "sparse", False)
+    if is_sparse and rng.random() < 0.7:
+        dense = weight.decompress().view(element.bits_dtype)
+    known = {"dense": dense, "metadata": weight.metadata}
+    if not isinstance(desc, DequantizeSparse24Descriptor):
+        known["values"] = weight.values.view(element.bits_dtype)
     if isinstance(desc, PackSparse24Descriptor) and rng.random() < 0.7:
         known["packed"] = pack(weight).buffers[0].bits()
     read = [operand for operand in desc.operands() if operand.role is not Role.OUT]
@@ -284,6 +297,8 @@ def _model(
         given = float(inputs["scale"].view(np.float32)[0]) if desc.static_scale else None
         codes, scales = quantized_rows(inputs["x"].view(desc.element.dtype), desc.out_element, given)
         return {"quantized": codes, "scale": scales.view(np.uint32)}, None
+    if isinstance(desc, DequantizeSparse24Descriptor):
+        return {"dequantized": dequantized(desc, inputs)}, None
     dense = inputs["dense"]
     if isinstance(desc, MaskSparse24Descriptor):
         keep = np.unpackbits(inputs["mask"], axis=-1, bitorder="little").astype(bool)
@@ -295,12 +310,16 @@ def _model(
         (values, metadata), (values_t, metadata_t) = compressed(dense, keep), compressed(dense.T, keep.T)
         results = {"values": values, "metadata": metadata, "values_t": values_t, "metadata_t": metadata_t}
         return {**results, "mask": bitmask(keep)}, None
-    cells = numbers(dense, desc.element)
-    if isinstance(desc, CompressSparse24Descriptor):
+    cells, wrong = numbers(dense, getattr(desc, "dense_element", desc.element)), None
+    if isinstance(desc, CompressSparse24Descriptor) or getattr(desc, "sparse", False):
         wrong = np.argwhere((cells != 0).reshape(desc.m, desc.k // 4, 4).sum(axis=2) > 2)
-        return model(dense, lambda row, group: cover(cells[row, 4 * group : 4 * group + 4])), wrong
-    keys = numbers(inputs["scores"], desc.scores) if desc.scores else np.abs(cells)
-    return model(dense, lambda row, group: largest(list(keys[row, 4 * group : 4 * group + 4]))), None
+        found = model(dense, lambda row, group: cover(cells[row, 4 * group : 4 * group + 4]))
+    else:
+        keys = numbers(inputs["scores"], desc.scores) if desc.scores else np.abs(cells)
+        found = model(dense, lambda row, group: largest(list(keys[row, 4 * group : 4 * group + 4])))
+    if isinstance(desc, PruneQuantizeSparse24Descriptor):
+        found |= quantized_parts(desc, found["values"], found["metadata"])
+    return found, wrong
 
 
 def _of_tiles(keep: np.ndarray, m: int, k: int) -> np.ndarray:

@@ -33,6 +33,7 @@ from sparse24_plans import (
     RecordedRun,
     Replay,
     ReplayDifference,
+    Sparse24QuantizedWeight,
     Sparse24Weight,
     TensorView,
     TuningTable,
@@ -294,7 +295,32 @@ _call(
     validate=True,
 )
 _call("Sparse24Weight.decompress", WEIGHT.decompress, stream=None)
+QUANTIZED = Sparse24QuantizedWeight.quantize(BITS16, stored="s4", group=32)
+_call(
+    "Sparse24QuantizedWeight",
+    Sparse24QuantizedWeight,
+    values=QUANTIZED.values,
+    metadata=QUANTIZED.metadata,
+    scales=QUANTIZED.scales,
+    element="f16",
+    stored="s4",
+    group=32,
+    scale_element=None,
+    validate=True,
+)
+_call(
+    "Sparse24QuantizedWeight.quantize",
+    Sparse24QuantizedWeight.quantize,
+    weight=BITS16,
+    stored="s4",
+    group=32,
+    scale_element=None,
+    rule="largest",
+)
+_call("Sparse24QuantizedWeight.dequantize", QUANTIZED.dequantize)
+_call("Sparse24QuantizedWeight.to", QUANTIZED.to, device="host", stream=None)
 _call("gated_rows", sparse24_plans.gated_rows, m=32)
+_call("take_rows", sparse24_plans.take_rows, weight=WEIGHT, rows=np.arange(16), stream=None)
 _call("Sparse24Weight.validate", WEIGHT.validate, stream=None)
 _call("Sparse24Weight.to", WEIGHT.to, device="host", stream=None)
 _call("GemmSparse24Plan.pack", _HOST.pack, weight=WEIGHT, stream=None)
@@ -305,17 +331,10 @@ _call(
 )
 _call("PackedWeight.canonical", PackedWeight.canonical, weight=WEIGHT)
 _call("concat_weights", sparse24_plans.concat_weights, weights=[WEIGHT, WEIGHT], axis=0, stream=None)
-_call(
-    "slice_weight",
-    sparse24_plans.slice_weight,
-    weight=WEIGHT,
-    start=0,
-    stop=8,
-    axis=0,
-    copy=None,
-    stream=None,
-)
-_call("split_weight", sparse24_plans.split_weight, weight=WEIGHT, sizes=2, axis=0, copy=None, stream=None)
+for _name, _weight in (("", WEIGHT), ("(quantized)", QUANTIZED)):
+    _place = {"axis": 1, "copy": None, "stream": None}
+    _call(f"slice_weight{_name}", sparse24_plans.slice_weight, weight=_weight, start=0, stop=32, **_place)
+    _call(f"split_weight{_name}", sparse24_plans.split_weight, weight=_weight, sizes=1, **_place)
 _call(
     "TensorView",
     TensorView,
@@ -355,6 +374,37 @@ for _format in (
     )
     _given.pop("shape", None)
     _call(f"from_foreign({_format})", _from, element=None, shape=_shape, tile_k=None, **_given)
+_TENSORS: dict[str, dict[str, Any]] = {
+    "marlin_24": to_foreign("marlin_24", Sparse24QuantizedWeight.quantize(BITS16, stored="s4", group=128)),
+    "pack_quantized": {
+        "weight_packed": np.full((16, 8), -0x77777778, np.int32),
+        "weight_scale": np.ones((16, 2), np.float16),
+        "weight_shape": (16, 64),
+        "weight_zero_point": np.zeros((16, 2), np.int8),
+        "weight_g_idx": np.arange(64, dtype=np.int32) // 32,
+    },
+    "gptq": {
+        "qweight": np.full((8, 16), -0x77777778, np.int32),
+        "scales": np.ones((2, 16), np.float16),
+        "qzeros": np.full((2, 2), 0x77777777, np.int32),
+        "g_idx": np.arange(64, dtype=np.int32) // 32,
+    },
+    "awq": {
+        "qweight": np.full((64, 2), -0x77777778, np.int32),
+        "scales": np.ones((2, 16), np.float16),
+        "qzeros": np.full((2, 2), -0x77777778, np.int32),
+    },
+}
+_QUANTIZED = dict.fromkeys(("element", "bits", "group", "version"))
+for _format, _given in _TENSORS.items():
+
+    def _read(element: Any, bits: Any, group: Any, version: Any, _name: str = _format, **parts: Any) -> Any:
+        more = {"bits": bits, "group": group, "version": version}
+        return sparse24_plans.from_foreign(_name, parts, element=element, **more)
+
+    _call(f"from_foreign({_format})", _read, **_QUANTIZED, **_given)
+_ROWS = Sparse24QuantizedWeight.quantize(BITS16, stored="s4", group=0)
+_call("to_foreign(marlin_24)", sparse24_plans.to_foreign, name="marlin_24", weight=_ROWS)
 _OWN_FORMATS = set(FORMATS)
 
 

@@ -22,6 +22,7 @@ from sparse24_plans import (
     EpilogueKind,
     GemmSparse24Descriptor,
     PlanPreference,
+    ScaleRule,
     Tier,
     TileRule,
 )
@@ -32,7 +33,7 @@ from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
 from sparse24_plans.weights.gates import GATE_GROUP
 
 from ..prepare.prepare_cases import ELEMENTS as PREPARED
-from ..prepare.prepare_cases import MOODS, PLANS
+from ..prepare.prepare_cases import MOODS, ON_HOST_ALONE, PLANS
 from ..support import Data, random_data
 from .hostile import Attack, draw_attack
 
@@ -331,6 +332,15 @@ def _preparation(rng: np.random.Generator, limits: Limits, data_seed: tuple[int,
             "out_element": _pick(rng, ("fp8_e4m3", "s8")),
         }
         fields["static_scale"] = rng.random() < 0.3
+    if kind in ON_HOST_ALONE:
+        if limits is not HOST:
+            return _preparation(rng, limits, data_seed)
+        fields = {"element": _pick(rng, ("f16", "bf16")), "stored": _pick(rng, ("s4", "s8", "fp8_e4m3"))}
+        fields |= {"group": _pick(rng, (0, 32, 64, 128))}
+        fields["scale_element"] = _pick(rng, (fields["element"], "f32"))
+    if name == "PruneQuantize":
+        fields |= {"dense_element": _pick(rng, ("f32", "f16", "bf16")), "rule": _pick(rng, ScaleRule)}
+        fields |= _pick(rng, ({}, {"sparse": True}, {"scores": "f32"}, {"scores": "bf16"}))
     if name == "Mask":
         fields["layout"] = _pick(rng, ("rows", "tiles"))
     squares = kind is TilePruneSparse24Descriptor or fields.get("layout") == "tiles"

@@ -24,6 +24,8 @@ from sparse24_plans import (
     CompressSparse24Plan,
     DecompressSparse24Descriptor,
     DecompressSparse24Plan,
+    DequantizeSparse24Descriptor,
+    DequantizeSparse24Plan,
     ElementKind,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
@@ -35,11 +37,14 @@ from sparse24_plans import (
     PackSparse24Plan,
     PruneCompressSparse24Descriptor,
     PruneCompressSparse24Plan,
+    PruneQuantizeSparse24Descriptor,
+    PruneQuantizeSparse24Plan,
     PruneSparse24Descriptor,
     PruneSparse24Plan,
     QuantizeSparse24Descriptor,
     QuantizeSparse24Plan,
     Sparse24Error,
+    Sparse24QuantizedWeight,
     Sparse24Weight,
     TensorView,
     TilePruneSparse24Descriptor,
@@ -49,8 +54,9 @@ from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.operands import Operand, Role
 from sparse24_plans.plan.plan import Plan
 from sparse24_plans.vocab import CANONICAL_LAYOUT
-from sparse24_plans.weights.packed_layouts import layout_of
+from sparse24_plans.weights.packed_layouts import Quantization, layout_of
 from sparse24_plans.weights.packing import pack
+from sparse24_plans.weights.quantized import memory_element, stored_width
 
 from ..support import Guarded, place_of, plan_of_row, scratch, synchronize
 
@@ -64,6 +70,8 @@ PLANS: dict[type[Descriptor], type[Plan]] = {
     TilePruneSparse24Descriptor: TilePruneSparse24Plan,
     MaskSparse24Descriptor: MaskSparse24Plan,
     QuantizeSparse24Descriptor: QuantizeSparse24Plan,
+    PruneQuantizeSparse24Descriptor: PruneQuantizeSparse24Plan,
+    DequantizeSparse24Descriptor: DequantizeSparse24Plan,
     BlockSparseMatmulDescriptor: BlockSparseMatmulPlan,
     BlockSparseSoftmaxDescriptor: BlockSparseSoftmaxPlan,
     BlockSparseAttentionDescriptor: BlockSparseAttentionPlan,
@@ -89,6 +97,12 @@ PREPARE = (
     MaskSparse24Descriptor(m=M, k=K, element="f32", layout="tiles"),
     QuantizeSparse24Descriptor(m=M, k=K, element="bf16"),
     QuantizeSparse24Descriptor(m=M, k=K, element="f32", out_element="s8", static_scale=True),
+    PruneQuantizeSparse24Descriptor(m=M, k=K, element="bf16", scores="f32"),
+    PruneQuantizeSparse24Descriptor(
+        m=M, k=K, element="f16", dense_element="f32", stored="s8", group=0, rule="least_squares", sparse=True
+    ),
+    DequantizeSparse24Descriptor(m=M, k=K, element="bf16", group=32),
+    DequantizeSparse24Descriptor(m=M, k=K, element="f16", stored="fp8_e4m3", scale_element="f32"),
 )
 SHAPE = BlockSparseShape(heads=2, rows=32, cols=48, block=16, blocks=7)
 LARGE = BlockSparseShape(heads=2, rows=64, cols=128, block=64, blocks=3)
@@ -125,6 +139,8 @@ BLOCKSPARSE: tuple[Any, ...] = (
 
 def is_on_host_alone(desc: Any) -> bool:
     """Whether no kernel of a GPU serves such problems: a test that is given one skips them."""
+    if isinstance(desc, (PruneQuantizeSparse24Descriptor, DequantizeSparse24Descriptor)):
+        return True
     if isinstance(desc, BlockSparseAttentionDescriptor):
         large = desc.layout.block >= 64 and desc.head_size in (64, 128)
         return desc.element is ElementKind.F32 or not large
@@ -133,9 +149,9 @@ def is_on_host_alone(desc: Any) -> bool:
     return False
 
 
-ON_HOST_ALONE = tuple(desc for desc in BLOCKSPARSE if is_on_host_alone(desc))
 PROBLEMS: tuple[Any, ...] = (*GEMM, *PREPARE, *BLOCKSPARSE)
-"""Problems of every family and kind of operand. The host serves all, Hopper all but the last."""
+"""Problems of every family and kind of operand. The host serves all, Hopper all others than these."""
+ON_HOST_ALONE = tuple(desc for desc in PROBLEMS if is_on_host_alone(desc))
 
 
 def name_of(desc: Any) -> str:
@@ -171,9 +187,12 @@ def parts_of(operand: Operand) -> list[Operand]:
     """The operand itself; of a weight in a layout of its own the buffers that it consists of."""
     if operand.role is not Role.WEIGHT or operand.layout is None:
         return [operand]
-    m, k = operand.shape
+    (m, k), by = operand.shape, operand.quantization
     if operand.layout == CANONICAL_LAYOUT:
         parts = {"values": ((m, k // 2), operand.element), "metadata": ((m, k // 8), ElementKind.U16)}
+        if by is not None:
+            parts["values"] = (m, stored_width(k, by)), memory_element(by.element)
+            parts["scales"] = (m, by.scales_of_a_row(k)), by.scale_element
     else:
         parts = {"packed": (layout_of(operand.element).packed_shape(m, k), ElementKind.U8)}
     return [
@@ -209,11 +228,20 @@ def random_inputs(desc: Any, seed: int = 0) -> dict[str, Any]:
         weight = Sparse24Weight.prune_compress(bits, element=operand.element)
         if operand.layout is None:
             found[operand.name] = weight
+        elif operand.quantization is not None:
+            held = quantized_weight(weight, operand.quantization)
+            names = ("values", "metadata", "scales")
+            found |= {name: view.bits() for name, view in zip(names, held.views, strict=True)}
         elif operand.layout == CANONICAL_LAYOUT:
             found |= {"values": weight.values_view.bits(), "metadata": weight.metadata}
         else:
             found["packed"] = pack(weight).buffers[0].bits()
     return found
+
+
+def quantized_weight(weight: Sparse24Weight, by: Quantization) -> Sparse24QuantizedWeight:
+    fields = {"stored": by.element, "group": by.group, "scale_element": by.scale_element}
+    return Sparse24QuantizedWeight.quantize(weight, **fields)
 
 
 class PlanCase:
@@ -266,6 +294,9 @@ class PlanCase:
         (operand,) = (one for one in self.desc.operands() if one.argument == name)
         if operand.role is not Role.WEIGHT or operand.layout is None:
             return views[0]
+        if by := operand.quantization:
+            fields = {"stored": by.element, "group": by.group, "scale_element": by.scale_element}
+            return Sparse24QuantizedWeight(*views, element=operand.element, validate=False, **fields)
         if operand.layout == CANONICAL_LAYOUT:
             return Sparse24Weight(*views, element=operand.element, validate=False)
         return PackedWeight(

@@ -51,7 +51,7 @@ def address_of(args: object, name: str) -> int:
     if isinstance(given, PackedBlocks):
         return given.buffers[int(buffer == "tables")].address
     if buffer:
-        return getattr(given, f"{buffer}_view").address
+        return given.views[("values", "metadata", "scales").index(buffer)].address
     if isinstance(given, PackedWeight):
         (only,) = given.buffers
         return only.address

@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sparse24_plans import ElementKind, TileRule
+from sparse24_plans import (
+    DequantizeSparse24Descriptor,
+    ElementKind,
+    PruneQuantizeSparse24Descriptor,
+    Sparse24QuantizedWeight,
+    Sparse24Weight,
+    TileRule,
+)
 
 
 def numbers(bits: np.ndarray, element: ElementKind) -> np.ndarray:
@@ -169,3 +176,38 @@ def quantized_rows(x: np.ndarray, out: str, given: float | None) -> tuple[np.nda
             codes[row] = [_code_of(cell / scale, out) for cell in cells]
     scales.view(np.uint32)[np.isnan(scales)] = 0x7FFFFFFF
     return codes, scales
+
+
+# Quantized weights --------------------------------------------------------------------------------
+
+
+def quantized_parts(
+    desc: PruneQuantizeSparse24Descriptor, values: np.ndarray, metadata: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Bits of the parts of kept bits [m, k/2], as Sparse24QuantizedWeight gives them (tests/weights)."""
+    found = Sparse24QuantizedWeight.quantize(
+        Sparse24Weight(values, metadata, element=desc.dense_element),
+        stored=desc.stored,
+        group=desc.group,
+        scale_element=desc.scale_element,
+        rule=desc.rule,
+        element=desc.element,
+    )
+    names = ("values", "metadata", "scales")
+    return {name: view.bits() for name, view in zip(names, found.views, strict=True)}
+
+
+def dequantized(desc: DequantizeSparse24Descriptor, parts: dict[str, np.ndarray]) -> np.ndarray:
+    """Bits of the kept values [m, k/2], one number after the other; NaN is numpy.nan in the element."""
+    scales, kept = numbers(parts["scales"], desc.scale_element), np.zeros((desc.m, desc.k // 2))
+    for row, at in np.ndindex(kept.shape):
+        scale = scales[row, 2 * at // desc.group if desc.group else 0]
+        if desc.stored == "s4":
+            nibble = int(parts["values"][row, at // 2]) >> 4 * (at % 2) & 15
+            number = float(nibble - 16 * (nibble > 7))
+        else:
+            number = float(parts["values"][row, at : at + 1].view(desc.stored.dtype)[0])
+        kept[row, at] = number * float(scale)  # Python's product of 0 and Inf is NaN, without a warning
+    kept[np.isnan(kept)] = np.nan
+    with np.errstate(all="ignore"):
+        return kept.astype(np.float32).astype(desc.element.dtype).view(desc.element.bits_dtype)

@@ -7,9 +7,11 @@ import itertools
 import numpy as np
 
 from sparse24_plans import (
+    DequantizeSparse24Descriptor,
     ElementKind,
     MaskSparse24Descriptor,
     PackSparse24Descriptor,
+    PruneQuantizeSparse24Descriptor,
     PruneSparse24Descriptor,
     QuantizeSparse24Descriptor,
     TilePruneSparse24Descriptor,
@@ -24,6 +26,7 @@ from ..plan.cases import PlanCase, equal, matrix, parts_of, random_inputs
 __all__ = [
     "ELEMENTS",
     "MOODS",
+    "ON_HOST_ALONE",
     "PLANS",
     "PrepareCase",
     "equal",
@@ -35,6 +38,8 @@ __all__ = [
 PLANS: dict[type[PrepareDescriptor], type[Plan]] = {
     kind: plan for kind, plan in cases.PLANS.items() if issubclass(kind, PrepareDescriptor)
 }
+ON_HOST_ALONE = (PruneQuantizeSparse24Descriptor, DequantizeSparse24Descriptor)
+"""Descriptors of quantized weights, which no kernel of a GPU serves. They have types of their own."""
 ELEMENTS = tuple(ElementKind(name) for name in ("f32", "f16", "bf16", "s8", "u8", "fp8_e4m3", "fp8_e5m2"))
 MOODS = ("normal", "any_bits", "ties", "sparse")
 
@@ -44,7 +49,7 @@ def kernel_descriptors(*, few: bool) -> list[PrepareDescriptor]:
     made: list[PrepareDescriptor] = []
     for element in ("bf16", "f32") if few else ELEMENTS:
         fields = {"m": 64, "k": 128, "element": element}
-        made += [kind(**fields) for kind in PLANS if kind is not QuantizeSparse24Descriptor]
+        made += [kind(**fields) for kind in PLANS if kind not in (*ON_HOST_ALONE, QuantizeSparse24Descriptor)]
         made += [
             PackSparse24Descriptor(**fields, direction="unpack"),
             MaskSparse24Descriptor(**fields, layout="tiles"),

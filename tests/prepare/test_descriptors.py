@@ -11,6 +11,7 @@ from sparse24_plans import (
     MaskSparse24Descriptor,
     PackSparse24Descriptor,
     PruneCompressSparse24Descriptor,
+    PruneQuantizeSparse24Descriptor,
     PruneSparse24Descriptor,
     QuantizeSparse24Descriptor,
     TilePruneSparse24Descriptor,
@@ -18,7 +19,7 @@ from sparse24_plans import (
 from sparse24_plans.plan.operands import Role
 
 from ..strategies import prepare_descriptors
-from .prepare_cases import PLANS
+from .prepare_cases import ON_HOST_ALONE, PLANS
 
 M, K = 16, 32
 
@@ -59,6 +60,20 @@ def test_weights_have_columns_in_eights(kind):
         (TilePruneSparse24Descriptor, {"m": 12}, "m"),
         (MaskSparse24Descriptor, {"layout": "columns"}, "layout"),
         (MaskSparse24Descriptor, {"layout": "tiles", "m": 12}, "m"),
+        *(
+            (kind, change, field)
+            for kind in ON_HOST_ALONE
+            for change, field in (
+                ({"element": "f32"}, "element: expected f16 or bf16"),
+                ({"stored": "bf16"}, "stored: expected s4 or s8 or fp8_e4m3"),
+                ({"group": 16}, "group: expected 0 or 32 or 64 or 128"),
+                ({"scale_element": "f16"}, "scale_element: expected bf16 or f32"),
+            )
+        ),
+        (PruneQuantizeSparse24Descriptor, {"dense_element": "s8"}, "dense_element: expected f32 or f16"),
+        (PruneQuantizeSparse24Descriptor, {"rule": "smallest"}, "rule"),
+        (PruneQuantizeSparse24Descriptor, {"sparse": True, "scores": "f32"}, "scores: expected None"),
+        (PruneQuantizeSparse24Descriptor, {"sparse": 1}, "sparse"),
     ],
 )
 def test_a_wrong_field_of_one_kind_is_named(kind, change, field):
@@ -93,6 +108,14 @@ def test_every_operand_has_the_shape_that_its_documentation_says(desc):
         shapes["packed"] = ((-(-m // 64), -(-k // depth), nbytes), u8)
     if desc.op == "unpack":
         shapes["packed"] = ((m, k), element)
+    if isinstance(desc, ON_HOST_ALONE):
+        width, held = (k // 4, u8) if desc.stored == "s4" else (k // 2, desc.stored)
+        shapes |= {
+            "dense": ((m, k), getattr(desc, "dense_element", None)),
+            "values": ((m, width), held),
+            "scales": ((m, -(-k // desc.group) if desc.group else 1), desc.scale_element),
+            "dequantized": ((m, k // 2), element),
+        }
     for operand in desc.operands():
         assert (operand.shape, operand.element) == shapes[operand.name], operand.name
     roles = {operand.name: operand.role for operand in desc.operands()}

@@ -21,7 +21,7 @@ from ..sample_devices import HOPPER, HOST
 
 M, K = 16, 32
 every_descriptor = pytest.mark.parametrize("desc", PREPARE, ids=name_of)
-# Op -> category, the backend of the device, the row of the host.
+# Op -> category, the backend of the device if there is one, the row of the host.
 IDENTITY = {
     "prune": ("prune", "prune", "host"),
     "mask": ("prune", "prune", "host"),
@@ -32,10 +32,12 @@ IDENTITY = {
     "pack": ("pack", "pack", "host_pack"),
     "unpack": ("pack", "pack", "host_pack"),
     "quantize": ("quantize", "quantize", "host_quantize"),
+    "prune_quantize": ("quantize", None, "host_quantize"),
+    "dequantize": ("decompress", None, "host_quantize"),
 }
 
 
-def kernel_of(desc) -> str:
+def kernel_of(desc) -> str | None:
     """The kernel entry that serves on a GPU. Two of one backend quantize to different elements."""
     name = IDENTITY[desc.op][1]
     return f"{name}_{str(desc.out_element).removesuffix('_e4m3')}" if desc.op == "quantize" else name
@@ -68,7 +70,14 @@ def test_a_plan_says_what_it_is(desc, device):
 def test_one_row_serves_each_place(desc):
     for place, name in ((HOPPER, kernel_of(desc)), (HOST, IDENTITY[desc.op][2])):
         rows = consider(kernel_table.ENTRIES, desc, PlanPreference(), place)
-        assert [one.entry.name for one in rows if one.reason is None] == [name]
+        assert [one.entry.name for one in rows if one.reason is None] == ([name] if name else [])
+
+
+@pytest.mark.parametrize("desc", [desc for desc in PREPARE if kernel_of(desc) is None], ids=name_of)
+def test_no_gpu_quantizes_weights(desc):
+    rows = consider(kernel_table.ENTRIES, desc, PlanPreference(), HOPPER)
+    with pytest.raises(UnsupportedError, match=f"does not serve op {desc.op}"):
+        choose(rows)
 
 
 @pytest.mark.parametrize("element", ["u8", "fp8_e5m2"])
@@ -99,7 +108,7 @@ def test_what_overflows_the_grid_is_unsupported(kind, m, k):
         (
             {},
             DeviceProperties(kind="cuda", compute_capability=(7, 5)),
-            r"needs compute capability 8\.0, got",
+            r"needs compute capability 8\.0, got|does not serve op",
         ),
     ],
 )

@@ -328,10 +328,11 @@ WEIGHT = weight_of(8, 16, "f32")
 
 
 def test_what_isnt_a_weight():
+    words = "expected a Sparse24Weight, a Sparse24QuantizedWeight or a PackedWeight, got"
     for wrong in (None, 3, np.zeros((8, 16)), "weight", [WEIGHT]):
-        refused("weight: expected a Sparse24Weight or a PackedWeight, got", slice_weight, wrong, 0, 8)
-        refused("weight: expected a Sparse24Weight or a PackedWeight, got", split_weight, wrong, 2)
-    refused("weights[1]: expected a Sparse24Weight or a PackedWeight, got 3", concat_weights, [WEIGHT, 3])
+        refused(f"weight: {words}", slice_weight, wrong, 0, 8)
+        refused(f"weight: {words}", split_weight, wrong, 2)
+    refused(f"weights[1]: {words} 3", concat_weights, [WEIGHT, 3])
     for wrong in (None, 3, WEIGHT):
         refused("weights: expected a sequence of weights, got", concat_weights, wrong)
     refused("weights: expected at least one weight, got none", concat_weights, [])

@@ -18,11 +18,14 @@ from ...vocab import ElementKind, MaskLayout, PrepareOp
 from ...weights import canonical, groups, host_code, packing, threads, tiles
 from ...weights.packed_layouts import layout_of
 from ...weights.quantize import quantized, scales_of
+from ...weights.quantized import stored_values, write_dequantized
 from ...weights.weight import PackedWeight, Sparse24Weight, ranker
 from ..descriptor import (
     NOTHING_FOUND,
+    DequantizeSparse24Descriptor,
     MaskSparse24Descriptor,
     PrepareDescriptor,
+    PruneQuantizeSparse24Descriptor,
     QuantizeSparse24Descriptor,
     TilePruneSparse24Descriptor,
 )
@@ -40,6 +43,7 @@ def write_status(status: TensorView, k: int, found: tuple[int, int, int] | None)
 _CALLS = {
     PrepareOp.PRUNE: ("keep", "largest"),
     PrepareOp.PRUNE_COMPRESS: ("gather", "largest"),
+    PrepareOp.PRUNE_QUANTIZE: ("gather", "largest"),
     PrepareOp.COMPRESS: ("gather", "covering"),
     PrepareOp.DECOMPRESS: ("scatter",),
 }
@@ -61,6 +65,8 @@ class Kernel(BaseKernel[PrepareDescriptor]):
             PrepareOp.TILE_PRUNE: self._tile_prune,
             PrepareOp.MASK: self._mask,
             PrepareOp.QUANTIZE: self._quantize,
+            PrepareOp.PRUNE_QUANTIZE: self._prune_quantize,
+            PrepareOp.DEQUANTIZE: self._dequantize,
         }[self.descriptor.op]
 
     def _compiled_code(self) -> host_code.HostCode:
@@ -69,8 +75,11 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         if desc.op not in _CALLS:
             return groups
         code, (on_cells, *on_keys) = host_code.best(desc.m * desc.k), _CALLS[desc.op]
-        ranked: ElementKind = getattr(desc, "scores", None) or desc.element
-        code.ready(desc.element.itemsize, on_cells)
+        if getattr(desc, "sparse", False):
+            on_keys = ["covering"]
+        dense: ElementKind = getattr(desc, "dense_element", desc.element)
+        ranked: ElementKind = getattr(desc, "scores", None) or dense
+        code.ready(dense.itemsize, on_cells)
         code.ready(ranked.itemsize, *on_keys)
         return code
 
@@ -94,17 +103,22 @@ class Kernel(BaseKernel[PrepareDescriptor]):
         self._write(views, ranker(views["dense"], views.get("scores")))
 
     def _compress(self, views: Views) -> None:
-        desc = self.descriptor
+        self._checked(views, self.descriptor.element, lambda codes_of: self._write(views, codes_of))
+
+    def _checked(
+        self, views: Views, element: ElementKind, write: Callable[[canonical.CodesOf], None]
+    ) -> None:
+        """Write results with the codes that cover the non-zeros, and report the first crowded group."""
         crowded: list[tuple[int, int, int]] = []
 
         def codes_of(bits: Array, rows: slice, by: host_code.HostCode) -> Any:
-            codes, found = canonical.covering_codes(bits, desc.element, by)
+            codes, found = canonical.covering_codes(bits, element, by)
             if found is not None:
                 crowded.append((rows.start + found[0], *found[1:]))
             return codes
 
-        self._write(views, codes_of)
-        write_status(views["status"], desc.k, min(crowded, default=None))
+        write(codes_of)
+        write_status(views["status"], self.descriptor.k, min(crowded, default=None))
 
     def _write(self, views: Views, codes_of: canonical.CodesOf) -> None:
         dense, values, metadata = (views[name].bits() for name in ("dense", "values", "metadata"))
@@ -150,6 +164,40 @@ class Kernel(BaseKernel[PrepareDescriptor]):
                 scale[rows] = encoded(by[:, 0], ElementKind.F32).view(np.float32)
 
         threads.for_each(quantize, canonical.row_steps(desc.m, desc.k, True))
+
+    def _prune_quantize(self, views: Views) -> None:
+        desc = self.descriptor
+        assert isinstance(desc, PruneQuantizeSparse24Descriptor)
+        check_subnormals()
+        if desc.sparse:
+            self._checked(views, desc.dense_element, lambda codes_of: self._write_stored(views, codes_of))
+        else:
+            self._write_stored(views, ranker(views["dense"], views.get("scores")))
+
+    def _write_stored(self, views: Views, codes_of: canonical.CodesOf) -> None:
+        desc = self.descriptor
+        assert isinstance(desc, PruneQuantizeSparse24Descriptor)
+        dense, values, metadata, scales = (
+            views[name].bits() for name in ("dense", "values", "metadata", "scales")
+        )
+
+        def fill(rows: slice) -> None:
+            cells = dense[rows]
+            codes = codes_of(cells, rows, self._code)
+            kept = canonical.gather(cells, codes, by=self._code)
+            found = stored_values(kept, desc.dense_element, desc.element, desc.quantization, desc.rule)
+            for part, bits in zip(found, (values, scales), strict=True):
+                bits[rows] = part.view(bits.dtype)
+            metadata[rows] = canonical.to_metadata(codes, *cells.shape)
+
+        threads.for_each(fill, canonical.row_steps(desc.m, desc.k, True))
+
+    def _dequantize(self, views: Views) -> None:
+        desc = self.descriptor
+        assert isinstance(desc, DequantizeSparse24Descriptor)
+        check_subnormals()
+        out = views["dequantized"].bits()
+        write_dequantized(views["values"], views["scales"], desc.quantization, desc.element, out)
 
     def _pack(self, views: Views) -> None:
         weight = Sparse24Weight(

@@ -98,6 +98,52 @@ def compressed_tensors_to_dense(path: Path) -> Parts:
     return dict(_bitmask_compressor().decompress(str(path)))
 
 
+def quantized(
+    m: int, k: int, bits: int, group: int, *, shift: int = 0, full: bool = False, seed: int = 0
+) -> Parts:
+    """A 2:4 matrix [m, k] of f16, with its integers, scales and zero points; group 0 is the whole row.
+
+    The matrix is the integers times their scales, so that quantizing gives them again. Zero points are from
+    -shift to shift. ``full``: no group of four has fewer than two values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    groups, most = k // (group or k), (1 << bits - 1) - 1 - shift
+    scales = torch.randint(1, 200, (m, groups), generator=generator).half() / 1024
+    zeros = torch.randint(-shift, shift + 1, (m, groups), generator=generator).to(torch.int8)
+    integers = torch.randint(1, most + 1, (m, k), generator=generator)
+    integers *= 2 * torch.randint(0, 2, (m, k), generator=generator) - 1
+    integers = torch.where(sparse(m, k, "f16", full=full, seed=seed) == 0, 0, integers).to(torch.int8)
+    dense = integers * scales.float().repeat_interleave(k // groups, dim=1)
+    return {"dense": dense.half(), "integers": integers, "scales": scales, "zeros": zeros}
+
+
+def marlin_24(given: Parts, bits: int, group: int) -> Parts:
+    """The parts of compressed-tensors' marlin-24."""
+    compressor, scheme = _quantizer("marlin-24", bits, group)
+    state = {"a.weight": given["dense"], "a.weight_scale": given["scales"]}
+    found = compressor.compress(state, {"a": scheme})
+    return {name.removeprefix("a."): part for name, part in found.items()}
+
+
+def pack_quantized(given: Parts, bits: int, group: int, *, symmetric: bool = True) -> Parts:
+    """The parts of compressed-tensors' pack-quantized."""
+    compressor, scheme = _quantizer("pack-quantized", bits, group, symmetric=symmetric)
+    found = compressor.compress_weight(
+        given["dense"].float(), given["scales"].float(), scheme.weights, given["zeros"]
+    )
+    return {**found, "weight_scale": given["scales"]}
+
+
+def _quantizer(name: str, bits: int, group: int, *, symmetric: bool = True) -> Any:
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    weights = QuantizationArgs(num_bits=bits, symmetric=symmetric, **strategy)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    return BaseCompressor.load_from_registry(name), scheme
+
+
 def torch_tile(dense: torch.Tensor, use_cutlass: bool = True) -> Parts:
     names = ("packed", "meta", "packed_t", "meta_t", "bitmask")
     parts = torch._sparse_semi_structured_tile(dense, "", use_cutlass)
@@ -160,6 +206,30 @@ def _write_cpu() -> None:
     version = compressed_tensors.__version__
     _save("compressed_tensors", model, compressed_tensors=version, format="pt")
     _save("compressed_tensors_dense", {**state, **others}, compressed_tensors=version, format="pt")
+    _save("compressed_tensors_quantized", _quantized_cases(), compressed_tensors=version)
+
+
+def _quantized_cases() -> Parts:
+    """Cases FORMAT_BITS_GROUP: the format's parts, and the integers that they hold.
+
+    ``marlin_24_4_128`` has two values in every group of four; ``shifted_4_32`` has zero points.
+    """
+    found: Parts = {}
+    for name, shape, bits, group, more in (
+        ("marlin_24", (64, 384), 4, 128, {"full": True}),
+        ("marlin_24", (64, 96), 8, 0, {}),
+        ("pack_quantized", (16, 72), 4, 0, {}),
+        ("pack_quantized", (16, 64), 8, 32, {}),
+        ("shifted", (16, 64), 4, 32, {"shift": 3}),
+    ):
+        given = quantized(*shape, bits, group, **more)
+        if name == "marlin_24":
+            parts = marlin_24(given, bits, group)
+        else:
+            parts = pack_quantized(given, bits, group, symmetric=name == "pack_quantized")
+        parts["integers"] = given["integers"]
+        found |= {f"{name}_{bits}_{group}.{part}": tensor for part, tensor in parts.items()}
+    return found
 
 
 def _write_gpu() -> None:
