@@ -34,7 +34,7 @@ from sparse24_plans import (
 )
 
 WORDS = {
-    ElementKind: "f32 f16 bf16 s8 fp8_e4m3 fp8_e5m2 i32 u16 u8",
+    ElementKind: "f32 f16 bf16 s8 s4 fp8_e4m3 fp8_e5m2 i32 u16 u8",
     MathPrecision: "f32 tf32 f16 bf16 int8 fp8_e4m3 fp8_e5m2",
     EpilogueKind: (
         "identity relu gelu silu gelu_tanh relu2 swiglu geglu geglu_tanh "
@@ -82,6 +82,7 @@ BITS = {
     "f16": ("float16", 2),
     "bf16": ("bfloat16", 2),
     "s8": ("int8", 1),
+    "s4": ("int4", 1),
     "fp8_e4m3": ("float8_e4m3fn", 1),
     "fp8_e5m2": ("float8_e5m2", 1),
     "i32": ("int32", 4),

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from .._vendor import dlpack_abi
 from ..errors import InvalidProblemError
-from ..vocab import ElementKind
+from ..vocab import IN_MEMORY, ElementKind
 from .dlpack import ELEMENT_OF_TYPE
 from .install import import_cupy
 from .tensors import (
@@ -37,7 +37,7 @@ from .tensors import (
 )
 
 _CUDA = [Device("cuda", i) for i in range(64)]
-_BY_NAME = {kind.dtype.name: kind for kind in ElementKind}
+_BY_NAME = {kind.dtype.name: kind for kind in IN_MEMORY}
 _BY_FOREIGN_DTYPE: dict[Any, ElementKind] = {}
 _BY_FOREIGN_DEVICE: dict[Any, Device] = {}
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._vendor import dlpack_abi
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, shown
-from ..vocab import ElementKind, ElementLike, element_kind
+from ..vocab import IN_MEMORY, ElementKind, ElementLike, element_kind
 from .dlpack import capsule_of
 from .install import import_cupy
 
@@ -123,6 +123,8 @@ class TensorView:
     ) -> None:
         if type(element) is not ElementKind:
             element = element_kind(element, argument)
+        if element not in IN_MEMORY:
+            raise wrong(argument, f"one of {', '.join(IN_MEMORY)}", element)
         self.shape = _integers(argument, "a shape", shape, least=0)
         if strides is None:
             self.strides = contiguous_strides(self.shape)
@@ -391,8 +393,8 @@ def _find(obj: Any, argument: str) -> Read:
     )
 
 
-_BY_DTYPE = {kind.dtype: kind for kind in ElementKind}
-ELEMENT_NAMES = ", ".join(kind.dtype.name for kind in ElementKind)
+_BY_DTYPE = {kind.dtype: kind for kind in IN_MEMORY}
+ELEMENT_NAMES = ", ".join(kind.dtype.name for kind in IN_MEMORY)
 
 
 def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) -> ElementKind:
@@ -409,7 +411,12 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
             )
             raise InvalidProblemError(f"{argument}: expected one of {ELEMENT_NAMES}, got {dtype}; {advice}")
         return found
-    if dtype.kind not in "iuV" or dtype.itemsize != wanted.itemsize or not dtype.isnative:
+    if (
+        wanted not in IN_MEMORY
+        or dtype.kind not in "iuV"
+        or dtype.itemsize != wanted.itemsize
+        or not dtype.isnative
+    ):
         raise InvalidProblemError(f"{argument}: expected {wanted}, got {dtype}")
     return wanted
 

@@ -125,6 +125,10 @@ for _kind, _dtype in _DTYPES.items():
 _INTEGERS = frozenset({ElementKind.S8, ElementKind.S4, ElementKind.I32, ElementKind.U16, ElementKind.U8})
 
 
+IN_MEMORY = tuple(kind for kind in ElementKind if kind is not ElementKind.S4)
+"""Elements that tensors may have. Values of ``s4`` share bytes, which tensors can't describe."""
+
+
 class _FloatLimits(NamedTuple):
     eps: float
     smallest_subnormal: float

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from sparse24_plans import (
     BackendUnavailableError,
     Device,
-    ElementKind,
     InvalidProblemError,
     TensorView,
     Workspace,
 )
 from sparse24_plans.device.tensors import HOST
+from sparse24_plans.vocab import IN_MEMORY
 
 from .tensor_likes import BF16, CUDA, F32, OnlyArrayInterface, OnlyDlpack, Torchlike, numbers
 
@@ -42,7 +42,7 @@ def offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     return [sum(i * step for i, step in zip(at, strides, strict=True)) for at in np.ndindex(*shape)]
 
 
-@given(layout=layouts(0), element=st.sampled_from(ElementKind))
+@given(layout=layouts(0), element=st.sampled_from(IN_MEMORY))
 def test_extent_is_that_of_the_elements_one_by_one(layout, element):
     shape, strides = layout
     found = offsets(shape, strides)
@@ -52,7 +52,7 @@ def test_extent_is_that_of_the_elements_one_by_one(layout, element):
     assert view.end == 4096 + span
 
 
-@given(layout=layouts(-40), element=st.sampled_from(ElementKind))
+@given(layout=layouts(-40), element=st.sampled_from(IN_MEMORY))
 def test_span_is_never_negative(layout, element):
     shape, strides = layout
     found = offsets(shape, strides)
@@ -68,7 +68,7 @@ def test_contiguous_means_one_element_after_the_other(layout):
     assert view.is_contiguous == (found == list(range(len(found))))
 
 
-@given(shape=st.lists(st.integers(0, 6), max_size=4).map(tuple), element=st.sampled_from(ElementKind))
+@given(shape=st.lists(st.integers(0, 6), max_size=4).map(tuple), element=st.sampled_from(IN_MEMORY))
 def test_no_strides_means_contiguous(shape, element):
     view = TensorView(4096, shape, element, HOST)
     assert view.is_contiguous
@@ -203,7 +203,7 @@ def test_no_copy_outlives_what_it_views(take, made, wrap):
         take(wrap(made))
 
 
-@given(layout=layouts(0), element=st.sampled_from(ElementKind), data=st.data())
+@given(layout=layouts(0), element=st.sampled_from(IN_MEMORY), data=st.data())
 def test_an_owned_copy_is_contiguous_and_stands_alone(layout, element, data):
     shape, strides = layout
     found = offsets(shape, strides)

@@ -182,16 +182,6 @@ def test_elements_that_no_row_serves(device, element):
     assert chosen(device, desc) is None
 
 
-@pytest.mark.parametrize("element", ["s8", "fp8_e4m3"])
-@pytest.mark.parametrize("n", [1, 2, 64, 1000])
-def test_8_bit_columns_in_multiples_of_8_are_refused_for_every_n(element, n):
-    """TMA reads rows of X that lie multiples of 16 bytes apart."""
-    desc = GemmSparse24Descriptor(n=n, m=256, k=520, element=element)
-    with pytest.raises(UnsupportedError, match="needs rows of X in multiples of 16 bytes, got k = 520"):
-        GemmSparse24Plan.select(desc, device=HOPPER)
-    assert chosen(HOPPER, desc.model_copy(update={"k": 528})) is not None
-
-
 @pytest.mark.parametrize(
     ("m", "n", "require", "row"),
     [

@@ -9,7 +9,6 @@ import pytest
 
 from sparse24_plans import (
     Device,
-    ElementKind,
     GemmSparse24Descriptor,
     InvalidProblemError,
     MisalignedOperandError,
@@ -19,6 +18,7 @@ from sparse24_plans import (
     TensorView,
 )
 from sparse24_plans.plan.operands import Operand, Role, reinterpretable
+from sparse24_plans.vocab import IN_MEMORY
 
 from ..support import Guarded
 from .cases import PROBLEMS, PlanCase, case_of, changed, name_of, rejected
@@ -104,7 +104,7 @@ def other_weights(weight: Any) -> list[tuple[Any, str]]:
     if isinstance(weight, PackedWeight):
         there = tuple(changed(view, device=ELSEWHERE) for view in weight.buffers)
         size = weight.element.itemsize
-        other = next(kind for kind in ElementKind if kind.itemsize <= size and kind is not weight.element)
+        other = next(kind for kind in IN_MEMORY if kind.itemsize <= size and kind is not weight.element)
         return [
             (replace(weight, m=weight.m - 8), f"[{weight.m - 8}, {weight.k}]"),
             (replace(weight, element=other), f"got {other}"),

@@ -105,7 +105,7 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
     groups: dict[tuple[bool, str | None], list[str]] = {}
     apart = (
         *("prefer_", "tier is", "runs on", "can't be exported", "allow_sm90a"),
-        *("needs compute", "needs a compute", "serves elements"),
+        *("needs compute", "needs a compute", "serves elements", "serves groups only"),
     )
     for name, _, reason in answer.rows:
         groups.setdefault((reason.startswith(apart), reason), []).append(name)

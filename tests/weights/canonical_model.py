@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from sparse24_plans import ElementKind, Sparse24Weight
+from sparse24_plans.vocab import IN_MEMORY
 
 from ..support import same_bits
 
 F32, F16, BF16, S8, U8 = (ElementKind(name) for name in ("f32", "f16", "bf16", "s8", "u8"))
-every_element = pytest.mark.parametrize("element", ElementKind)
+every_element = pytest.mark.parametrize("element", IN_MEMORY)
 FLOATS = [element for element in ElementKind if element.unit_roundoff]
 float_elements = pytest.mark.parametrize("element", FLOATS)
 

@@ -16,6 +16,7 @@ from sparse24_plans import (
     Sparse24Weight,
     prune,
 )
+from sparse24_plans.vocab import IN_MEMORY
 
 from ..support import same_bits
 from .canonical_model import (
@@ -38,7 +39,7 @@ def without_payloads(bits: np.ndarray, element: ElementKind) -> np.ndarray:
 @st.composite
 def matrices(draw: st.DrawFn, most_rows: int = 4, most_units: int = 3) -> tuple[np.ndarray, ElementKind]:
     """Any bits of any element, with zeros, ties and extremes more often than chance has them."""
-    element = draw(st.sampled_from(ElementKind))
+    element = draw(st.sampled_from(IN_MEMORY))
     shape = (draw(st.integers(0, most_rows)), 8 * draw(st.integers(0, most_units)))
     top = 2 ** (8 * element.itemsize) - 1
     half = (top + 1) // 2
@@ -50,7 +51,7 @@ def matrices(draw: st.DrawFn, most_rows: int = 4, most_units: int = 3) -> tuple[
 @st.composite
 def matrices_and_scores(draw: st.DrawFn) -> tuple[np.ndarray, ElementKind, np.ndarray]:
     dense, element = draw(matrices())
-    kind = draw(st.sampled_from(ElementKind))
+    kind = draw(st.sampled_from(IN_MEMORY))
     top = 2 ** (8 * kind.itemsize) - 1
     elements = st.sampled_from([0, (top + 1) // 2, 1, top]) | st.integers(0, top)
     scores = draw(hnp.arrays(kind.bits_dtype, dense.shape, elements=elements))
@@ -105,7 +106,7 @@ def test_pruning_twice_is_pruning_once(case):
 
 
 @settings(max_examples=50)
-@given(data=st.data(), element=st.sampled_from(ElementKind))
+@given(data=st.data(), element=st.sampled_from(IN_MEMORY))
 def test_decompress_takes_every_valid_metadata(data, element):
     """Also positions that our own compression wouldn't choose."""
     m, units = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3))
