@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -65,6 +66,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """The whole suite runs on every core; a part of it, or tests that share a GPU, in one process."""
     asked_for_all = config.args == config.getini("testpaths")
     return None if asked_for_all and not HAS_GPU else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """The processes share the cores, so each multiplies in one thread, as the fuzzer's do."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

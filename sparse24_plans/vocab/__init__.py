@@ -120,6 +120,7 @@ _DTYPES: dict[ElementKind, Dtype] = {
     ElementKind.U16: np.dtype(np.uint16),
     ElementKind.U8: np.dtype(np.uint8),
 }
+_KIND_OF_NAME: dict[object, ElementKind] = {dtype.name: kind for kind, dtype in _DTYPES.items()}
 for _kind, _dtype in _DTYPES.items():
     _kind.itemsize = _dtype.itemsize  # a plain attribute: every run asks for it
 _INTEGERS = frozenset({ElementKind.S8, ElementKind.S4, ElementKind.I32, ElementKind.U16, ElementKind.U8})
@@ -158,14 +159,13 @@ def _element_of_dtype(value: object) -> ElementKind | None:
     """The element of a framework's dtype, or None. It calls no method of objects that are no dtypes."""
     kind = type(value)
     if kind is str:
-        return next((one for one, dtype in _DTYPES.items() if dtype.name == value), None)
+        return _KIND_OF_NAME.get(value)
     if issubclass(kind, type):  # np.float32, or a type of JAX, which has the dtype as an attribute
         value = vars(value).get("dtype", value)
     if isinstance(value, np.dtype):
         return next((one for one, dtype in _DTYPES.items() if dtype == value), None)
     if (kind.__module__, kind.__name__) == ("torch", "dtype"):
-        name = str(value).rpartition(".")[2]
-        return next((one for one, dtype in _DTYPES.items() if dtype.name == name), None)
+        return _KIND_OF_NAME.get(str(value).rpartition(".")[2])
     return next((one for one, dtype in _DTYPES.items() if dtype.type is value), None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import accuracy, calibrating, compressing, verifying
 from sparse24_plans.cli.minilm import Encoder, WordPiece
 from sparse24_plans.errors import StorageError
-from sparse24_plans.weights.calibrated import METHODS
 
 from .test_cli import run, run_json
 
@@ -216,24 +214,6 @@ def test_the_tokenizer_is_the_models():
     odd = ["", "Ünïcödé 漢字 don't—stop… $5.99 na\u0308ive\tx\u200by\x00b", "z" * 101, "snow ☃ 10^9 `a`"]
     for text in [*odd, *accuracy.sentences("calibration"), *accuracy.sentences("evaluation")]:
         assert ours.ids(text) == theirs.encode(text).ids, text
-
-
-@needs_model
-def test_the_demo_says_what_it_verified_and_what_pruning_costs():
-    result = run("demo", "--device", "host")
-    lines = result.stdout.splitlines()
-    assert len(lines) <= 80
-    said = " ".join(result.stdout.split())
-    assert (
-        "This verified the arithmetic: products with the pruned weights. It says nothing about accuracy."
-        in said
-    )
-    rows = {method: re.search(rf"{method} +(\d\.\d\d) +(\d\.\d\d) ", result.stdout) for method in METHODS}
-    mean = {method: float(row[1]) for method, row in rows.items()}
-    worst = {method: float(row[2]) for method, row in rows.items()}
-    assert mean["magnitude"] < mean["wanda"] < 0.85 <= mean["sparsegpt"]
-    assert worst["magnitude"] < worst["wanda"] < worst["sparsegpt"]
-    assert all(worst[method] < mean[method] for method in METHODS)
 
 
 def test_random_weights_have_no_accuracy(monkeypatch):

@@ -352,7 +352,9 @@ needs_model = pytest.mark.skipif(
 
 DEMO = """
 import sys
+from sparse24_plans.cli import verifying
 from sparse24_plans.cli.app import app
+verifying.measured = lambda folder, quiet: None  # test_page.py has the accuracy
 try:
     app(["demo", "--tokens", "2", "--device", "host", "--json"])
 finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparse24_plans.cli import verifying
+from sparse24_plans.weights.calibrated import METHODS
 
 from . import page
 
@@ -38,6 +39,17 @@ def test_the_page_shows_what_the_command_shows(folder, words):
     for ours, theirs in zip(accuracies(text), accuracies(shown), strict=True):
         assert ours == pytest.approx(theirs, abs=0.05), "if this is meant: python -m tests.cli.page"
     assert ACCURACY.sub("", text) == ACCURACY.sub("", shown), "if this is meant: python -m tests.cli.page"
+
+
+def test_the_demo_says_what_it_verified_and_what_pruning_costs():
+    [shown] = (text for words, text in SHOWN.items() if words.startswith("demo"))
+    said = "This verified the arithmetic: products with the pruned weights. It says nothing about accuracy."
+    assert said in " ".join(shown.split())
+    assert re.findall("(?m)^  (magnitude|wanda|sparsegpt) ", shown) == list(METHODS)
+    means, worst, _ = zip(*accuracies(shown), strict=True)
+    assert means[0] < means[1] < 0.85 <= means[2]
+    assert worst[0] < worst[1] < worst[2]
+    assert all(one < mean for one, mean in zip(worst, means, strict=True))
 
 
 @pytest.mark.parametrize("command", ["demo", "info", "verify", "explain", "compress"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -33,37 +35,34 @@ def wild(rng: np.random.Generator, shape: tuple[int, int], element: ElementKind)
     return values.astype(np.float32).astype(element.dtype)
 
 
-@pytest.mark.parametrize(("element", "name"), HOPPER + FP8)
-@pytest.mark.parametrize("k", [8, 40, 264, 1544])
-def test_sums_of_the_tensor_cores(element, name, k):
-    """K of less than a step, of less than a slice, and that no tile divides."""
+def check_sums(n: int, m: int, k: int, element: str, name: str, one_sum: Callable[..., np.float32]) -> None:
     rng, kind = np.random.default_rng(k), ElementKind(element)
-    desc = GemmSparse24Descriptor(n=3, m=5, k=k, element=element)
-    weight = Sparse24Weight.prune_compress(wild(rng, (5, k), kind))
-    x = wild(rng, (3, k), kind)
-    tokens, outputs = places(np.arange(15), desc)
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
+    weight = Sparse24Weight.prune_compress(wild(rng, (m, k), kind))
+    x = wild(rng, (n, k), kind)
+    tokens, outputs = places(np.arange(n * m), desc)
     got = sums(factors_of(desc, x, weight), Arithmetic.of(name), tokens, outputs)
-    want = [tensor_core_sum(x, weight, n, m, name) for n, m in zip(tokens, outputs, strict=True)]
+    want = [one_sum(x, weight, *place, name) for place in zip(tokens, outputs, strict=True)]
     assert got.tobytes() == np.array(want, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(("element", "name"), HOPPER + FP8)
+@pytest.mark.parametrize(("n", "m", "k"), [(3, 5, 8), (3, 5, 40), (3, 5, 264), (2, 2, 1544)])
+def test_sums_of_the_tensor_cores(element, name, n, m, k):
+    """K of less than a step, of less than a slice, and that no tile divides."""
+    check_sums(n, m, k, element, name, tensor_core_sum)
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-@pytest.mark.parametrize("k", [8, 72, 840, 8264])
-def test_sums_of_float32_in_parts(name, k):
+@pytest.mark.parametrize(("n", "m", "k"), [(2, 2, 8), (2, 2, 72), (2, 2, 840), (1, 1, 8264)])
+def test_sums_of_float32_in_parts(name, n, m, k):
     """K of less than a tile, of several sums, and of several groups of them."""
-    rng, kind = np.random.default_rng(k), ElementKind.F32
-    desc = GemmSparse24Descriptor(n=2, m=2, k=k, element=kind)
-    weight = Sparse24Weight.prune_compress(wild(rng, (2, k), kind))
-    x = wild(rng, (2, k), kind)
-    tokens, outputs = places(np.arange(4), desc)
-    got = sums(factors_of(desc, x, weight), Arithmetic.of(name), tokens, outputs)
-    want = [float32_sum(x, weight, n, m, name) for n, m in zip(tokens, outputs, strict=True)]
-    assert got.tobytes() == np.array(want, np.float32).tobytes()
+    check_sums(n, m, k, "f32", name, float32_sum)
 
 
 def test_blocked_sums_of_float32_are_for_one_slice_alone():
     """Two slices of more than 4096 columns, which is the length of a blocked sum of f32x6."""
-    test_sums_of_float32_in_parts("hopper_tc_f32x6/slices=2", 2 * 4096 + 200)
+    check_sums(1, 1, 2 * 4096 + 200, "f32", "hopper_tc_f32x6/slices=2", float32_sum)
 
 
 def test_the_names_differ_in_bits():

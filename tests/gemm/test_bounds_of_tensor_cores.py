@@ -33,8 +33,6 @@ that. Relative to T:
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 
@@ -57,16 +55,14 @@ ARITHMETICS = [
     ("f32_split6", "f32", "hopper_tc_f32x6/slices=8"),
 ]
 """Each with a row that may name it."""
-every_arithmetic = pytest.mark.parametrize(("row", "element", "name"), ARITHMETICS)
 SIZES = [(2, 6, 16), (2, 6, 48), (3, 5, 1024), (2, 3, 8192)]
 """Tokens, outputs, columns."""
 
 
-@cache  # both tests ask
-def worst(row: str, element: str, name: str, kind: str, sizes: tuple[int, int, int], seed: int) -> float:
+def worst(row: str, element: str, name: str, kind: str, sizes: tuple[int, int, int]) -> float:
     """The largest error of such sums, of what the row allows."""
     n, m, k = sizes
-    x, dense = operands(kind, "forward", n, m, k, element, seed)
+    x, dense = operands(kind, "forward", n, m, k, element)
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element, out_element="f32")
     plan = GemmSparse24Plan.select(desc, preference={"require": {"arithmetic": name}}, device="host")
     got = case_of(plan, Data(dense, x)).run()
@@ -78,15 +74,8 @@ def worst(row: str, element: str, name: str, kind: str, sizes: tuple[int, int, i
     return float((np.abs(got - wide @ w) / allowed).max())
 
 
-@every_arithmetic
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_no_sum_is_beyond_the_bound(row, element, name, kind, sizes):
-    for seed in range(3 if sizes[-1] < 8192 else 1):  # a long sum has many roundings
-        assert worst(row, element, name, kind, sizes, seed) <= 1
-
-
-@every_arithmetic
-def test_some_sums_are_close_to_the_bound(row, element, name):
-    found = [worst(row, element, name, kind, sizes, 0) for kind in KINDS for sizes in SIZES]
-    assert 0.05 < max(found) <= 1
+@pytest.mark.parametrize(("row", "element", "name"), ARITHMETICS)
+def test_no_sum_is_beyond_the_bound_and_some_are_close(row, element, name):
+    found = {(kind, sizes): worst(row, element, name, kind, sizes) for kind in KINDS for sizes in SIZES}
+    assert {which: ratio for which, ratio in found.items() if not ratio <= 1} == {}
+    assert max(found.values()) > 0.05

@@ -119,7 +119,7 @@ def test_float32_in_columns_goes_to_the_library(order, n):
     assert set(reasons.values()) == {"serves x_order and y_order row"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 600).map(lambda units: 8 * units),
     m=st.integers(1, 30000),
@@ -190,10 +190,18 @@ def test_wgmma_finds_a_column_major_x_where_the_model_does(tokens):
     check_tables("ptx/wgmma.cuh", {}, Table(function, want))
 
 
-@pytest.mark.parametrize("out", ["bf16", "f32"])
-@pytest.mark.parametrize("tokens", sorted({tokens for tokens, _ in CUTS}))
-@pytest.mark.parametrize("beta", [0.0, 1.0])
-def test_column_major_y_is_staged_where_tma_reads_it(tokens, out, beta):
+STAGED = [(0.0, "bf16"), (1.0, "f32"), (0.0, "f32"), (1.0, "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "beta", "out"),
+    [
+        (tokens, *kind)
+        for i, tokens in enumerate(sorted({tokens for tokens, _ in CUTS}))
+        for kind in STAGED[i % 2 * 2 :][:2]
+    ],
+)
+def test_column_major_y_is_staged_where_tma_reads_it(tokens, beta, out):
     """With C in smaller steps: it comes through the same places."""
     fields = {"element": "bf16", "out_element": out, "y_order": "column", "beta": beta}
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, **fields)

@@ -2,7 +2,6 @@
 
 - Every two words of a source that are asked for together: its function and its macros, each with each. A
   kernel that spills or warns does so because of one macro or two, such as a tile and an epilogue.
-- Every three words that decide how many registers a thread needs, for kernels that use all registers.
 - Every architecture with each function and element.
 - Every value of macros that are only numbers in the code, such as the stages of a pipeline.
 
@@ -26,38 +25,11 @@ from .requests import ASKED, Request
 SOURCES = sorted(
     path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in compiler.KERNEL_FOLDER.rglob("*.cu")
 )
-FULL = (
-    "blocksparse/attention_backward_wgmma.cu",
-    "blocksparse/attention_wgmma.cu",
-    "blocksparse/blocks_wgmma.cu",
-    "blocksparse/blocks_wgmma_sp.cu",
-    "blocksparse/conv_wgmma.cu",
-    "gemm/wgmma_sp.cu",
-)
-"""Sources whose threads use all registers."""
 COUNTS = {
     *("DENSE_STAGES", "X_STAGES", "SPARSE_STAGES", "STAGES", "STEP_TOKENS", "WEIGHT_STAGES"),
     *("EXPONENT_BIAS", "FIRST_NAN", "MANTISSA_BITS", "RELU_THRESHOLD", "RELU_UPPER_BOUND"),
 }
 """Macros that follow from others and are only numbers in the code: they take no registers."""
-REGISTERS = {
-    *(
-        "function",
-        "OP",
-        "ELEMENT",
-        "EPILOGUE",
-        "C",
-        "SPLIT_TERMS",
-        "SAMPLED",
-        "PHASES",
-        "CAUSAL",
-        "LENGTHS",
-        "SIGN",
-    ),
-    *("BLOCK", "HEAD", "TILE", "TILE_M", "TILE_N", "M_TILES_PER_WARPGROUP", "STATIONARY_KV", "PING_PONG"),
-    *("SPARSE_MAJOR", "DENSE_MAJOR", "TOKENS_CONTIGUOUS"),
-}
-"""Words that decide how many registers a thread needs: its work, tile and order of operands."""
 
 
 def groups_of(request: Request) -> Iterator[tuple[Any, ...]]:
@@ -65,8 +37,6 @@ def groups_of(request: Request) -> Iterator[tuple[Any, ...]]:
     words = [("function", request.function)]
     words += [one for one in request.defines if one[0] not in COUNTS]
     yield from combinations(words, 2)
-    if request.source in FULL:
-        yield from combinations([one for one in words if one[0] in REGISTERS], 3)
     yield from ((("arch", request.arch), one) for one in words if one[0] in ("function", "ELEMENT"))
     yield from ((one,) for one in request.defines if one[0] in COUNTS)
 

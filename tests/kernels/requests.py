@@ -33,8 +33,9 @@ from sparse24_plans.gemm import kernel_table as gemm_table
 from sparse24_plans.gemm.backends import f32_split, wgmma_sp_grouped
 from sparse24_plans.gemm.kernel_table import GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics, grouped, wgmma_heuristics
+from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice, Kernel
-from sparse24_plans.plan.kernel_table import consider
+from sparse24_plans.plan.kernel_table import KernelEntry, consider
 from sparse24_plans.prepare import kernel_table as prepare_table
 from sparse24_plans.prepare.kernel_table import PrepareEntry
 from sparse24_plans.weights import inflate
@@ -151,6 +152,12 @@ def device_of(capability: tuple[int, int]) -> DeviceProperties:
     return gpu_of(*capability, multiprocessors=CAPABILITIES[capability], cusparselt=None)
 
 
+def serves(row: KernelEntry, desc: Descriptor, preference: PlanPreference, device: DeviceProperties) -> bool:
+    """Whether the row of the table can serve the problem."""
+    (considered,) = consider((row,), desc, preference, device)
+    return considered.reason is None
+
+
 @contextmanager
 def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
     """Record what the backend would compile and load in the block."""
@@ -186,8 +193,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
     with recorded_loads(row.kernel) as found:
         for size, kind in cases:
             desc = GemmSparse24Descriptor(**{"n": 16, "m": 4096, "k": 4096, **size, **kind})
-            considered = consider(gemm_table.ENTRIES, desc, preference, device)
-            if any(one.entry is row and one.reason is None for one in considered):
+            if serves(row, desc, preference, device):
                 row.kernel(Choice(desc, device, row, preference, {}))
         wide = kinds[0], *gated_kinds(row)[:1], *with_c(row)[:1]
         tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), wide)
@@ -256,7 +262,12 @@ def prepare_requests(row: PrepareEntry, capability: tuple[int, int]) -> list[Req
     return found
 
 
-def block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
+@functools.cache
+def block_problems(few: bool) -> tuple[BlockSparseMatmulDescriptor, ...]:
+    return tuple(_block_problems(few))
+
+
+def _block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
     """Products of every form, kind, size of block and schedule; or a few."""
     turns = [(False, False)] if few else [(a, b) for a in (False, True) for b in (False, True)]
     kinds = KINDS[1:3] if few else [kind for kind in KINDS[:4] if "op" not in kind]
@@ -302,8 +313,7 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
                 desc = desc.model_copy(update={"batch": 0})
             if False not in row.packed and desc.op != "sdd" and desc.inner == "dense":
                 desc = desc.model_copy(update={"packed": True})
-            considered = consider(blocks_table.MATMUL_ENTRIES, desc, preference, device)
-            if any(one.entry is row and one.reason is None for one in considered):
+            if serves(row, desc, preference, device):
                 row.kernel(Choice(desc, device, row, preference, {}))
                 for one in schedules_by_density(desc) if row.backend == "blocks_wgmma" else ():
                     with mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one):
@@ -327,8 +337,7 @@ def attention_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> li
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in attention_problems():
-            considered = consider(blocks_table.ATTENTION_ENTRIES, desc, preference, device)
-            if any(one.entry is row and one.reason is None for one in considered):
+            if serves(row, desc, preference, device):
                 row.kernel(Choice(desc, device, row, preference, {}))
     return found
 
@@ -351,8 +360,7 @@ def convolution_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> 
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in convolutions():
-            considered = consider(blocks_table.CONVOLUTION_ENTRIES, desc, preference, device)
-            if any(one.entry is row and one.reason is None for one in considered):
+            if serves(row, desc, preference, device):
                 row.kernel(Choice(desc, device, row, preference, {}))
     return found
 

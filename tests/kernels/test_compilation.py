@@ -26,13 +26,12 @@ MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One request's tests after another, so that it is compiled once."""
     if "request_" in metafunc.fixturenames:
         requests = everything() if metafunc.config.getoption("--every-compilation") else REQUESTS
-        metafunc.parametrize("request_", requests, ids=str, scope="module")
+        metafunc.parametrize("request_", requests, ids=str)
 
 
-def test_compiles_without_spills_or_a_local_stack(request_):
+def test_compiles_without_spills_into_shared_memory_that_exists(request_):
     _, log = compiled(request_.source, request_.arch, request_.defines)
     entries = ENTRY.findall(log)
     assert request_.function in {name for name, _ in entries}
@@ -44,10 +43,6 @@ def test_compiles_without_spills_or_a_local_stack(request_):
     assert {name: used for name, used in functions.items() if any(used)} == {}
     assert "warning" not in log.lower()
     assert "Performance Loss" not in log  # ptxas had to wait for wgmma where the source doesn't
-
-
-def test_a_blocks_shared_memory_exists_on_the_architecture(request_):
-    _, log = compiled(request_.source, request_.arch, request_.defines)
     static = max((int(size) for size in STATIC_SHARED.findall(log)), default=0)
     assert static + request_.shared_bytes <= LIMITS[request_.arch] * 1024
 

@@ -11,7 +11,7 @@ from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.device.jit import enum_codes
 from sparse24_plans.vocab import GemmOp
 
-from .covering import COUNTS, FULL, REGISTERS, REQUESTS, SOURCES, covering, every_source, everything
+from .covering import COUNTS, REQUESTS, SOURCES, covering, every_source, everything
 from .requests import (
     ASKED,
     ATTENTION_ENTRIES,
@@ -56,23 +56,6 @@ def test_every_two_words_are_compiled_together(source):
         assert asked <= each
         interacting = {word for word in asked if word[0] not in COUNTS}
         assert {frozenset(group) for group in combinations(interacting, 2)} <= together
-
-
-@pytest.mark.parametrize("source", FULL)
-def test_every_three_words_that_decide_registers_are_compiled_together(source):
-    def threes(request: Request) -> set[frozenset[tuple[str, object]]]:
-        deciding = [word for word in words_of(request) if word[0] in REGISTERS]
-        assert len(deciding) >= 5
-        return {frozenset(group) for group in combinations(deciding, 3)}
-
-    together = set().union(*(threes(request) for request in REQUESTS if request.source == source))
-    assert all(threes(request) <= together for request in ASKED if request.source == source)
-
-
-def test_words_that_decide_registers_are_macros():
-    macros = {name for request in ASKED if request.source in FULL for name, _ in request.defines}
-    assert REGISTERS - {"function"} <= macros
-    assert not REGISTERS & COUNTS
 
 
 def test_compilations_are_a_part_of_everything():
