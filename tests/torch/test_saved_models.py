@@ -34,6 +34,7 @@ from .architectures import (
     Case,
     bits,
     dense_model,
+    dense_weights,
     result,
     sparse_of,
     table,
@@ -151,10 +152,9 @@ def test_the_command_line_knows_a_saved_model(saved, tmp_path):
     dense = type(saved.model).from_pretrained(tmp_path / "dense", dtype="auto")
     assert sparse_of(dense) == []
     assert not hasattr(dense.config, "quantization_config")
-    for name in sparse_of(saved.model):
-        if "gate_up_proj" not in name:
-            layer, own = saved.model.get_submodule(name), dense.get_submodule(name).weight
-            assert torch.equal(own.T if layer.transposed else own, layer.dense_weight().cpu())
+    state = dense.state_dict()
+    for name, weight in dense_weights(saved.model).items():
+        assert torch.equal(state[name], weight.cpu()), name
     torch.testing.assert_close(
         result(dense, saved.case), result(saved.model, saved.case).cpu(), rtol=2e-2, atol=2e-2
     )
@@ -178,10 +178,12 @@ def check_stored_zeros(folder: Path, saved: Saved) -> None:
 
 @EVERY
 def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_path):
-    """The folder has no word on fused blocks; experts are 2:4 in it, and dense in the model."""
+    """The folder has no word on fused blocks, nor on experts, which become what ``to_sparse24`` makes."""
     dtype = saved.case.weight_dtype
     element = None if dtype is None else element_of(dtype, "weight_dtype")
-    compress_checkpoint(saved.unpruned, tmp_path / "ours", element=element, device="host")
+    compress_checkpoint(
+        saved.unpruned, tmp_path / "ours", include=saved.case.include, element=element, device="host"
+    )
     other = Saved(saved.case, saved.model, saved.unpruned, tmp_path / "ours")
     ours, theirs = from_pretrained(other.folder), by_transformers(other).cpu()
     assert type(ours) is type(saved.model)
