@@ -106,7 +106,8 @@ class _Parts(nn.Module):
             state[VALUES_KEY], state[META_KEY] = layer.padded(state[VALUES_KEY], state[META_KEY])
         _fill(layer, state)
         _move_hook(self, layer)
-        return layer.train(self.training)
+        layer.train(self.training)
+        return layer
 
 
 class _ExpertParts(nn.Module):
@@ -125,7 +126,8 @@ class _ExpertParts(nn.Module):
             parts = getattr(self, stack)
             _fill(getattr(experts, stack), state_of(stack, parts.values24, parts.meta24))
         _move_hook(self, experts)
-        return experts.train(self.training)
+        experts.train(self.training)
+        return experts
 
 
 def _parts_of(stack: Tensor) -> nn.Module:

@@ -173,7 +173,8 @@ class Sparse24Experts(nn.Module):
                 **options,
             )
             setattr(found, name, whole)
-        return found.train(module.training)
+        found.train(module.training)
+        return found
 
     @classmethod
     def like(cls, module: Any, **options: Any) -> Sparse24Experts:
@@ -185,7 +186,9 @@ class Sparse24Experts(nn.Module):
         about = {"device": module.down_proj.device, "dtype": module.down_proj.dtype}
         if "activation" not in options:
             about["activation"] = GATED_BY[str(name_of(module.act_fn))]
-        return cls(count, hidden, features, **{**about, **options}).train(module.training)
+        found = cls(count, hidden, features, **{**about, **options})
+        found.train(module.training)
+        return found
 
     @property
     def activation(self) -> str:

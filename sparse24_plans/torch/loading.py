@@ -314,7 +314,7 @@ class Load:
         shape = layer.num_experts, layer.out_features // layer.num_experts
         values = stack_of(self._model, source, lambda name: read(name)[0], shape)
         meta = stack_of(self._model, source, lambda name: read(name)[1], shape)
-        values = self._converted(values, layer.canonical()[0])
+        values = self._converted(values, layer.stored()[0])
         self._give(f"{place}.{stack}", state_of(stack, values, meta))
 
     def _fill_dense(self, own: str, tensor: Tensor) -> None:

@@ -232,20 +232,13 @@ def to_sparse24(
     layers: list[SwappedLayer] = []
     with progress_bar(len(choice.chosen) + len(choice.experts), progress) as advance:
         for name, how in {**choice.chosen, **choice.experts}.items():
-            module = model.get_submodule(name)
-            swapped: nn.Module
             try:
-                if name in choice.experts:
-                    swapped = experts = how.experts(name, module)
-                    for own, linear in stacks_of(module).items():
-                        layers.append(_entry(f"{name}.{own}", linear, getattr(experts, own)))
-                else:
-                    swapped = layer = how.layer(name, module)
-                    layers.append(_entry(name, linear_of(module), layer))
+                swapped, entries = _swapped(name, model.get_submodule(name), how)
             except FormatError as error:  # included layers were checked by Choice
                 choice.skip(name, str(error))
             else:
                 model.set_submodule(name, swapped)
+                layers += entries
             advance()
     done = {layer.name for layer in layers}
     left = [
@@ -254,6 +247,18 @@ def to_sparse24(
         if one.name not in done
     ]
     return SwapReport(tuple(layers), tuple(left), census.earlier, census.total)
+
+
+def _swapped(
+    name: str, module: nn.Module, how: Sparse24Recipe
+) -> tuple[Sparse24Linear | Sparse24Experts, list[SwappedLayer]]:
+    """What replaces a linear layer or experts, and its entries in the report."""
+    if is_linear(module):
+        layer = how.layer(name, module)
+        return layer, [_entry(name, linear_of(module), layer)]
+    experts = how.experts(name, module)
+    stacks = stacks_of(module)
+    return experts, [_entry(f"{name}.{own}", one, getattr(experts, own)) for own, one in stacks.items()]
 
 
 class _Census:

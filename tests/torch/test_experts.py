@@ -180,6 +180,21 @@ def test_a_copy_of_experts_is_like_them(copied):
     assert same(other, sparse)
 
 
+def test_experts_compile_whole_and_train_compiled():
+    _, sparse, x = case("cpu")
+    routing = routed(len(x), 6, 2, "cpu")
+    torch._dynamo.reset()
+    compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x, *routing), sparse(x, *routing))
+    grads = []
+    for module in (sparse, torch.compile(sparse, backend="aot_eager")):
+        wanted = x.clone().requires_grad_()
+        module(wanted, *routing).float().square().sum().backward()
+        grads.append(wanted.grad)
+    assert torch.equal(*grads)
+
+
 def test_new_experts_are_zero():
     x = randn(5, 128)
     assert not Sparse24Experts(6, 128, 64)(x, *routed(5, 6, 2, "cpu")).any()
