@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..device.log import LOAD
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..weights.quantize import SCALE_SUFFIX
 from .activations import is_gated, row_order, rows_in_order
-from .checkpoint_names import conversions_of, place_of, placed
+from .checkpoint_names import Merged, conversions_of, place_of, placed
 from .conv1d import is_conv1d, is_swappable, linear_of
 from .elements import DTYPE_OF, tensors_of
 from .experts import Sparse24Experts
@@ -34,7 +34,7 @@ from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import LARGEST, SCALES, Sparse24QuantizedLinear
 from .saved_experts import Source as ExpertsSource
-from .saved_experts import StoredExperts, dense_shapes, stack_of, state_of
+from .saved_experts import StoredExperts, stack_of, stack_shapes, state_of
 from .saved_form import SavedForm, SavedLayer, form_in
 
 _WEIGHT = ".weight"
@@ -148,7 +148,7 @@ class Load:
         self._model, self._source, self._dtype, self._options = model, source, dtype, options
         self._wanted: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         self._owners = Counter(map(id, self._wanted.values()))
-        self._stacks = dense_shapes(model)
+        self._stacks = {own: one for own, one in stack_shapes(model).items() if own not in self._wanted}
         known = {*self._wanted, *(name.removesuffix(f".{_VALUES}") for name in self._wanted), *self._stacks}
         names = [*source.weights, *source.others]
         self._names, self._merged = placed(model, names, known, conversions_of(model))
@@ -203,7 +203,7 @@ class Load:
         """Raise InvalidProblemError for missing tensors or wrong shapes, UnsupportedError for 8 bits."""
         made: dict[str, Tensor] = {}
         for one in self._merged:
-            made |= one.result(self._model, lambda name: torch.empty(self._source.shape(name), device="meta"))
+            made |= self._made(one, lambda name: torch.empty(self._source.shape(name), device="meta"))
         found = {id(part) for own in [*self._names.values(), *made] for part in self._parts(own)}
         missing = [own for own, tensor in self._wanted.items() if id(tensor) not in found]
         if missing:
@@ -228,6 +228,13 @@ class Load:
                 reason = "expected [out, in], as quantized matrices are stored, for a layer of [in, out]"
             if reason is not None:
                 raise UnsupportedError(f"{name}: {reason}")
+
+    def _made(self, merged: Merged, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """What a converter makes; a stack that is 2:4 as the model holds it stays as it is."""
+        source = self._experts.source_of(merged.target)
+        if isinstance(source, str):
+            return {merged.target: read(source)}
+        return merged.result(self._model, read)
 
     def _check_quantized(self, name: str, layer: Layer) -> None:
         """Raise UnsupportedError for a weight of 8 bits that no layer takes."""

@@ -31,7 +31,8 @@ class StoredExperts:
     tensors, from :func:`placed`. With ``stay_dense`` no dense module gives way. ``sources`` has, by the names
     of modules and of their stacks, where a stack comes from; ``saved`` has what experts were saved with.
 
-    Raises InvalidProblemError if ``form`` names a module that can't be Sparse24Experts.
+    Raises InvalidProblemError if ``form`` names a module that can't be Sparse24Experts, or whose weights
+    aren't 2:4 in the checkpoint.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StoredExperts:
         owners = Counter(id(p) for m in known.values() for p in m.parameters(recurse=False))
         for name, saved in self.saved.items():
             _check(name, known[name], saved)
+        shapes = stack_shapes(model)
         # Weights of 8 bits don't count.
         plain = {name for name, one in weights.items() if DTYPE_OF[one.element] in DTYPES}
         places: dict[str, Source] = {own: name for name, own in direct.items() if name in plain}
@@ -60,7 +62,7 @@ class StoredExperts:
             for one in merged
             if may_transpose(one.converter)
             for name, _ in one.sources
-            if name in plain and _has_shape(known, one.target, weights[name])
+            if name in plain and shapes.get(one.target) == weights[name].dense_shape
         }
         found: dict[str, dict[str, Source]] = {}
         for name, module in known.items():
@@ -75,6 +77,16 @@ class StoredExperts:
         self.sources = _without_mixed(found, compressed)
         self.targets = {f"{name}.{stack}" for name in self.sources for stack in STACKS}
         """The names of the stacks in the model."""
+        lost = set() if stay_dense else self.saved.keys() - self.sources.keys()
+        if lost:
+            raise InvalidProblemError(
+                f"experts: {min(lost)}: expected 2:4 weights of the checkpoint, got others"
+            )
+
+    def source_of(self, target: str) -> Source | None:
+        """Where the stack of this name in the model comes from, if it is 2:4."""
+        name, _, stack = target.rpartition(".")
+        return self.sources.get(name, {}).get(stack)
 
     def _gives_way(self, name: str, module: nn.Module, owners: Counter[int]) -> bool:
         """Whether Sparse24Experts can replace a dense module."""
@@ -89,14 +101,15 @@ class StoredExperts:
         return Sparse24Experts.like(module, **{**about, **options})
 
 
-def dense_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the stacks that the model's Sparse24Experts stand for."""
+def stack_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes [E, M, K] of the stacks of experts, by their names, dense and 2:4."""
     found: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Sparse24Experts):
-            for stack in STACKS:
-                rows, columns = getattr(module, stack).weight.shape
-                found[f"{name}.{stack}"] = (module.num_experts, rows // module.num_experts, columns)
+        for stack in STACKS if holds_stacks(module) else ():
+            found[f"{name}.{stack}"] = tuple(getattr(module, stack).shape)
+        for stack in STACKS if isinstance(module, Sparse24Experts) else ():
+            rows, columns = getattr(module, stack).weight.shape
+            found[f"{name}.{stack}"] = (module.num_experts, rows // module.num_experts, columns)
     return found
 
 
@@ -129,13 +142,6 @@ def _check(name: str, module: nn.Module, saved: SavedLayer) -> None:
 def _is_stacked(merged: Merged, plain: Container[str]) -> bool:
     """Whether a stack is made of matrices that are in ``plain``, and nothing else."""
     return merged.stacks_rows and all(name in plain for name, _ in merged.sources)
-
-
-def _has_shape(modules: Mapping[str, nn.Module], own: str, layer: Layer) -> bool:
-    """Whether a stored stack has the shape of the parameter of this name."""
-    home, _, name = own.rpartition(".")
-    found = modules[home]._parameters.get(name)
-    return found is not None and tuple(found.shape) == layer.dense_shape
 
 
 def _without_mixed(

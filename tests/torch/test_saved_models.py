@@ -139,7 +139,15 @@ def by_load_sparse24(saved: Saved) -> Any:
     return model.to(DEVICE)
 
 
+def into_24_layers(saved: Saved) -> Any:
+    model = dense_model(saved.case)
+    to_sparse24(model, recipe=saved.case.recipe)
+    load_sparse24(model, saved.folder)
+    return model.to(DEVICE)
+
+
 LOADERS = {
+    "load_sparse24 into 2:4 layers": into_24_layers,
     "transformers": by_transformers,
     "from_pretrained": lambda saved: from_pretrained(saved.folder, device=DEVICE),
     "load_sparse24": by_load_sparse24,
@@ -223,6 +231,25 @@ def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_p
         name = key.removesuffix(".weight")
         if name not in sparse_of(ours):
             assert torch.equal(bits(ours.state_dict()[key]), bits(tensor)), key
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Granite-MoE"])
+def test_experts_that_nothing_24_computes_are_decompressed(name, tmp_path):
+    case = CASES[name]
+    case = case._replace(options={**case.options, "hidden_act": "relu"})
+    model = dense_model(case)
+    model.save_pretrained(tmp_path / "dense")
+    include = case.include or ["*_proj.weight", "*.w?.weight"]
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", include=include, device="host")
+    loaded = [from_pretrained(tmp_path / "ours"), case.auto.from_pretrained(tmp_path / "ours", dtype="auto")]
+    assert len(sparse_of(loaded[0])) == case.layers - 4
+    stacks = {name: one for name, one in model.named_parameters() if one.dim() == 3}
+    assert len(stacks) == 4
+    for one in loaded:
+        state = one.state_dict()
+        for key, stack in stacks.items():
+            wanted = torch.ops.sparse24.prune(stack.detach().flatten(0, 1)).view(stack.shape)
+            assert torch.equal(state[key], wanted)
 
 
 def test_stacked_experts_of_8_bits_are_loaded_as_what_they_stand_for(tmp_path, caplog):

@@ -446,6 +446,10 @@ def test_a_device_map_is_followed_for_experts(mixtral_folder, device_map):
             "experts: model.layers.1.mlp: expected gate_up_proj",
         ),
         (
+            {"model.layers.0.mlp.experts": {"activation": "swiglu"}},
+            "layers.0.mlp.experts: expected 2:4 weights",
+        ),
+        (
             {"model.layers.1.mlp.experts": {"activation": "relu"}},
             "expected a gated activation and no out_dtype",
         ),
