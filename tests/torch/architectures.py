@@ -31,6 +31,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# GPUs multiply the experts of models in 16 bits.
 EXPERTS = {
     "num_local_experts": 4,
     "num_experts": 4,
@@ -96,9 +97,13 @@ CASES = {
     "Mistral": Case("MistralConfig", UNTIED, layers=12, fused=2, dtype=torch.float16),
     "Gemma3": Case("Gemma3TextConfig", {"head_dim": 8, **TIED}, layers=12, fused=2),
     "Phi-3": Case("Phi3Config", UNTIED, layers=8, fused=2),
-    "Mixtral": Case("MixtralConfig", {**EXPERTS, **UNTIED}, layers=12, fused=0),
-    "Qwen3-MoE": Case("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS, **UNTIED}, layers=12, fused=0),
-    "DeepSeek-V3": Case("DeepseekV3Config", {**EXPERTS, **DEEPSEEK, **UNTIED}, layers=16, fused=2),
+    "Mixtral": Case("MixtralConfig", {**EXPERTS, **UNTIED}, layers=12, fused=0, dtype=torch.bfloat16),
+    "Qwen3-MoE": Case(
+        "Qwen3MoeConfig", {"head_dim": 8, **EXPERTS, **UNTIED}, layers=12, fused=0, dtype=torch.bfloat16
+    ),
+    "DeepSeek-V3": Case(
+        "DeepseekV3Config", {**EXPERTS, **DEEPSEEK, **UNTIED}, layers=16, fused=2, dtype=torch.bfloat16
+    ),
     "Granite-MoE": Case(
         "GraniteMoeConfig",
         {**EXPERTS, **TIED},

@@ -63,6 +63,7 @@ TRANSPOSED = {
         layers=20,
         fused=0,
         auto=transformers.AutoModelForImageTextToText,
+        dtype=torch.bfloat16,
     )
 }
 """Models whose dense checkpoints hold stacks as [E, in, out]; 2:4 ones are saved as the model holds them."""
@@ -263,7 +264,7 @@ def test_stacked_experts_of_8_bits_are_loaded_as_what_they_stand_for(tmp_path, c
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     values, meta = (stored[f"{name}.{part}"] for part in ("values24", "meta24"))
     dense = torch.ops.sparse24.decompress(values, meta).float() * stored[f"{name}_scale"]
-    assert torch.equal(loaded.model.layers[1].mlp.experts.down_proj[3], dense)
+    assert torch.equal(loaded.model.layers[1].mlp.experts.down_proj[3], dense.to(case.dtype))
     with pytest.raises(
         UnsupportedError, match=r"experts\..*: expected a linear layer for a weight of fp8_e4m3"
     ):

@@ -173,8 +173,9 @@ STACKS = {"experts.gate_up_proj", "experts.down_proj"}
 
 
 def mixture() -> Mixture:
+    """On the host, where float32 experts have a kernel."""
     torch.manual_seed(0)
-    return Mixture().to(DEVICE)
+    return Mixture()
 
 
 def pruned_stack(stack: torch.Tensor) -> torch.Tensor:
@@ -206,12 +207,29 @@ def test_swapped_experts_give_what_dense_ones_with_their_weights_give():
     for stack in m.experts.parameters():
         stack.data = pruned_stack(stack.data)
     m.project.weight.data = pruned(m.project.weight.data)
-    x = randn(9, 64)
+    x = randn(9, 64).cpu()
     with torch.no_grad():
         wanted = m(x)
         report = to_sparse24(m, recipe="compress")
         assert all(layer.was_sparse for layer in report.layers)
         torch.testing.assert_close(m(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_experts_are_swapped_if_a_kernel_serves_them():
+    m = mixture().to("cuda")
+    assert "kernel" in to_sparse24(m).skipped["experts.down_proj"]
+    m = mixture().to("cuda", torch.bfloat16)
+    x, dense = (
+        randn(9, 64).bfloat16(),
+        {name: one.detach().clone() for name, one in m.experts.named_parameters()},
+    )
+    to_sparse24(m, include=["experts"])
+    sparse = m(x)
+    m.experts = Experts().to("cuda", torch.bfloat16)
+    for name, stack in dense.items():
+        getattr(m.experts, name).data = pruned_stack(stack)
+    torch.testing.assert_close(sparse, m(x), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("pattern", ["experts", "experts.down_proj", "exp*"])
