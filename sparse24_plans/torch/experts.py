@@ -256,8 +256,8 @@ def as_linear(weight: Tensor) -> nn.Linear:
 
 def holds_stacks(module: nn.Module) -> bool:
     """Whether the module has both stacked weights of gated experts."""
-    found = [module._parameters.get(name) for name in STACKS]
-    return all(one is not None and one.dim() == 3 for one in found)
+    found = dict(module.named_parameters(recurse=False))
+    return all(name in found and found[name].dim() == 3 for name in STACKS)
 
 
 def obstacle(module: nn.Module) -> str | None:
