@@ -242,10 +242,11 @@ class ForeignCheckpoint(CheckpointFormat):
             yield f"{self.prefix_of(layer.name)}.{part}", array
 
     def check(self, layer: Layer) -> None:
-        if layer.transposed:
+        if layer.transposed or layer.stack:
+            got = "a stack of them" if layer.stack else "one of [in, out]"
             raise UnsupportedError(
-                f"{shown(layer.name)}: expected a matrix that the model holds as [out, in], "
-                f"got one of [in, out], for which {self.name} has no word"
+                f"{shown(layer.name)}: expected a matrix that the model holds as [out, in], got {got}, for "
+                f"which {self.name} has no word"
             )
         try:
             self._known.check(self._shape(layer))

@@ -113,7 +113,8 @@ def compress_checkpoint(
         A file if the source is a file. Else a new or empty folder, which gets shards of the same names, the
         index, and copies of the source folder's other files.
     include : sequence of str
-        Shell patterns (``fnmatch``) of tensor names. If any is given, nothing else is compressed.
+        Shell patterns (``fnmatch``) of tensor names. If any is given, nothing else is compressed. A stack
+        [E, out, in] of experts is compressed only if a pattern matches it.
     exclude : sequence of str
         Patterns of names to copy, which win over ``include``. Embeddings, heads, routers and adapters are
         copied too unless ``include`` matches them (:data:`DEFAULT_EXCLUDE`).
@@ -162,6 +163,11 @@ class _Compression(Rewrite[TensorReport]):
         self._place, self._calibrated, self._element = place, calibrated, element
         target = Sparse24Checkpoint() if element is None else _QuantizedCheckpoint(element)
         layers, reasons = selection.split(model)
+        for layer in layers if element is not None else ():
+            if layer.stack:
+                raise InvalidProblemError(
+                    f"include: expected matrices to quantize, got a stack, {layer.name}"
+                )
         if calibrated is not None:
             reasons |= {one.name: "not calibrated" for one in layers if one.name not in calibrated.read}
             options = {CALIBRATED: calibrated.method}

@@ -8,6 +8,7 @@ under a temporary name and renamed when it is complete.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -167,9 +168,13 @@ def stored_bytes(path: StrPath) -> int:
 
 
 def row_blocks(model: ModelReader, name: str) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
-    """The rows of a dense tensor [M, K] of :data:`ELEMENTS`, about a million elements at a time."""
+    """The rows of a dense tensor [M, K] of :data:`ELEMENTS`, about a million elements at a time.
+
+    A stack [E, M, K] has E*M rows.
+    """
     info = model.tensors[name]
-    (m, k), element = info.shape, ELEMENTS[info.dtype]
+    *rows_of, k = info.shape
+    m, element = math.prod(rows_of), ELEMENTS[info.dtype]
     step = max(1, _BLOCK_ELEMENTS // k) if k else max(m, 1)
     row_bytes = k * element.itemsize
     for start in range(0, m, step):

@@ -5,6 +5,8 @@ A compressed tensor ``NAME`` [M, K] is stored as two tensors:
 - ``NAME.values24`` [M, K/2], in the element's safetensors type (``F32``, ``F16``, ``BF16``, ...);
 - ``NAME.meta24`` [M, K/8], ``U16``: the canonical metadata (docs/formats.md).
 
+A stack [E, M, K] of matrices, such as experts, is stored alike, with E before each shape.
+
 The metadata of each file has ``sparse24_format = "1"`` and, for every compressed tensor in it, a note:
 ``sparse24.NAME`` with the JSON ``{"shape": [M, K], "element": "bf16"}``. All other tensors and metadata stay
 unchanged. The note of a weight that the model holds as [K, M], like transformers' Conv1D, also has
@@ -39,7 +41,8 @@ VALUES_SUFFIX, META_SUFFIX = ".values24", ".meta24"
 class Layer:
     """A weight [M, K] of a model: the names of its tensors, and its format's options.
 
-    ``transposed`` says that the model's dense tensor is [K, M], as transformers' Conv1D holds it.
+    ``transposed`` says that the model's dense tensor is [K, M], as transformers' Conv1D holds it. ``stack``
+    is the number E of matrices of a dense tensor [E, M/E, K], or 0 for a single matrix.
     """
 
     name: str
@@ -49,11 +52,16 @@ class Layer:
     sources: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
     transposed: bool = False
+    stack: int = 0
 
     @property
-    def dense_shape(self) -> tuple[int, int]:
+    def dense_shape(self) -> tuple[int, ...]:
         """The shape of the dense tensor."""
-        return (self.k, self.m) if self.transposed else (self.m, self.k)
+        return (self.k, self.m) if self.transposed else self.shape_with(self.k)
+
+    def shape_with(self, columns: int) -> tuple[int, ...]:
+        """The shape of a tensor that has ``columns`` in each of the weight's rows."""
+        return (self.stack, self.m // self.stack, columns) if self.stack else (self.m, columns)
 
 
 def dense_blocks(model: ModelReader, layer: Layer) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
@@ -66,23 +74,29 @@ def dense_blocks(model: ModelReader, layer: Layer) -> Iterator[tuple[slice, np.n
 
 def read_dense(model: ModelReader, layer: Layer) -> np.ndarray[Any, Any]:
     """A whole weight [M, K] of a dense model."""
-    stored = model.read(layer.name).view(layer.element.dtype).reshape(layer.dense_shape)
-    return np.ascontiguousarray(stored.T) if layer.transposed else stored
+    stored = model.read(layer.name).view(layer.element.dtype)
+    if layer.transposed:
+        return np.ascontiguousarray(stored.reshape(layer.dense_shape).T)
+    return stored.reshape(layer.m, layer.k)
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The note about a weight in a file's metadata. ``element`` is None if the note has none."""
+    """The note about a weight in a file's metadata. ``element`` is None if the note has none.
+
+    ``m`` counts the rows of all matrices of a ``stack``.
+    """
 
     m: int
     k: int
     element: ElementKind | None
     options: Mapping[str, Any]
+    stack: int = 0
 
 
 def write_note(metadata: dict[str, str], layer: Layer, **more: Any) -> None:
     """Add a weight's note to a file's metadata. ``more`` are a foreign format and its options."""
-    note = {"shape": [layer.m, layer.k], "element": layer.element.value, **more}
+    note = {"shape": list(layer.shape_with(layer.k)), "element": layer.element.value, **more}
     if layer.transposed:
         note["transposed"] = True
     if CALIBRATED in layer.options:
@@ -100,16 +114,22 @@ def read_note(shard: Shard, name: str, format_name: str) -> Note | None:
         return None
     try:
         note = json.loads(text)
-        m, k = note["shape"]
+        *stack, m, k = note["shape"]
         element = ElementKind(note["element"]) if "element" in note else None
         written = note.get("format", SPARSE24)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise broken(shard, name, f"expected a JSON shape and element, got {text[:80]!r}") from error
-    if not (type(m) is type(k) is int and 0 <= min(m, k) <= max(m, k) < 2**63 and k % 8 == 0):
+    count = stack[0] if stack else 1
+    sizes = (count, m, k)
+    if not (
+        all(type(size) is int for size in sizes) and min(m, k) >= 0 and k % 8 == 0 and max(sizes) < 2**63
+    ):
         raise broken(shard, name, f"expected [M, K] with K a multiple of 8, got {text[:80]!r}")
     if written != format_name:
         raise broken(shard, name, f"expected the format {format_name}, got {written!r:.80}")
-    return Note(m, k, element, note)
+    if len(stack) > 1 or count < 1 or (stack and (written != SPARSE24 or note.get("transposed"))):
+        raise broken(shard, name, f"expected [M, K], or [E, M, K] in our own format, got {text[:80]!r}")
+    return Note(count * m, k, element, note, count if stack else 0)
 
 
 def broken(shard: Shard, name: str, complaint: str) -> FormatError:
@@ -136,10 +156,9 @@ def stored_tensors(layer: Layer) -> tuple[TensorInfo, TensorInfo]:
     m, k, element = layer.m, layer.k, layer.element
     if element not in DTYPES:
         raise InvalidProblemError(f"{shown(layer.name)}: expected one of {', '.join(DTYPES)}, got {element}")
-    values = TensorInfo(
-        layer.name + VALUES_SUFFIX, DTYPES[element], (m, k // 2), m * k // 2 * element.itemsize
-    )
-    return values, TensorInfo(layer.name + META_SUFFIX, "U16", (m, k // 8), m * k // 4)
+    shapes = layer.shape_with(k // 2), layer.shape_with(k // 8)
+    values = TensorInfo(layer.name + VALUES_SUFFIX, DTYPES[element], shapes[0], m * k // 2 * element.itemsize)
+    return values, TensorInfo(layer.name + META_SUFFIX, "U16", shapes[1], m * k // 4)
 
 
 def compressed_names(model: ModelReader) -> dict[str, Shard]:
@@ -201,7 +220,7 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
         raise broken(shard, name, f"transposed: expected true or false, got {transposed!r:.80}")
     sources = (name + VALUES_SUFFIX, name + META_SUFFIX)
     options = {CALIBRATED: note.options[CALIBRATED]} if CALIBRATED in note.options else {}
-    layer = Layer(name, note.m, note.k, note.element, sources, options, transposed)
+    layer = Layer(name, note.m, note.k, note.element, sources, options, transposed, note.stack)
     for expected in stored_tensors(layer):
         info = model.tensors.get(expected.name)
         if info is None:
@@ -217,7 +236,7 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
 
 
 def read_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:
-    """A whole compressed tensor, validated. Raises FormatError with row and group."""
+    """A whole compressed tensor [M, K], validated. Raises FormatError with row and group."""
     values, metadata = (model.read(name) for name in layer.sources)
     try:
         return Sparse24Weight(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -127,12 +129,13 @@ class Selection:
         reasons: dict[str, str] = {}
         orientation = Orientation(model)
         for info in model.tensors.values():
-            transposed = orientation.transposed(info.name)
-            reason = self._reason_to_copy(info, transposed)
+            stack = info.shape[0] if len(info.shape) == 3 and self.names(info.name) else 0
+            transposed = False if stack else orientation.transposed(info.name)
+            reason = self._reason_to_copy(info, transposed, bool(stack))
             if reason is None:
-                m, k = reversed(info.shape) if transposed else info.shape
-                element = ELEMENTS[info.dtype]
-                layers.append(Layer(info.name, m, k, element, (info.name,), transposed=bool(transposed)))
+                *rows, k = reversed(info.shape) if transposed else info.shape
+                layer = Layer(info.name, math.prod(rows), k, ELEMENTS[info.dtype], (info.name,), stack=stack)
+                layers.append(replace(layer, transposed=bool(transposed)))
             else:
                 reasons[info.name] = reason
         return layers, reasons
@@ -147,18 +150,18 @@ class Selection:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise InvalidProblemError(f"{argument}: pattern {pattern!r} matches no tensor")
 
-    def _reason_to_copy(self, info: TensorInfo, transposed: bool | None) -> str | None:
+    def _reason_to_copy(self, info: TensorInfo, transposed: bool | None, is_stack: bool) -> str | None:
         """The reason to copy the tensor, or None. Type and shape are checked before the patterns."""
         if info.dtype not in self._dtypes:
             return f"element {shown(info.dtype).lower()}"
-        if len(info.shape) != 2:
+        if len(info.shape) != 2 and not is_stack:
             stacked = " (stacked matrices, such as experts, or a convolution)" if len(info.shape) == 3 else ""
             return f"{len(info.shape)}-d{stacked}"
         if info.nbytes == 0:
             return "empty"
         if transposed is None:
             return "stored [in, out] or [out, in]: neither its bias nor a config.json tells"
-        if (k := info.shape[0 if transposed else 1]) % 8:
+        if (k := info.shape[0 if transposed else -1]) % 8:
             return f"K={k} is not a multiple of 8"
         return reason_to_leave((info.name,), self._include, self._exclude)
 

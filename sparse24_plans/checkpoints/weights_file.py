@@ -50,7 +50,7 @@ def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
 def load_weight(path: StrPath, name: str) -> Sparse24Weight:
     """The compressed tensor ``name`` of a file or folder of shards, validated, in host memory.
 
-    It is [out, in] also where the model holds the dense tensor as [in, out].
+    It is [out, in] also where the model holds the dense tensor as [in, out], and [E*out, in] for a stack.
     Raises InvalidProblemError for a name that no compressed tensor has; FormatError, naming file and tensor,
     if a file breaks the format; StorageError if it can't be read.
     """

@@ -411,12 +411,8 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
             )
             raise InvalidProblemError(f"{argument}: expected one of {ELEMENT_NAMES}, got {dtype}; {advice}")
         return found
-    if (
-        wanted not in IN_MEMORY
-        or dtype.kind not in "iuV"
-        or dtype.itemsize != wanted.itemsize
-        or not dtype.isnative
-    ):
+    fits = dtype.kind in "iuV" and dtype.itemsize == wanted.itemsize and dtype.isnative
+    if not fits or wanted not in IN_MEMORY:
         raise InvalidProblemError(f"{argument}: expected {wanted}, got {dtype}")
     return wanted
 

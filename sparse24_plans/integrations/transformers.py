@@ -35,12 +35,22 @@ from ..checkpoints.layers import (
     compressed_names,
 )
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
-from ..torch.checkpoint_names import Merged, conversions_of, is_converter, place_of, placed, renamed_by
+from ..torch.checkpoint_names import (
+    Merged,
+    conversions_of,
+    is_converter,
+    place_of,
+    placed,
+    renamed_by,
+    stacks_rows,
+)
 from ..torch.conv1d import is_swappable
 from ..torch.elements import DTYPE_OF
+from ..torch.experts import STACKS, Sparse24Experts
 from ..torch.linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear, check_metadata
 from ..torch.loading import check_orientation, fuse_blocks, in_order_of, layer_like, scales_of, sizes_of
 from ..torch.quantized_linear import SCALES, Sparse24QuantizedLinear
+from ..torch.saved_experts import StoredExperts, state_of
 from ..torch.saved_form import SavedForm, SavedLayer, form_of, modules_of, saved_state
 
 _WEIGHT = ".weight"
@@ -92,20 +102,63 @@ class _Parts(nn.Module):
         options = {**saved.options, "device": "meta"}
         layer = layer_like(self._original[0], self._stored.layer, self._stored.scales, options)
         state = self.state_dict()
-        if any(tensor.is_meta for tensor in state.values()):
-            raise UnsupportedError("device_map: expected devices that hold 2:4 weights, got offloaded ones")
         if isinstance(layer, Sparse24QuantizedLinear):
             state[VALUES_KEY], state[META_KEY] = layer.padded(state[VALUES_KEY], state[META_KEY])
-        try:
-            layer.load_state_dict(in_order_of(layer, state), assign=True)
-        except RuntimeError as error:
-            raise FormatError(str(error)) from error
-        if (hook := getattr(self, "_hf_hook", None)) is not None:
-            from accelerate.hooks import add_hook_to_module
-
-            add_hook_to_module(layer, hook)
+        _fill(layer, state)
+        _move_hook(self, layer)
         layer.train(self.training)
         return layer
+
+
+class _ExpertParts(nn.Module):
+    """Stands in for a module of experts while transformers loads: it has stacks of values and metadata."""
+
+    def __init__(self, name: str, original: Any, stored: StoredExperts) -> None:
+        super().__init__()
+        self._made = [stored.like(name, original, device="meta")]  # in a list, so that it is no submodule
+        for stack in STACKS:
+            setattr(self, stack, _parts_of(getattr(original, stack)))
+
+    def layer(self) -> Sparse24Experts:
+        """The experts with the loaded parts. Raises as :meth:`_Parts.layer`, and moves a hook along."""
+        (experts,) = self._made
+        for stack in STACKS:
+            parts = getattr(self, stack)
+            _fill(getattr(experts, stack), state_of(stack, parts.values24, parts.meta24))
+        _move_hook(self, experts)
+        experts.train(self.training)
+        return experts
+
+
+def _parts_of(stack: Tensor) -> nn.Module:
+    """A module with the parts of a stack [E, M, K], without memory.
+
+    Metadata is int16, for PyTorch doesn't join uint16 on every device; valid words are the same. It is a
+    parameter, because converters ask for the shape of one.
+    """
+    *rows, k = stack.shape
+    found = nn.Module()
+    for name, columns, dtype in (("values24", k // 2, stack.dtype), ("meta24", k // 8, torch.int16)):
+        setattr(found, name, nn.Parameter(_on_meta(*rows, columns, dtype=dtype), requires_grad=False))
+    return found
+
+
+def _fill(layer: Sparse24Linear, state: Mapping[str, Tensor]) -> None:
+    """Load a layer's tensors. Raises FormatError for bad metadata, UnsupportedError for no data."""
+    if any(tensor.is_meta for tensor in state.values()):
+        raise UnsupportedError("device_map: expected devices that hold 2:4 weights, got offloaded ones")
+    try:
+        layer.load_state_dict(in_order_of(layer, state), assign=True)
+    except RuntimeError as error:
+        raise FormatError(str(error)) from error
+
+
+def _move_hook(old: nn.Module, new: nn.Module) -> None:
+    """Give a hook of accelerate to the module that takes the old one's place."""
+    if (hook := getattr(old, "_hf_hook", None)) is not None:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(new, hook)
 
 
 def _on_meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -133,8 +186,10 @@ class _Decompress(ConversionOps):  # type: ignore[misc]
         return found
 
     def _dense(self, values: Tensor, meta: Tensor) -> Tensor:
+        *stack, _ = values.shape
+        values, meta = values.flatten(0, -2), meta.flatten(0, -2)
         check_metadata(values, meta)
-        dense: Tensor = torch.ops.sparse24.decompress(values, meta)
+        dense: Tensor = torch.ops.sparse24.decompress(values, meta).reshape(*stack, -1)
         return dense.T.contiguous() if self._transposed else dense
 
 
@@ -193,6 +248,8 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
             names = [*layers, *(name for name in reader.tensors if name not in parts)]
         state = model.state_dict(keep_vars=True)
         direct, merged = placed(model, names, state, weight_conversions)
+        form = SavedForm(**dict(self.quantization_config))
+        experts = StoredExperts(model, form, layers, direct, merged)
         uses = Counter(map(id, state.values()))
         renamings = [one for one in weight_conversions if not is_converter(one)]
         converters = []
@@ -201,12 +258,19 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 renamed_by(renamings, name) + VALUES_SUFFIX
             ):
                 raise UnsupportedError(f"{name}: expected a name whose end transformers keeps, got {own}")
-            if name in layers and not (uses[id(state[own])] == 1 and _take_apart(model, own, stored[name])):
+            if own in experts.targets:
+                if layers[name].dense_shape != tuple(state[own].shape):
+                    wanted, got = list(state[own].shape), list(layers[name].dense_shape)
+                    raise InvalidProblemError(f"{name}: expected shape {wanted}, got {got}")
+            elif name in layers and not (uses[id(state[own])] == 1 and _take_apart(model, own, stored[name])):
                 _check_dense(layers[name])
                 renamed = renamed_by(renamings, name)
                 converters.append(_decompressing(renamed, layers[name]))
                 self._originals[id(converters[-1])] = None
-        changed = {id(one.converter): _with_parts(one.converter) for one in merged if _is_stored(one, layers)}
+        for name in experts.sources:
+            model.set_submodule(name, _ExpertParts(name, model.get_submodule(name), experts))
+        others = [one for one in merged if one.target not in experts.targets]
+        changed = {id(one.converter): _with_parts(one.converter) for one in others if _is_stored(one, layers)}
         for one in weight_conversions:
             converters.append(changed.get(id(one), one))
             self._originals[id(converters[-1])] = one
@@ -215,8 +279,11 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         form = SavedForm(**dict(self.quantization_config))
         saved = {place_of(model, name, dict(model.named_modules())): one for name, one in form.layers.items()}
-        for name in [name for name, module in model.named_modules() if isinstance(module, _Parts)]:
-            model.set_submodule(name, model.get_submodule(name).layer(saved.get(name, SavedLayer())))
+        for name, module in list(model.named_modules()):
+            if isinstance(module, _Parts):
+                model.set_submodule(name, module.layer(saved.get(name, SavedLayer())))
+            elif isinstance(module, _ExpertParts):
+                model.set_submodule(name, module.layer())
         fuse_blocks(model, form, {})
         used = [self._originals.get(id(one)) for one in model._weight_conversions]
         model._weight_conversions = [one for one in used if one is not None]
@@ -348,21 +415,31 @@ def _described(model: Any, tensors: dict[str, Tensor], metadata: dict[str, str])
 
 
 def _are_converted(model: Any, layers: Iterable[Layer]) -> bool:
-    """Whether a converter of the model would change a compressed weight, which has another form."""
+    """Whether a converter of the model would change a compressed weight, which has another form.
+
+    A converter that takes stacks apart does the same to their parts.
+    """
     transforms = getattr(model, "_weight_conversions", None)
-    reverse = [
-        one.reverse_transform()
-        for one in (conversions_of(model) if transforms is None else transforms)
-        if is_converter(one)
-    ]
-    return any(one.rename_source_key(layer.name)[1] for layer in layers for one in reverse)
+    converters = filter(is_converter, conversions_of(model) if transforms is None else transforms)
+    reverse = [(one.reverse_transform(), stacks_rows(one)) for one in converters]
+    return any(
+        one.rename_source_key(layer.name)[1] and not (layer.stack and by_rows)
+        for layer in layers
+        for one, by_rows in reverse
+    )
 
 
 def _renamed(model: Any, layers: list[Layer]) -> list[Layer]:
-    """The weights by the names that transformers gives them in its checkpoint."""
-    marks = {layer.name: torch.empty(0) for layer in layers}
+    """The weights by the names that transformers gives them in its checkpoint, which may part stacks."""
+    marks = {one.name: torch.empty(0) for one in layers if not one.stack}
     names = {id(mark): name for name, mark in revert_weight_conversion(model, marks).items()}
-    return [replace(layer, name=names[id(marks[layer.name])]) for layer in layers]
+    found = [replace(one, name=names[id(marks[one.name])]) for one in layers if not one.stack]
+    for layer in (one for one in layers if one.stack):
+        whole = {layer.name: torch.empty(layer.dense_shape, device="meta")}
+        for name, part in revert_weight_conversion(model, whole).items():
+            *stack, m, _ = part.shape
+            found.append(replace(layer, name=name, m=m * sum(stack or [1]), stack=sum(stack)))
+    return found
 
 
 PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]

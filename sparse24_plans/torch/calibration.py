@@ -159,6 +159,8 @@ def _chosen(
     blocks = {prefix + own: block for own, block in children}
     choice = Choice(model, include, exclude, "prune")
     chosen: dict[str, nn.Module] = {}
+    for name in choice.experts:
+        choice.skip(name, "stacked experts, which calibrate doesn't prune")
     left = dict(choice.skipped)
     for name in choice.chosen:
         weight = linear_of(model.get_submodule(name)).weight

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError
+from ..errors import InvalidProblemError, Sparse24Error
 
 
 @dataclass
@@ -30,6 +30,11 @@ class Merged:
     converter: Any
     sources: list[tuple[str, str]] = field(default_factory=list)
 
+    @property
+    def stacks_rows(self) -> bool:
+        """Whether the converter does no more than to stack matrices and join their rows."""
+        return stacks_rows(self.converter)
+
     def result(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The model's tensors by name. ``read`` returns a tensor of the checkpoint.
 
@@ -40,6 +45,8 @@ class Merged:
             converter.add_tensor(self.target, name, pattern, lambda name=name: read(name))
         try:
             made = converter.convert(self.target, model=model, config=model.config)
+        except Sparse24Error:  # from ``read``
+            raise
         except (RuntimeError, ValueError, IndexError) as error:
             raise InvalidProblemError(
                 f"{self.target}: expected tensors that fit together: {error}"
@@ -95,6 +102,21 @@ def placed(
 def is_converter(transform: Any) -> bool:
     """Whether a transform computes tensors, and doesn't only rename them."""
     return hasattr(transform, "operations")
+
+
+def may_transpose(converter: Any) -> bool:
+    """Whether a converter transposes a tensor unless it has the shape of the model's."""
+    steps = converter.operations
+    return all(type(one).__name__ == "Transpose" and getattr(one, "check_dims", False) for one in steps)
+
+
+def stacks_rows(converter: Any) -> bool:
+    """Whether a converter stacks the matrices of experts, and perhaps joins those of gate and up by rows.
+
+    Then it does the same to the parts of compressed matrices.
+    """
+    steps = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+    return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 def renamed_by(renamings: Iterable[Any], name: str) -> str:

@@ -2,18 +2,87 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError
-from .activations import GATED_BY, name_of, row_order
-from .linear import Sparse24Linear
+from ..errors import InvalidProblemError, UnsupportedError
+from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
+from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
 
 _ops: Any = torch.ops.sparse24
+STACKS = GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""Names of the stacked weights, in transformers' modules and in ours."""
 _ROWS = 64
 """Rows of an expert's weights come in multiples of the kernels' tiles."""
+_PROBES, _LARGE = 4, 16.0
+"""Tokens on which a module is tried, and the standard deviation of their gates, which shows clamps."""
+_LAYOUT = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+}
+"""What transformers' modules of experts say of themselves if they are [E, 2I, H] and [E, H, I]."""
+
+
+class ExpertsWeight(Sparse24Linear):
+    """One weight of all experts, [E, M, K] stacked to [E*M, K], which a Sparse24Experts multiplies.
+
+    If its activation is gated, rows come from a matrix with the gates of all experts before all of their up
+    rows. So the rows of one expert are adjacent, in the order of gates.
+    """
+
+    def __init__(self, *sizes: Any, num_experts: int = 1, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.num_experts = num_experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Raise UnsupportedError: each token is multiplied by the experts of its own."""
+        raise UnsupportedError("x: expected a call of the Sparse24Experts, got one of its stacked weight")
+
+    def _problem(self, n: int) -> dict[str, Any]:
+        groups = self.num_experts
+        return {**super()._problem(n), "m": self.out_features // groups, "groups": groups}
+
+    def grouped(self, x: Tensor, offsets: Tensor, activation: str) -> Tensor:
+        """The product of x [N, K] by groups with the given offsets, int32 [E + 1], and its activation."""
+        weight, meta = self.stored()
+        y: Tensor = _ops.grouped_mm(
+            x, weight, meta, offsets, m=self.out_features, activation=activation, preference=self.wishes
+        )
+        return y
+
+    def input_gradient(self, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+        """The gradient of x, where dy is that of ``grouped``. It waits for the device."""
+        if is_gated(self.activation):
+            dy = GRADIENTS[self.activation](dy, self.grouped(x, offsets, "none"))
+        values, meta = self.canonical()
+        dx, rows = torch.zeros_like(x), self.out_features // self.num_experts
+        for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+            if end > begin:
+                own = slice(rows * expert, rows * (expert + 1))
+                dx[begin:end] = dy[begin:end] @ _ops.decompress(values[own].detach(), meta[own])
+        return dx
+
+
+class _Product(torch.autograd.Function):
+    """``ExpertsWeight.grouped`` with the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: ExpertsWeight, offsets: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.weight = weight
+        ctx.save_for_backward(x, offsets)
+        return weight.grouped(x, offsets, weight.activation)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.weight.input_gradient(dy.contiguous(), *ctx.saved_tensors), None, None
 
 
 class Sparse24Experts(nn.Module):
@@ -23,36 +92,112 @@ class Sparse24Experts(nn.Module):
     ``hidden_states`` [T, H], ``top_k_index`` [T, k] and ``top_k_weights`` [T, k], it gives [T, H]. All
     experts are two grouped products, gate and up in one, with the activation in its epilogue. Their results
     are multiplied by the router's weights and added in the order of ``top_k_index``, in float32, so a token's
-    bits don't depend on the other tokens. It never waits for the device, and has no gradients.
+    bits don't depend on the other tokens. The forward pass never waits for the device. ``hidden_states`` and
+    ``top_k_weights`` have gradients; the backward pass multiplies one decompressed expert after the other.
 
-    ``gate_up_proj`` [E*2I, H] and ``down_proj`` [E*H, I] are Sparse24Linear layers that hold the stacked
-    weights. An index of E or more, which expert parallelism uses for other ranks' experts, adds nothing.
+    ``gate_up_proj`` [E*2I, H] and ``down_proj`` [E*H, I] hold the stacked weights. An index of E or more,
+    which expert parallelism uses for other ranks' experts, adds nothing. New experts are zero.
+
+    Parameters
+    ----------
+    num_experts, hidden_features, features : int
+        E, H and I. H and 2I are multiples of 64.
+    activation : str
+        ``swiglu``, ``geglu`` or ``geglu_tanh``.
+    require, preference, device, dtype
+        Arguments of Sparse24Linear.
+
+    Raises InvalidProblemError naming the argument, UnsupportedError for other dtypes.
     """
 
+    gate_up_proj: ExpertsWeight
+    down_proj: ExpertsWeight
+
     def __init__(
-        self, num_experts: int, gate_up_proj: Sparse24Linear, down_proj: Sparse24Linear, activation: str
+        self,
+        num_experts: int,
+        hidden_features: int,
+        features: int,
+        *,
+        activation: str = "swiglu",
+        require: RequirementLike = None,
+        preference: PreferenceLike = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_experts, self.activation = num_experts, activation
-        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        if (reason := _size_obstacle(2 * features, hidden_features)) is not None:
+            raise InvalidProblemError(f"features: {reason}")
+        if not is_gated(activation):
+            raise InvalidProblemError(f"activation: expected a gated one, got {activation!r}")
+        self.num_experts = num_experts
+        options: dict[str, Any] = {"num_experts": num_experts, "require": require, "preference": preference}
+        options |= {"device": device, "dtype": dtype}
+        rows = num_experts * 2 * features, num_experts * hidden_features
+        self.gate_up_proj = ExpertsWeight(hidden_features, rows[0], False, activation=activation, **options)
+        self.down_proj = ExpertsWeight(features, rows[1], False, **options)
 
     @classmethod
-    def from_experts(cls, module: nn.Module, **options: Any) -> Sparse24Experts:
+    def from_experts(
+        cls,
+        module: nn.Module,
+        *,
+        scores: Mapping[str, Tensor] | None = None,
+        require: RequirementLike = None,
+        preference: PreferenceLike = None,
+        **options: Any,
+    ) -> Sparse24Experts:
         """The experts of a module that computes the same with dense weights, pruned to 2:4.
 
-        ``options`` are those of ``Sparse24Linear.from_linear``. Raises InvalidProblemError, which says why,
-        for a module that isn't one of gated experts with SiLU or GELU, or whose sizes no kernel serves.
+        ``scores`` has those of ``gate_up_proj`` [E, 2I, H] and ``down_proj`` [E, H, I] by these names.
+        ``options`` are ``method`` and ``rule`` of ``Sparse24Linear.from_linear``. Raises InvalidProblemError,
+        which says why, for a module that isn't one of gated experts with SiLU or GELU, or whose sizes no
+        kernel serves; FormatError for weights that ``method="compress"`` can't take.
         """
-        if (reason := obstacle(module)) is not None:
+        if (reason := obstacle(module) or other_meaning(module)) is not None:
             raise InvalidProblemError(f"module: {reason}")
-        experts: Any = module
-        gate_up, down = (getattr(experts, name).detach() for name in ("gate_up_proj", "down_proj"))
-        activation = GATED_BY[str(name_of(experts.act_fn))]
-        order = row_order(activation, gate_up.shape[1], gate_up.device)
-        first, second = (_stacked(weight, options) for weight in (gate_up[:, order], down))
-        found = cls(gate_up.shape[0], first, second, activation)
+        found = cls.like(module, require=require, preference=preference, device="meta")
+        for name in STACKS:
+            layer, stack = getattr(found, name), getattr(module, name).detach()
+            ranks = None if scores is None else scores.get(name)
+            if ranks is not None and ranks.shape != stack.shape:
+                raise InvalidProblemError(
+                    f"scores: expected {list(stack.shape)} for {name}, got {list(ranks.shape)}"
+                )
+            whole = ExpertsWeight.from_linear(
+                as_linear(as_rows(name, stack)),
+                scores=None if ranks is None else as_rows(name, ranks),
+                num_experts=found.num_experts,
+                activation=layer.activation,
+                preference=layer.preference,
+                **options,
+            )
+            setattr(found, name, whole)
         found.train(module.training)
         return found
+
+    @classmethod
+    def like(cls, module: Any, **options: Any) -> Sparse24Experts:
+        """Experts of zeros with a dense module's sizes, dtype and activation, by default on its device.
+
+        ``options`` are those of the constructor.
+        """
+        count, hidden, features = module.down_proj.shape
+        about = {"device": module.down_proj.device, "dtype": module.down_proj.dtype}
+        if "activation" not in options:
+            about["activation"] = GATED_BY[str(name_of(module.act_fn))]
+        found = cls(count, hidden, features, **{**about, **options})
+        found.train(module.training)
+        return found
+
+    @property
+    def activation(self) -> str:
+        """The gated activation."""
+        return self.gate_up_proj.activation
+
+    def dense_weights(self) -> dict[str, Tensor]:
+        """``gate_up_proj`` [E, 2I, H] and ``down_proj`` [E, H, I], as a dense module holds them."""
+        return {name: as_stack(name, getattr(self, name).dense_weight(), self.num_experts) for name in STACKS}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen = top_k_index.shape[-1]
@@ -60,54 +205,138 @@ class Sparse24Experts(nn.Module):
         bounds = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
         offsets = torch.searchsorted(experts, bounds, out_int32=True)
         rows = hidden_states[order // chosen]
-        hidden = self._product(self.gate_up_proj, rows, offsets, self.activation)
-        y = self._product(self.down_proj, hidden, offsets, "none")
+        if torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(self.gate_up_proj.weight.dtype)
+        y = _product(self.down_proj, _product(self.gate_up_proj, rows, offsets), offsets)
         here = torch.empty_like(order)
         here[order] = torch.arange(len(order), device=order.device)
         # Rows of other ranks' experts were not written.
-        weights = top_k_weights.float().unsqueeze(-1)
-        scaled = y[here].view(*top_k_index.shape, hidden_states.shape[-1]).float() * weights
-        scaled = scaled.masked_fill((top_k_index >= self.num_experts).unsqueeze(-1), 0)
+        elsewhere = (top_k_index >= self.num_experts).unsqueeze(-1)
+        each = y[here].view(*top_k_index.shape, hidden_states.shape[-1]).masked_fill(elsewhere, 0)
+        scaled = each.float() * top_k_weights.float().unsqueeze(-1)
         return scaled.sum(-2).to(hidden_states.dtype)
-
-    @staticmethod
-    def _product(layer: Sparse24Linear, x: Tensor, offsets: Tensor, activation: str) -> Tensor:
-        weight, meta = layer.stored()
-        y: Tensor = _ops.grouped_mm(
-            x, weight, meta, offsets, m=layer.out_features, activation=activation, preference=layer.wishes
-        )
-        return y
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, activation={self.activation}"
 
 
+def _product(weight: ExpertsWeight, x: Tensor, offsets: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        y: Tensor = _Product.apply(x, weight, offsets)
+        return y
+    return weight.grouped(x, offsets, weight.activation)
+
+
+# Forms of the weights -----------------------------------------------------------------------------
+
+
+def as_rows(name: str, stack: Tensor) -> Tensor:
+    """The stack [E, M, K] as the matrix [E*M, K] that :class:`ExpertsWeight` is made of."""
+    parts = stack.unflatten(1, (2, -1)).transpose(0, 1) if name == GATE_UP else stack
+    return parts.reshape(-1, stack.shape[-1])
+
+
+def as_stack(name: str, rows: Tensor, count: int) -> Tensor:
+    """The stack [E, M, K] of E = ``count`` matrices, the inverse of :func:`as_rows`."""
+    columns = rows.shape[-1]
+    if name != GATE_UP:
+        return rows.reshape(count, -1, columns)
+    return rows.reshape(2, count, -1, columns).transpose(0, 1).reshape(count, -1, columns)
+
+
+def as_linear(weight: Tensor) -> nn.Linear:
+    """An nn.Linear without bias that holds the weight [M, K]."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+# What can be replaced -----------------------------------------------------------------------------
+
+
+def holds_stacks(module: nn.Module) -> bool:
+    """Whether the module has both stacked weights of gated experts."""
+    found = dict(module.named_parameters(recurse=False))
+    return all(name in found and found[name].dim() == 3 for name in STACKS)
+
+
 def obstacle(module: nn.Module) -> str | None:
-    """Why Sparse24Experts can't take the module's place, or None."""
-    found = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if not all(isinstance(one, Tensor) and one.dim() == 3 for one in found) or not hasattr(module, "act_fn"):
-        return "expected gate_up_proj [E, 2I, H], down_proj [E, H, I] and act_fn"
-    gate_up, down = found
-    assert gate_up is not None
-    assert down is not None
+    """Why Sparse24Experts can't take the module's place, or None. Values of weights don't matter."""
+    if not holds_stacks(module):
+        return "expected gate_up_proj [E, 2I, H] and down_proj [E, H, I]"
+    others = [name for name, _ in module.named_parameters() if name not in STACKS]
+    if others:
+        return f"expected no other parameters, got {', '.join(others)}"
+    for name, wanted in _LAYOUT.items():
+        if getattr(module, name, wanted) != wanted:
+            return f"expected {name}={wanted} of its class, got {not wanted}"
+    gate_up, down = (getattr(module, name) for name in STACKS)
     count, rows, width = gate_up.shape
     if tuple(down.shape) != (count, width, rows // 2):
         return f"expected down_proj {[count, width, rows // 2]}, got {list(down.shape)}"
-    others = [name for name, _ in module.named_parameters() if name not in ("gate_up_proj", "down_proj")]
-    if others:
-        return f"expected no other parameters, got {', '.join(others)}"
+    for name, stack in zip(STACKS, (gate_up, down), strict=True):
+        if type(stack) not in (nn.Parameter, Tensor):
+            return f"its {name} is a {type(stack).__name__}"
+        if stack.dtype not in DTYPES or stack.dtype != down.dtype:
+            return f"the dtype of its {name} is {stack.dtype}"
+    if (reason := _size_obstacle(rows, width)) is not None:
+        return reason
+    own_gate = getattr(type(module), "_apply_gate", None)
+    if own_gate is not None and own_gate is not _transformers_gate():
+        return f"{type(module).__name__} has a gate of its own, _apply_gate"
+    return "its activation is neither SiLU nor GELU" if _activation(module) is None else None
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether transformers computes the module by its own gate, so that its class says what it computes."""
+    own_gate = getattr(type(module), "_apply_gate", None)
+    return own_gate is not None and own_gate is _transformers_gate()
+
+
+def _size_obstacle(rows: int, width: int) -> str | None:
     if rows % _ROWS or width % _ROWS:
         return f"expected 2I and H in multiples of {_ROWS}, got {rows} and {width}"
-    if gate_up.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"its dtype is {gate_up.dtype}"
-    if name_of(module.act_fn) is None:
-        return "its activation is neither SiLU nor GELU"
     return None
 
 
-def _stacked(weight: Tensor, options: dict[str, Any]) -> Sparse24Linear:
-    """A layer that holds the weights [E, M, K] as [E*M, K]."""
-    rows, k = weight.shape[0] * weight.shape[1], weight.shape[2]
-    linear = nn.Linear(k, rows, False, device="meta")
-    linear.weight = nn.Parameter(weight.reshape(rows, k), requires_grad=False)
-    return Sparse24Linear.from_linear(linear, **options)
+def _transformers_gate() -> Any:
+    """The function by which transformers' experts apply their gates. Doesn't import transformers."""
+    home = sys.modules.get("transformers.integrations.moe")
+    return getattr(home, "_default_apply_gate", None)
+
+
+def _activation(module: nn.Module) -> str | None:
+    """The name of the activation of the module's gates, or None for one that no kernel has."""
+    try:
+        return name_of(getattr(module, "act_fn", None))
+    except InvalidProblemError:
+        return None
+
+
+def other_meaning(module: Any) -> str | None:
+    """Why the module computes something else than its replacement, or None; found by a trial."""
+    gate_up, down = (getattr(module, name).detach() for name in STACKS)
+    if gate_up.is_meta:
+        return None if is_known(module) else "its weights are on the meta device, where it can't be tried"
+    act = FORWARD[str(name_of(module.act_fn))]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_PROBES, gate_up.shape[2], generator=generator, dtype=torch.float32).to(gate_up.device)
+    spread = (x.double() @ gate_up[0].double().T).std().item() or 1.0
+    index = torch.arange(_PROBES, device=x.device)[:, None] % gate_up.shape[0]
+    weights = torch.ones_like(index, dtype=gate_up.dtype)
+    for scale in (1.0, _LARGE):
+        probes = (x * (scale / spread)).to(gate_up.dtype)
+        try:
+            found = called(lambda x: module(x, index, weights), probes, "module")
+        except InvalidProblemError as error:
+            return str(error)
+        wanted = torch.empty_like(probes, dtype=torch.float64)
+        for token, expert in enumerate(index[:, 0].tolist()):
+            gate, up = (gate_up[expert].double() @ probes[token].double()).chunk(2)
+            wanted[token] = down[expert].double() @ (act(gate) * up)
+        if type(found) is not Tensor or found.shape != probes.shape:
+            return f"expected a tensor {list(probes.shape)} of it, got {type(found).__name__}"
+        off = (found.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+        if not off <= max(8 * torch.finfo(gate_up.dtype).eps, 2.0**-9):
+            return f"expected it to give down(act(gate(x)) * up(x)), got a relative error of {off:.2g}"
+    return None

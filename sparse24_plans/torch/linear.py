@@ -427,12 +427,13 @@ class Sparse24Linear(nn.Module):
 
         Raises UnsupportedError or BackendUnavailableError if no kernel can serve.
         """
-        weight, (m, k) = self._weight, self._shape
-        fields = {"n": n, "m": m, "k": k, "element": element_of(weight.dtype, "weight"), **self._problem(n)}
-        device = plan_device(weight)
-        return GemmSparse24Plan.select(
-            GemmSparse24Descriptor(**fields), preference=self.preference, device=device
-        )
+        return self.plan_on(plan_device(self._weight), n)
+
+    def plan_on(self, device: int | str, n: int = 1) -> GemmSparse24Plan:
+        """The plan on another device than the layer's, an argument of ``select``."""
+        (m, k), element = self._shape, element_of(self._weight.dtype, "weight")
+        desc = GemmSparse24Descriptor(**{"n": n, "m": m, "k": k, "element": element, **self._problem(n)})
+        return GemmSparse24Plan.select(desc, preference=self.preference, device=device)
 
     def _problem(self, n: int) -> dict[str, Any]:
         """The descriptor's fields besides its sizes and element."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,12 +26,15 @@ from ..device.log import LOAD
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..weights.quantize import SCALE_SUFFIX
 from .activations import is_gated, row_order, rows_in_order
-from .checkpoint_names import conversions_of, place_of, placed
+from .checkpoint_names import Merged, conversions_of, place_of, placed
 from .conv1d import is_conv1d, is_swappable, linear_of
 from .elements import DTYPE_OF, tensors_of
+from .experts import Sparse24Experts
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import LARGEST, SCALES, Sparse24QuantizedLinear
+from .saved_experts import Source as ExpertsSource
+from .saved_experts import StoredExperts, stack_of, stack_shapes, state_of
 from .saved_form import SavedForm, SavedLayer, form_in
 
 _WEIGHT = ".weight"
@@ -114,7 +118,8 @@ class Source:
             dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
             if self.scales(name):
                 dense = self._dequantized(name, dense)
-            return dense.T if self.weights[name].transposed else dense
+            layer = self.weights[name]
+            return dense.T if layer.transposed else dense.reshape(layer.dense_shape)
         stored = self._stored(name)
         return self._dequantized(name, stored) if name in self.quantized else stored
 
@@ -132,15 +137,30 @@ class Source:
 
 
 class Load:
-    """One load, which matches the checkpoint's tensors with the model's."""
+    """One load, which matches the checkpoint's tensors with the model's.
 
-    def __init__(self, model: nn.Module, source: Source, dtype: torch.dtype | None) -> None:
-        self._model, self._source, self._dtype = model, source, dtype
+    ``options`` are arguments of Sparse24Linear that win over those that layers were saved with.
+    """
+
+    def __init__(
+        self, model: nn.Module, source: Source, dtype: torch.dtype | None, options: Mapping[str, Any]
+    ) -> None:
+        self._model, self._source, self._dtype, self._options = model, source, dtype, options
         self._wanted: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         self._owners = Counter(map(id, self._wanted.values()))
-        known = {*self._wanted, *(name.removesuffix(f".{_VALUES}") for name in self._wanted)}
+        self._stacks = {own: one for own, one in stack_shapes(model).items() if own not in self._wanted}
+        known = {*self._wanted, *(name.removesuffix(f".{_VALUES}") for name in self._wanted), *self._stacks}
         names = [*source.weights, *source.others]
         self._names, self._merged = placed(model, names, known, conversions_of(model))
+        self._form = source.form or SavedForm()
+        self._experts = StoredExperts(
+            model,
+            self._form,
+            source.weights,
+            self._names,
+            self._merged,
+            stay_dense=bool(options.get("trainable")),
+        )
         used = {name for one in self._merged for name, _ in one.sources} | source.accessories()
         self.unexpected = [name for name in names if name not in self._names and name not in used]
         self.dense: list[str] = []
@@ -158,9 +178,18 @@ class Load:
         return f"{own}.{_VALUES}" in self._wanted
 
     def _parts(self, own: str) -> list[Tensor]:
-        """The model's tensor of this name, or the two tensors of a compressed weight."""
-        names = [f"{own}.{part}" for part in (_VALUES, _META)] if self._is_sparse(own) else [own]
+        """The model's tensor of this name, or the two tensors of a compressed weight or stack."""
+        homes = (own, own + _WEIGHT)
+        names = [own, *(f"{home}.{part}" for home in homes for part in (_VALUES, _META))]
         return [self._wanted[name] for name in names if name in self._wanted]
+
+    def _shape(self, own: str) -> tuple[int, ...]:
+        """The dense shape of the model's tensor of this name."""
+        return self._stacks[own] if own in self._stacks else tuple(self._wanted[own].shape)
+
+    def _takes_sparse_only(self, own: str) -> bool:
+        """Whether the checkpoint's tensor has to be 2:4 for the model, but isn't."""
+        return self._is_sparse(own) or (own in self._stacks and own not in self._experts.targets)
 
     def _module(self, own: str) -> Any:
         """The layer whose weight is the tensor, or None if no 2:4 layer can replace its module."""
@@ -174,7 +203,7 @@ class Load:
         """Raise InvalidProblemError for missing tensors or wrong shapes, UnsupportedError for 8 bits."""
         made: dict[str, Tensor] = {}
         for one in self._merged:
-            made |= one.result(self._model, lambda name: torch.empty(self._source.shape(name), device="meta"))
+            made |= self._made(one, lambda name: torch.empty(self._source.shape(name), device="meta"))
         found = {id(part) for own in [*self._names.values(), *made] for part in self._parts(own)}
         missing = [own for own, tensor in self._wanted.items() if id(tensor) not in found]
         if missing:
@@ -185,8 +214,9 @@ class Load:
         for name, own in self._names.items():
             self._check_shape(name, own)
         for own, tensor in made.items():
-            if own not in self._wanted or tensor.shape != self._wanted[own].shape:
-                wanted = list(self._wanted[own].shape) if own in self._wanted else "no dense weight"
+            no_dense = self._takes_sparse_only(own) or own not in {*self._wanted, *self._stacks}
+            if no_dense or tuple(tensor.shape) != self._shape(own):
+                wanted = "no dense weight" if no_dense else list(self._shape(own))
                 raise InvalidProblemError(f"{own}: expected {wanted}, got {list(tensor.shape)}")
         for name, layer in self._source.weights.items():
             if DTYPE_OF[layer.element] not in DTYPES:
@@ -198,6 +228,13 @@ class Load:
                 reason = "expected [out, in], as quantized matrices are stored, for a layer of [in, out]"
             if reason is not None:
                 raise UnsupportedError(f"{name}: {reason}")
+
+    def _made(self, merged: Merged, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """What a converter makes; a stack that is 2:4 as the model holds it stays as it is."""
+        source = self._experts.source_of(merged.target)
+        if isinstance(source, str):
+            return {merged.target: read(source)}
+        return merged.result(self._model, read)
 
     def _check_quantized(self, name: str, layer: Layer) -> None:
         """Raise UnsupportedError for a weight of 8 bits that no layer takes."""
@@ -213,7 +250,7 @@ class Load:
 
     def _check_shape(self, name: str, own: str) -> None:
         weight = self._source.weights.get(name)
-        if weight is None and self._is_sparse(own):
+        if weight is None and self._takes_sparse_only(own):
             raise InvalidProblemError(f"{name}: expected a 2:4 weight, as the layer's is, got a dense one")
         if weight is not None and not self._source.is_state:
             check_orientation(weight, self._model.get_submodule(own.rpartition(".")[0]))
@@ -224,26 +261,26 @@ class Load:
             if self._source.is_state and weight.k == wanted[1] + 8 and self._source.scales(name):
                 got = weight.m, wanted[1]  # it has the layer's padding to 16 columns
         else:
-            wanted, got = tuple(self._wanted[own].shape), self._source.shape(name)
+            wanted, got = self._shape(own), self._source.shape(name)
         if got != wanted:
             raise InvalidProblemError(f"{name}: expected shape {list(wanted)}, got {list(got)}")
 
-    def swap(self, options: Mapping[str, Any]) -> None:
-        """Replace each linear layer whose weight is compressed by a Sparse24Linear.
-
-        ``options`` are arguments of Sparse24Linear that win over those that the layer was saved with.
-        """
-        form = self._source.form or SavedForm()
+    def swap(self) -> None:
+        """Replace each linear layer whose weight is compressed, and experts, by layers of zeros."""
         known = dict(self._model.named_modules())
-        saved = {place_of(self._model, name, known): one for name, one in form.layers.items()}
-        swapped: dict[str, Sparse24Linear] = {}
+        saved = {place_of(self._model, name, known): one for name, one in self._form.layers.items()}
+        swapped: dict[str, nn.Module] = {}
         for name in self._source.weights:
             own = self._names.get(name, "")
             module = self._module(own)
             if module is not None and not isinstance(module, Sparse24Linear):
                 place = own.removesuffix(_WEIGHT)
-                about = {**saved.get(place, SavedLayer()).options, **options}
+                about = {**saved.get(place, SavedLayer()).options, **self._options}
                 swapped[place] = self._layer_for(name, module, about)
+        wishes = {name: one for name, one in self._options.items() if name != "trainable"}
+        for place in self._experts.sources:
+            if not isinstance(known[place], Sparse24Experts):
+                swapped[place] = self._experts.like(place, known[place], **wishes)
         for place, layer in swapped.items():
             self._model.set_submodule(place, layer)
 
@@ -254,7 +291,12 @@ class Load:
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
+        for place, stacks in self._experts.sources.items():
+            for stack, source in stacks.items():
+                self._fill_stack(place, stack, source)
         for name, own in self._names.items():
+            if own in self._experts.targets:
+                continue
             module = self._module(own)
             if name in self._source.weights and isinstance(module, Sparse24Linear):
                 values, meta = self._source.canonical(name)
@@ -266,10 +308,21 @@ class Load:
             else:
                 self._fill_dense(own, self._source.tensor(name))
         for one in self._merged:
-            for own, tensor in one.result(self._model, self._source.tensor).items():
-                self._fill_dense(own, tensor)
+            if one.target not in self._experts.targets:
+                for own, tensor in one.result(self._model, self._source.tensor).items():
+                    self._fill_dense(own, tensor)
         if self.dequantized:
             LOAD.warning("quantized, but loaded dense: %s", ", ".join(families_of(self.dequantized)))
+
+    def _fill_stack(self, place: str, stack: str, source: ExpertsSource) -> None:
+        """Load one of the two weights of experts."""
+        layer: Any = self._model.get_submodule(f"{place}.{stack}")
+        read = cache(self._source.canonical)
+        shape = layer.num_experts, layer.out_features // layer.num_experts
+        values = stack_of(self._model, source, lambda name: read(name)[0], shape)
+        meta = stack_of(self._model, source, lambda name: read(name)[1], shape)
+        values = self._converted(values, layer.stored()[0])
+        self._give(f"{place}.{stack}", state_of(stack, values, meta))
 
     def _fill_dense(self, own: str, tensor: Tensor) -> None:
         home, _, attribute = own.rpartition(".")
@@ -292,10 +345,9 @@ class Load:
         except RuntimeError as error:
             raise FormatError(f"{self._source.reader.path}: {error}") from error
 
-    def fuse(self, options: Mapping[str, Any]) -> None:
+    def fuse(self) -> None:
         """Fuse the blocks that were fused when the model was saved."""
-        if self._source.form is not None:
-            fuse_blocks(self._model, self._source.form, options)
+        fuse_blocks(self._model, self._form, self._options)
 
 
 def check_orientation(weight: Layer, module: Any) -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError
+from .experts import ExpertsWeight
 from .linear import Sparse24Linear
 
 _STARTS = (True, False, "gaussian", "eva")
@@ -43,6 +44,11 @@ def _adapter() -> type[Any]:
 
         def __init__(self, base_layer: Any, adapter_name: str, config: Any, **options: Any) -> None:
             layer = getattr(base_layer, "base_layer", base_layer)
+            if isinstance(layer, ExpertsWeight):
+                raise UnsupportedError(
+                    "target_modules: expected linear layers, got a weight of Sparse24Experts; name it in "
+                    "exclude_modules"
+                )
             if layer.activation != "none":
                 raise UnsupportedError(
                     f"target_modules: expected layers without an activation, got one with {layer.activation}"

@@ -37,10 +37,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 class LoadReport:
     """The result of ``load_sparse24``, in names of the model's modules and tensors.
 
-    ``sparse`` lists the layers that are Sparse24Linear now. ``dense`` lists the tensors that were loaded
-    dense, compressed ones of modules other than linear layers among them. ``unexpected`` lists tensors of the
-    checkpoint that the model doesn't have. ``dequantized`` lists those of ``dense`` that have 8 bits in the
-    checkpoint: they are multiplied by their scales, and their layers' inputs aren't quantized.
+    ``sparse`` lists the layers that are Sparse24Linear now, and the two weights of each Sparse24Experts.
+    ``dense`` lists the tensors that were loaded dense, compressed ones of other modules among them.
+    ``unexpected`` lists tensors of the checkpoint that the model doesn't have. ``dequantized`` lists those of
+    ``dense`` that have 8 bits in the checkpoint: they are multiplied by their scales, and their layers'
+    inputs aren't quantized.
     """
 
     sparse: tuple[str, ...]
@@ -59,7 +60,7 @@ def load_sparse24(
     require: RequirementLike = None,
     preference: PreferenceLike = None,
 ) -> LoadReport:
-    """Load a compressed checkpoint into ``model``, in place; its compressed linear layers are swapped.
+    """Load a compressed checkpoint into ``model``, in place; its compressed layers and experts are swapped.
 
     Parameters
     ----------
@@ -76,7 +77,8 @@ def load_sparse24(
         The dtype of floating point parameters that replace those on the meta device; by default the
         checkpoint's.
     trainable, require, preference
-        Arguments of Sparse24Linear. Without the last two, layers have what they were saved with.
+        Arguments of Sparse24Linear. Without the last two, layers have what they were saved with. Experts stay
+        dense if layers are trainable.
 
     Raises InvalidProblemError if the checkpoint has no compressed weight or lacks tensors of the model;
     UnsupportedError for quantization that no layer computes; FormatError, naming file and tensor;
@@ -85,14 +87,14 @@ def load_sparse24(
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got a {type(model).__name__}")
     with ModelReader(path_of("path", path)) as reader:
-        load = Load(model, Source(reader, format), dtype)
-        load.check()
         options: dict[str, Any] = {"trainable": trainable}
         if require is not None or preference is not None:
             options |= {"require": require, "preference": preference}
-        load.swap(options)
+        load = Load(model, Source(reader, format), dtype, options)
+        load.check()
+        load.swap()
         load.fill()
-        load.fuse(options)
+        load.fuse()
     tie = getattr(model, "tie_weights", None)
     if callable(tie):
         tie()
@@ -123,7 +125,7 @@ def save_sparse24(model: nn.Module, destination: StrPath, *, max_shard_bytes: in
         The size above which a checkpoint is split; a larger tensor gets a file of its own.
 
     Raises InvalidProblemError for a model without 2:4 layers or a folder that is neither new nor empty;
-    UnsupportedError for Sparse24Experts, tensors cut over ranks, and types that safetensors lacks;
+    UnsupportedError for tensors cut over ranks, and types that safetensors lacks;
     BackendUnavailableError for a model of transformers before 5.8; StorageError.
     """
     if not isinstance(model, nn.Module) or next(modules_of(model, Sparse24Linear), None) is None:

@@ -1,15 +1,15 @@
 """How a swapped model is written: its tensors in a checkpoint, and its entry in ``config.json``.
 
 A checkpoint holds a model as it was before :func:`fuse_gated`: gate and up projection are matrices of their
-own, and rows have the order of the model's own layers. So every reader of the format understands it, and its
-dense form is the dense model's. The entry says what the tensors don't: which blocks were fused, and what
-layers have besides their weights.
+own, and rows have the order of the model's own layers. Experts are stacks, as in the dense module. So every
+reader of the format understands it, and its dense form is the dense model's. The entry says what the tensors
+don't: which blocks were fused, and what layers have besides their weights.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,9 +20,9 @@ from ..checkpoints.layers import SPARSE24, Layer
 from ..errors import InvalidProblemError, UnsupportedError
 from ..plan.preference import PlanPreference
 from ..vocab.model import Model
-from .activations import is_gated, row_order, rows_in_order
+from .activations import is_gated, movable, row_order, rows_in_order
 from .elements import element_of
-from .experts import Sparse24Experts
+from .experts import STACKS, ExpertsWeight, Sparse24Experts, as_stack
 from .gated import Sparse24GatedMLP
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
@@ -51,12 +51,13 @@ class SavedForm(Model):
     """The entry ``quantization_config`` of ``config.json``. Names are those of the model's modules.
 
     ``layers`` has the layers that differ from ``SavedLayer()``. ``gated_blocks`` has the blocks that
-    ``fuse_gated`` replaced, each with its gated layer.
+    ``fuse_gated`` replaced, each with its gated layer, and ``experts`` has the Sparse24Experts.
     """
 
     quant_method: Literal["sparse24"] = "sparse24"
     layers: Mapping[str, SavedLayer] = {}
     gated_blocks: Mapping[str, SavedLayer] = {}
+    experts: Mapping[str, SavedLayer] = {}
 
     def dumped(self) -> dict[str, Any]:
         """The entry as JSON values, without defaults."""
@@ -73,13 +74,16 @@ def form_in(config: Mapping[str, Any] | None) -> SavedForm | None:
 def form_of(model: nn.Module) -> SavedForm:
     """The entry that a model is saved with."""
     blocks = {name: _saved(one.gate_up_proj) for name, one in modules_of(model, Sparse24GatedMLP)}
+    experts = {name: _saved(one.gate_up_proj) for name, one in modules_of(model, Sparse24Experts)}
     inside = {f"{name}.gate_up_proj" for name in blocks}
-    sparse = modules_of(model, Sparse24Linear)
-    layers = {name: _saved(layer) for name, layer in sparse if name not in inside}
-    default = SavedLayer()
-    return SavedForm(
-        layers={name: layer for name, layer in layers.items() if layer != default}, gated_blocks=blocks
-    )
+    layers = {
+        name: saved
+        for name, layer in modules_of(model, Sparse24Linear)
+        if name not in inside
+        and type(layer) is not ExpertsWeight
+        and (saved := _saved(layer)) != SavedLayer()
+    }
+    return SavedForm(layers=layers, gated_blocks=blocks, experts=experts)
 
 
 def modules_of(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
@@ -93,12 +97,10 @@ def saved_state(
     """The tensors of a checkpoint, and its compressed weights, by the names of the model's modules.
 
     ``state`` is the model's state_dict, if another than its own is to be saved. Raises InvalidProblemError
-    for tensors without data, UnsupportedError for tensors cut over ranks and for 2:4 experts, which no
-    loader knows.
+    for tensors without data, UnsupportedError for tensors cut over ranks.
     """
-    for name, one in model.named_modules():
-        if isinstance(one, (Sparse24Experts, Sparse24WeightOnlyLinear)):
-            raise UnsupportedError(f"{name}: expected a module that can be saved, got a {type(one).__name__}")
+    for name, _ in modules_of(model, Sparse24WeightOnlyLinear):
+        raise UnsupportedError(f"{name}: expected a module that can be saved, got a Sparse24WeightOnlyLinear")
     tensors = dict(model.state_dict(destination=_PartsOnHost()) if state is None else state)
     for name, layer in modules_of(model, Sparse24Linear):
         own = {key: tensors[f"{name}.{key}"] for key in _KEYS if f"{name}.{key}" in tensors}
@@ -112,6 +114,7 @@ def saved_state(
                 shares = whole.chunk(count) if whole.shape[:1] == (rows,) else [whole] * count
                 for part, share in zip(block.parts, shares, strict=True):
                     tensors[f"{name}.{part}.{key}"] = share.clone()
+    _stack_experts(model, tensors)
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise InvalidProblemError(f"{name}: expected a tensor with data, got one on the meta device")
@@ -121,13 +124,28 @@ def saved_state(
                 "model's state_dict with torch.distributed.checkpoint"
             )
     turned = {f"{name}.weight" for name, layer in modules_of(model, Sparse24Linear) if layer.transposed}
-    layers = []
+    return tensors, list(_layers_in(tensors, turned))
+
+
+def _stack_experts(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give the weights of experts the names and rows of the dense module's stacks."""
+    for name, experts in modules_of(model, Sparse24Experts):
+        for stack in STACKS:
+            for key in (VALUES_KEY, META_KEY):
+                if (whole := f"{name}.{stack}.{key}") in tensors:
+                    rows = tensors.pop(whole)
+                    found = as_stack(stack, movable(rows), experts.num_experts).view(rows.dtype)
+                    tensors[f"{name}.{stack}{key.removeprefix('weight')}"] = found
+
+
+def _layers_in(tensors: Mapping[str, Tensor], turned: Container[str]) -> Iterator[Layer]:
+    """The compressed weights among a checkpoint's tensors."""
     for key, values in tensors.items():
-        if key.endswith(VALUES_KEY):
-            name, (m, half) = key.removesuffix(_SUFFIX), values.shape
-            element = element_of(values.dtype, name)
-            layers.append(Layer(name, m, 2 * half, element, (), transposed=name in turned))
-    return tensors, layers
+        if key.endswith(_SUFFIX):
+            name, shape = key.removesuffix(_SUFFIX), values.shape
+            stack = shape[0] if len(shape) == 3 else 0
+            m, k, element = shape[:-1].numel(), 2 * shape[-1], element_of(values.dtype, name)
+            yield Layer(name, m, k, element, (), transposed=name in turned, stack=stack)
 
 
 def _as_stored(layer: Sparse24Linear, own: dict[str, Tensor]) -> dict[str, Tensor]:

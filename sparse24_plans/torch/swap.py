@@ -15,14 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.selection import check_callback, dense_lines, patterns_of, reason_to_leave
-from ..errors import FormatError, InvalidProblemError
+from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, TileRule
 from ..weights.quantized import quantization_of
 from .activations import check_activation, check_rows
 from .conv1d import is_conv1d, is_linear, is_swappable, linear_of
+from .elements import plan_device
+from .experts import STACKS, Sparse24Experts, as_linear, holds_stacks, obstacle, other_meaning
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .weight_only_linear import Sparse24WeightOnlyLinear
+
+_BLOCK = 1 << 24
+"""Elements whose squares are summed at a time."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,9 @@ class Sparse24Recipe:
     ``group`` of columns. By default weights keep their dtype.
 
     ``activation`` is for models that don't apply it themselves. ``scores`` is called with a layer's name and
-    the layer, a Conv1D as an nn.Linear; it returns scores [M, K], or None to rank by |value|. A weight that
-    is 2:4 already is taken as it is, whatever its scores.
+    the layer, a Conv1D as an nn.Linear; it returns scores [M, K], or None to rank by |value|. Stacked experts
+    [E, M, K] come as an nn.Linear [E*M, K]. A weight that is 2:4 already is taken as it is, whatever its
+    scores.
     """
 
     method: str = "prune"
@@ -66,7 +72,6 @@ class Sparse24Recipe:
     def layer(self, name: str, module: nn.Module) -> Sparse24Linear:
         """The Sparse24Linear that replaces an nn.Linear or a Conv1D."""
         linear = linear_of(module)
-        scored = self.scores is not None and not _is_sparse(linear.weight.detach())
         kind: Any = Sparse24Linear
         quantized: dict[str, Any] = {}
         if self.weight_dtype is not None:
@@ -77,7 +82,7 @@ class Sparse24Recipe:
             linear,
             method=self.method,
             rule=self.rule,
-            scores=self.scores(name, linear) if self.scores and scored else None,
+            scores=self._scores(name, linear),
             activation=self.activation,
             out_dtype=self.out_dtype,
             trainable=self.trainable,
@@ -87,6 +92,24 @@ class Sparse24Recipe:
         )
         layer.transposed = is_conv1d(module)
         return layer
+
+    def experts(self, name: str, module: nn.Module) -> Sparse24Experts:
+        """The Sparse24Experts that replace a module of stacked experts."""
+        scores = {}
+        for own, linear in stacks_of(module).items():
+            found = self._scores(f"{name}.{own}", linear)
+            if found is not None:
+                scores[own] = found.reshape(getattr(module, own).shape)
+        wishes: dict[str, Any] = {"require": self.require, "preference": self.preference}
+        return Sparse24Experts.from_experts(
+            module, method=self.method, rule=self.rule, scores=scores, **wishes
+        )
+
+    def _scores(self, name: str, linear: nn.Linear) -> Tensor | None:
+        """The scores of a weight, which is ranked by |value| without any."""
+        if self.scores is None or _is_sparse(linear.weight.detach()):
+            return None
+        return self.scores(name, linear)
 
 
 RecipeLike = Sparse24Recipe | str | Mapping[str, "Sparse24Recipe | str"]
@@ -192,14 +215,18 @@ def to_sparse24(
 ) -> SwapReport:
     """Swap the model's linear layers for Sparse24Linear, in place: nn.Linear, and transformers' Conv1D.
 
+    Stacked experts, as transformers holds them, become Sparse24Experts if these compute the same. They stay
+    dense with a reason in the report if the recipe asks for trainable weights or 8 bits, or if their CUDA
+    device has no kernel for them.
+
     Parameters
     ----------
     model : torch.nn.Module
         A module that holds linear layers, on any device.
     include, exclude : sequences of str
-        Patterns (``fnmatch``) of layers' qualified names, or of their weights'. Without ``include`` all
-        layers are taken except output heads, routers and adapters (``compress_checkpoint`` has the same
-        defaults). A layer that ``include`` names must be swappable; others that aren't are skipped.
+        Patterns (``fnmatch``) of layers' and experts' qualified names, or of their weights'. Without
+        ``include`` all are taken except output heads, routers and adapters (``compress_checkpoint`` has the
+        same defaults). A layer that ``include`` names must be swappable; others that aren't are skipped.
     recipe : Sparse24Recipe, str or mapping
         A recipe, a method of ``Sparse24Linear.from_linear``, or a mapping from patterns of names to either.
         The first pattern that matches counts; layers that no pattern matches are skipped.
@@ -216,16 +243,15 @@ def to_sparse24(
     choice = Choice(model, include, exclude, recipe)
     census = _Census(model)
     layers: list[SwappedLayer] = []
-    with progress_bar(len(choice.chosen), progress) as advance:
-        for name, how in choice.chosen.items():
-            module = model.get_submodule(name)
+    with progress_bar(len(choice.chosen) + len(choice.experts), progress) as advance:
+        for name, how in {**choice.chosen, **choice.experts}.items():
             try:
-                swapped = how.layer(name, module)
+                swapped, entries = _swapped(name, model.get_submodule(name), how)
             except FormatError as error:  # included layers were checked by Choice
-                choice.skipped[name] = str(error)
+                choice.skip(name, str(error))
             else:
-                layers.append(_entry(name, linear_of(module), swapped))
                 model.set_submodule(name, swapped)
+                layers += entries
             advance()
     done = {layer.name for layer in layers}
     left = [
@@ -234,6 +260,18 @@ def to_sparse24(
         if one.name not in done
     ]
     return SwapReport(tuple(layers), tuple(left), census.earlier, census.total)
+
+
+def _swapped(
+    name: str, module: nn.Module, how: Sparse24Recipe
+) -> tuple[Sparse24Linear | Sparse24Experts, list[SwappedLayer]]:
+    """What replaces a linear layer or experts, and its entries in the report."""
+    if is_linear(module):
+        layer = how.layer(name, module)
+        return layer, [_entry(name, linear_of(module), layer)]
+    experts = how.experts(name, module)
+    stacks = stacks_of(module)
+    return experts, [_entry(f"{name}.{own}", one, getattr(experts, own)) for own, one in stacks.items()]
 
 
 class _Census:
@@ -271,7 +309,7 @@ def _reason_beside(module: nn.Module, name: str, parameter: Tensor) -> str:
     if (known := reason_to_leave((name,), (), ())) is not None:
         return known
     if parameter.dim() > 2:
-        return f"{parameter.dim()}-d (stacked matrices, such as experts): Sparse24Experts may take them"
+        return f"{parameter.dim()}-d (stacked matrices), which Sparse24Experts don't take"
     return f"a parameter of a {type(module).__name__}, which is no linear layer"
 
 
@@ -289,35 +327,53 @@ class Choice:
     def __init__(
         self, model: nn.Module, include: Sequence[str], exclude: Sequence[str], recipe: RecipeLike
     ) -> None:
-        linears = {name: m for name, m in model.named_modules() if is_linear(m)}
+        found = {name: m for name, m in model.named_modules() if is_linear(m) or holds_stacks(m)}
+        self._names = {name: _names_of(name, module) for name, module in found.items()}
         include, exclude = patterns_of("include", include), patterns_of("exclude", exclude)
         for argument, patterns in (("include", include), ("exclude", exclude)):
             for pattern in patterns:
-                if not any(fnmatchcase(one, pattern) for name in linears for one in _names_of(name)):
-                    raise InvalidProblemError(f"{argument}: pattern {pattern!r} matches no linear layer")
+                if not any(fnmatchcase(one, pattern) for names in self._names.values() for one in names):
+                    raise InvalidProblemError(
+                        f"{argument}: pattern {pattern!r} matches no linear layer and no experts"
+                    )
         owners = owners_of(model)
         self.chosen: dict[str, Sparse24Recipe] = {}
+        self.experts: dict[str, Sparse24Recipe] = {}
         self.skipped: dict[str, str] = {}
-        for name, linear in linears.items():
-            if (left := reason_to_leave(_names_of(name), include, exclude)) is not None:
-                self.skipped[name] = left
+        for name, module in found.items():
+            if (left := reason_to_leave(self._names[name], include, exclude)) is not None:
+                self.skip(name, left)
                 continue
             how = _recipe_of(name, recipe)
-            reason = "no recipe matches" if how is None else obstacle_of(linear, how, owners)
+            stacked = not is_linear(module)
+            check = _obstacle_of_experts if stacked else obstacle_of
+            reason = "no recipe matches" if how is None else check(module, how, owners)
             named = bool(include)
             if reason is None and named and how is not None and how.method == "compress":
-                reason = _not_sparse(linear)
+                linears = stacks_of(module).values() if stacked else [linear_of(module)]
+                reason = next(filter(None, map(_not_sparse, linears)), None)
             if reason is None and how is not None:
-                self.chosen[name] = how
+                (self.experts if stacked else self.chosen)[name] = how
             elif named:
                 raise InvalidProblemError(f"{name}: expected a layer that can be swapped: {reason}")
             else:
-                self.skipped[name] = str(reason)
+                self.skip(name, str(reason))
+
+    def skip(self, name: str, reason: str) -> None:
+        """Note why a layer, or both stacks of experts, stay dense."""
+        name, *weights = self._names[name]
+        stacks = [one for one in weights if not one.endswith(".weight")]
+        self.skipped |= dict.fromkeys(stacks or [name], reason)
 
 
-def _names_of(layer: str) -> tuple[str, str]:
-    """A layer's name and its weight's, which checkpoints have."""
-    return layer, f"{layer}.weight"
+def _names_of(name: str, module: nn.Module) -> tuple[str, ...]:
+    """A layer's name and its weight's, which checkpoints have; experts' name and those of their stacks."""
+    return name, *(f"{name}.{own}" for own in (["weight"] if is_linear(module) else STACKS))
+
+
+def stacks_of(module: nn.Module) -> dict[str, nn.Linear]:
+    """The stacked weights [E, M, K] of experts, each as an nn.Linear [E*M, K] that shares its memory."""
+    return {name: as_linear(getattr(module, name).detach().flatten(0, 1)) for name in STACKS}
 
 
 def _recipe_of(name: str, recipe: RecipeLike) -> Sparse24Recipe | None:
@@ -369,9 +425,41 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
     return "its weight is shared with another module" if owners[id(weight)] > 1 else None
 
 
-def _not_sparse(module: nn.Module) -> str | None:
+def _obstacle_of_experts(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int]) -> str | None:
+    """Why stacked experts can't be swapped, or None. ``owners`` are the model's."""
+    if (reason := obstacle(module)) is not None:
+        return f"stacked experts that Sparse24Experts don't take: {reason}"
+    weights = [getattr(module, name) for name in STACKS]
+    if has_hooks(module):
+        return "it has hooks, which a swap would lose"
+    if any(owners[id(weight)] > 1 for weight in weights):
+        return "its weights are shared with another module"
+    if recipe.weight_dtype is not None or recipe.stored is not None or recipe.trainable:
+        kind = "trained" if recipe.trainable else "quantized"
+        return f"stacked experts, whose weights can't be {kind} in Sparse24Experts"
+    if recipe.activation != "none" or recipe.out_dtype not in (None, weights[0].dtype):
+        return "stacked experts, which have an activation and an out_dtype of their own"
+    if (reason := other_meaning(module)) is not None:
+        return f"stacked experts that Sparse24Experts don't take: {reason}"
+    return _no_kernel(module, recipe)
+
+
+def _no_kernel(module: Any, recipe: Sparse24Recipe) -> str | None:
+    """Why no kernel serves the experts on their CUDA device, or None."""
+    if not module.down_proj.is_cuda:
+        return None
+    found = Sparse24Experts.like(module, device="meta", require=recipe.require, preference=recipe.preference)
     try:
-        Sparse24Linear.from_linear(linear_of(module), method="compress")
+        for name in STACKS:
+            getattr(found, name).plan_on(plan_device(module.down_proj))
+    except (UnsupportedError, BackendUnavailableError) as error:
+        return str(error)
+    return None
+
+
+def _not_sparse(linear: nn.Linear) -> str | None:
+    try:
+        Sparse24Linear.from_linear(linear, method="compress")
     except FormatError as error:
         return str(error)
     return None
@@ -381,17 +469,25 @@ def _entry(name: str, linear: nn.Linear, layer: Sparse24Linear) -> SwappedLayer:
     weight = linear.weight.detach()
     energy, was_sparse = float("nan"), False
     if not weight.is_meta:
-        values, wide = (t.detach().to(torch.float64) for t in (layer.canonical()[0], weight))
-        was_sparse = bool(values.count_nonzero() == weight.count_nonzero())
+        values = layer.canonical()[0].detach()
         if isinstance(layer, Sparse24QuantizedLinear):  # rounding may have made more zeros
-            values, was_sparse = values * layer.weight_scale, _is_sparse(weight)
+            values, was_sparse = values.double() * layer.weight_scale, _is_sparse(weight)
         elif isinstance(layer, Sparse24WeightOnlyLinear):
-            values, was_sparse = layer.kept_values().to(torch.float64), _is_sparse(weight)
-        kept, whole = (t.square().sum().item() for t in (values, wide))
+            values, was_sparse = layer.kept_values(), _is_sparse(weight)
+        else:
+            was_sparse = bool(values.count_nonzero() == weight.count_nonzero())
+        kept, whole = _squares(values), _squares(weight)
         energy = 1.0 if was_sparse and math.isfinite(kept) else kept / whole
     sizes = layer.out_features, layer.in_features
     nbytes = weight.nbytes, layer.weight_bytes
     return SwappedLayer(name, *sizes, weight.dtype, energy, *nbytes, layer.k, was_sparse)
+
+
+def _squares(matrix: Tensor) -> float:
+    """The sum of squares, in float64 for some rows at a time: experts are large."""
+    rows = max(1, _BLOCK // max(matrix.shape[1], 1))
+    found: float = sum(part.double().square().sum().item() for part in matrix.split(rows))
+    return found
 
 
 @contextmanager

@@ -81,7 +81,7 @@ NOT_INCLUDED = dict.fromkeys(LAYERS, "not included")
         (("layer.0.w*",), (), {**BY_DEFAULT, **LAYERS, "layer.1.weight": "not included"}),
         (("embed*",), (), {**BY_DEFAULT, **NOT_INCLUDED, "embed_tokens.weight": None}),
         (("lm_head*", "layer.*"), (), {**BY_DEFAULT, **LAYERS, **NAMED}),
-        (("*",), (), dict.fromkeys((*BY_DEFAULT, *LAYERS))),
+        (("*",), (), dict.fromkeys((*BY_DEFAULT, *LAYERS, "experts"))),
         (
             ("*.weight",),
             ("layer.[1-9].*", "*embed*"),

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sparse24_plans import Device, ElementKind, InvalidProblemError, Sparse24Weight, TensorView
+from sparse24_plans import Device, InvalidProblemError, Sparse24Weight, TensorView
+from sparse24_plans.vocab import IN_MEMORY
 
 from .tensor_likes import BF16, F32, OnlyDlpack, assert_views, numbers
 
 gpu = pytest.mark.gpu
 
 
-DLPACK_NUMPY = [element for element in ElementKind if element.dtype.isbuiltin == 1]
+DLPACK_NUMPY = [element for element in IN_MEMORY if element.dtype.isbuiltin == 1]
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["versioned", "unversioned"])
@@ -120,7 +121,7 @@ def exported(view: TensorView, old: bool = False) -> TensorView:
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["versioned", "unversioned"])
-@pytest.mark.parametrize("element", ElementKind)
+@pytest.mark.parametrize("element", IN_MEMORY)
 @pytest.mark.parametrize("index", [np.s_[:], np.s_[::2, 1:], np.s_[:, ::-1], np.s_[:0]], ids=str)
 def test_a_view_exports_every_element(element, old, index):
     array = numbers((6, 8), element)[index]
@@ -131,7 +132,7 @@ def test_a_view_exports_every_element(element, old, index):
     assert found.array().tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("element", ElementKind)
+@pytest.mark.parametrize("element", IN_MEMORY)
 def test_pytorch_reads_weights_of_every_element(element):
     """Without ml_dtypes, and sharing the memory."""
     torch = pytest.importorskip("torch")
@@ -145,7 +146,7 @@ def test_pytorch_reads_weights_of_every_element(element):
     assert torch.from_dlpack(weight.metadata_view).dtype is torch.uint16
 
 
-@pytest.mark.parametrize("element", ElementKind)
+@pytest.mark.parametrize("element", IN_MEMORY)
 def test_numpy_reads_a_view(element):
     array = numbers((6, 8), element)[::2]
     found = np.asarray(TensorView.of(array))

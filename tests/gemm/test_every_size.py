@@ -45,13 +45,8 @@ def test_select_refuses_8_bit_rows_that_are_not_16_byte_multiples(k, n):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("element", "k"),
-    [
-        *(("bf16", k) for k in (8, 24, 1000, 4104)),
-        *((one, k) for one in ("s8", "fp8_e4m3") for k in (16, 4112)),
-    ],
-)
+@pytest.mark.parametrize("element", ["s8", "fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("k", [16, 48, 1008, 4112])
 def test_one_token_of_any_k(element, k):
     case = make_case(GemmSparse24Descriptor(n=1, m=300, k=k, element=element), 0, WGMMA)
     case.check(case.run())

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from sparse24_plans.torch import Sparse24Linear, Sparse24Recipe, fuse_gated, to_sparse24
+from sparse24_plans.torch import Sparse24Experts, Sparse24Linear, Sparse24Recipe, fuse_gated, to_sparse24
 
 from ..documents import ROOT
 
@@ -31,7 +31,15 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# GPUs multiply the experts of models in 16 bits.
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+}
 DEEPSEEK = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
@@ -74,6 +82,8 @@ class Case(NamedTuple):
     inputs: str = "input_ids"
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype | None = None
+    include: tuple[str, ...] = ()
+    """Patterns for ``compress_checkpoint``, which leaves stacks dense that none matches."""
 
     @property
     def recipe(self) -> Sparse24Recipe:
@@ -87,9 +97,21 @@ CASES = {
     "Mistral": Case("MistralConfig", UNTIED, layers=12, fused=2, dtype=torch.float16),
     "Gemma3": Case("Gemma3TextConfig", {"head_dim": 8, **TIED}, layers=12, fused=2),
     "Phi-3": Case("Phi3Config", UNTIED, layers=8, fused=2),
-    "Mixtral": Case("MixtralConfig", {**EXPERTS, **UNTIED}, layers=8, fused=0),
-    "Qwen3-MoE": Case("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS, **UNTIED}, layers=8, fused=0),
-    "DeepSeek-V3": Case("DeepseekV3Config", {**EXPERTS, **DEEPSEEK, **UNTIED}, layers=14, fused=2),
+    "Mixtral": Case("MixtralConfig", {**EXPERTS, **UNTIED}, layers=12, fused=0, dtype=torch.bfloat16),
+    "Qwen3-MoE": Case(
+        "Qwen3MoeConfig", {"head_dim": 8, **EXPERTS, **UNTIED}, layers=12, fused=0, dtype=torch.bfloat16
+    ),
+    "DeepSeek-V3": Case(
+        "DeepseekV3Config", {**EXPERTS, **DEEPSEEK, **UNTIED}, layers=16, fused=2, dtype=torch.bfloat16
+    ),
+    "Granite-MoE": Case(
+        "GraniteMoeConfig",
+        {**EXPERTS, **TIED},
+        layers=12,
+        fused=0,
+        dtype=torch.bfloat16,
+        include=("*_proj.weight", "*_linear.weight"),
+    ),
     "ViT": Case(
         "ViTConfig",
         VIT,
@@ -137,6 +159,18 @@ def result(model: Any, case: Case) -> torch.Tensor:
 
 def sparse_of(model: nn.Module) -> list[str]:
     return [name for name, one in model.named_modules() if isinstance(one, Sparse24Linear)]
+
+
+def dense_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The dense matrices that the model's 2:4 weights stand for, by their names, but for fused blocks."""
+    found: dict[str, torch.Tensor] = {}
+    for name, one in model.named_modules():
+        if isinstance(one, Sparse24Experts):
+            found |= {f"{name}.{own}": stack for own, stack in one.dense_weights().items()}
+        elif isinstance(one, Sparse24Linear) and "gate_up_proj" not in name and ".experts." not in name:
+            dense = one.dense_weight()
+            found[f"{name}.weight"] = dense.T if one.transposed else dense
+    return found
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

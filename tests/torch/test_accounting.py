@@ -14,7 +14,14 @@ from torch import nn
 
 from sparse24_plans import InvalidProblemError, compress_checkpoint
 from sparse24_plans.checkpoints.orientation import CONV1D_LAYERS, CONV1D_MODELS
-from sparse24_plans.torch import Sparse24Linear, Sparse24Recipe, from_pretrained, load_sparse24, to_sparse24
+from sparse24_plans.torch import (
+    Sparse24Experts,
+    Sparse24Linear,
+    Sparse24Recipe,
+    from_pretrained,
+    load_sparse24,
+    to_sparse24,
+)
 
 from .cases import pruned
 
@@ -97,19 +104,69 @@ def test_a_model_in_memory_and_its_checkpoint_are_compressed_alike(name, tmp_pat
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_are_reported_with_their_bytes_and_routers_stay_dense(name):
+def test_experts_are_swapped_with_their_bytes_and_routers_stay_dense(name):
     model = built(name, MIXTURES[name])
     whole = sum(p.nbytes for p in model.parameters())
     stacked = {key: p.nbytes for key, p in model.named_parameters() if p.dim() == 3}
     report = to_sparse24(model)
-    listed = {one.name: one for one in report.left_dense}
-    assert {key: listed[key].nbytes for key in stacked} == stacked
-    assert all("stacked matrices, such as experts" in listed[key].reason for key in stacked)
-    assert all("gate" not in layer.name and "head" not in layer.name for layer in report.layers)
+    swapped = {layer.name: layer.dense_bytes for layer in report.layers}
+    assert {key: swapped[key] for key in stacked} == stacked
+    assert all("gate" not in name.split(".")[-1] or "gate_up" in name for name in swapped)
+    assert not any("head" in name for name in swapped)
     assert any(one.reason.startswith("router") for one in report.left_dense)
     assert report.model_bytes == whole
-    assert report.sparse_share < 1 - sum(stacked.values()) / whole
-    assert f"{sum(stacked.values())} bytes, 3-d" in str(report)
+    assert report.sparse_share == pytest.approx(sum(swapped.values()) / whole)
+    kinds = {type(one.mlp.experts) for one in model.model.layers}
+    assert kinds == {Sparse24Experts}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_swapped_mixtures_give_what_dense_ones_with_the_pruned_weights_give(name):
+    model, dense = (built(name, MIXTURES[name]) for _ in range(2))
+    report = to_sparse24(model)
+    weights = {layer.name: layer for layer in report.layers}
+    for key, parameter in dense.named_parameters():
+        if key.removesuffix(".weight") in weights:
+            flat = parameter.data.flatten(0, -2)
+            parameter.data = pruned(flat).view(parameter.shape)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, dense(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+UNLIKE = {
+    "GptOssForCausalLM": (
+        EXPERTS | {"num_local_experts": 4},
+        "expected no other parameters, got gate_up_proj_bias",
+    ),
+    "AriaTextForCausalLM": (DECODER | {"moe_num_experts": 4}, "expected is_transposed=False"),
+    "OlmoeForCausalLM": (
+        EXPERTS | {"intermediate_size": 80},
+        "expected 2I and H in multiples of 64, got 160",
+    ),
+    "Qwen3MoeForCausalLM": (EXPERTS | {"hidden_act": "relu"}, "its activation is neither SiLU nor GELU"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_experts_that_compute_otherwise_stay_dense_with_the_reason(name):
+    sizes, reason = UNLIKE[name]
+    model = built(name, sizes)
+    stacked = {
+        key: p.nbytes for key, p in model.named_parameters() if key.endswith(("gate_up_proj", "down_proj"))
+    }
+    listed = {one.name: one for one in to_sparse24(model).left_dense}
+    assert stacked
+    for key, nbytes in stacked.items():
+        assert reason in listed[key].reason
+        assert listed[key].nbytes == nbytes
+
+
+def test_experts_with_a_gate_of_their_own_stay_dense():
+    home = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"experts": home.DeepseekV4Experts(transformers.DeepseekV4Config())})
+    report = to_sparse24(model)
+    assert "DeepseekV4Experts has a gate of its own" in report.skipped["experts.gate_up_proj"]
 
 
 # GPT-2 --------------------------------------------------------------------------------------------

@@ -188,6 +188,20 @@ def test_the_model_is_left_in_its_modes_and_without_hooks():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_experts_are_left_to_the_recipe():
+    model = transformer("MixtralForCausalLM")
+    report = calibrate(model, token_batches(), method="wanda")
+    reasons = {name: why for name, why in report.left_dense.items() if ".experts." in name}
+    assert len(reasons) == 2 * 3
+    assert set(reasons.values()) == {"stacked experts, which calibrate doesn't prune"}
+    swapped = {
+        layer.name: layer
+        for layer in to_sparse24(model, recipe={"*.experts": "prune", "*": "compress"}).layers
+    }
+    assert swapped.keys() == {layer.name for layer in report.layers} | reasons.keys()
+    assert all(layer.was_sparse == (name not in reasons) for name, layer in swapped.items())
+
+
 def test_patterns_and_places_choose_layers():
     report = calibrate(transformer("BertModel"), token_batches(), exclude=["*.query", "*layer.0*"])
     names = {layer.name for layer in report.layers}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
 
-from sparse24_plans import InvalidProblemError, UnsupportedError
+from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import Sparse24Experts, Sparse24Linear
 
 from ..support import HAS_GPU
@@ -32,7 +35,7 @@ class DenseExperts(nn.Module):
     def forward(self, x, index, weights):
         wide, result = x.double(), torch.zeros_like(x, dtype=torch.float64)
         for token in range(len(x)):
-            for expert, factor in zip(index[token].tolist(), weights[token].tolist(), strict=True):
+            for expert, factor in zip(index[token].tolist(), weights[token], strict=True):
                 if expert < len(self.gate_up_proj):
                     gate, up = (self.gate_up_proj[expert].double() @ wide[token]).chunk(2)
                     result[token] += factor * (self.down_proj[expert].double() @ (self.act_fn(gate) * up))
@@ -46,6 +49,10 @@ def routed(tokens: int, experts: int, chosen: int, device: str, seed: int = 0):
     return index.to(device), weights.to(device)
 
 
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def case(device: str, dtype=torch.bfloat16, tokens: int = 37, **options):
     dense = DenseExperts(6, 128, 64, dtype, device)
     sparse = Sparse24Experts.from_experts(dense, **options)
@@ -55,13 +62,9 @@ def case(device: str, dtype=torch.bfloat16, tokens: int = 37, **options):
 
 def pruned(dense: DenseExperts, sparse: Sparse24Experts) -> DenseExperts:
     """The dense experts with the weights that the sparse ones keep."""
-    count, rows, width = dense.gate_up_proj.shape
-    stacked = sparse.gate_up_proj.dense_weight().view(count, rows // 16, 2, 8, width)
     with torch.no_grad():
-        dense.gate_up_proj.copy_(
-            torch.cat([stacked[:, :, 0], stacked[:, :, 1]], 1).reshape(count, rows, width)
-        )
-        dense.down_proj.copy_(sparse.down_proj.dense_weight().view(dense.down_proj.shape))
+        for name, weight in sparse.dense_weights().items():
+            getattr(dense, name).copy_(weight)
     return dense
 
 
@@ -103,16 +106,171 @@ def test_no_tokens_give_no_results():
     assert sparse(x[:0], index[:0], weights[:0]).shape == (0, 128)
 
 
-def test_gradients_are_refused():
-    _, sparse, x = case("cpu")
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")])
+def test_inputs_and_routing_weights_have_the_gradients_of_dense_experts(activation):
+    dense = DenseExperts(6, 128, 64, torch.float32, "cpu")
+    dense.act_fn = activation
+    sparse = Sparse24Experts.from_experts(dense)
+    index, weights = routed(20, 6, 2, "cpu")
+    index[::3, 1] = 6
+    grads = []
+    for module in (sparse, pruned(dense, sparse)):
+        x, factors = randn(20, 128).requires_grad_(), weights.clone().requires_grad_()
+        (module(x, index, factors).double() * randn(20, 128, seed=2)).sum().backward()
+        grads.append((x.grad, factors.grad))
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_the_op_itself_are_refused():
+    _, x, offsets, weight, meta = operands("cpu")
     with pytest.raises(UnsupportedError, match=r"grouped_mm.* has no gradient"):
-        sparse(x.requires_grad_(), *routed(len(x), 6, 2, "cpu"))
+        grouped_mm(x.requires_grad_(), weight, meta, offsets, m=512)
+
+
+def test_under_autocast_inputs_take_the_weights_dtype():
+    _, sparse, x = case("cpu")
+    routing = routed(len(x), 6, 2, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = sparse(x.float(), *routing)
+    assert got.dtype == torch.float32
+    assert torch.equal(got.to(torch.bfloat16), sparse(x, *routing))
+
+
+def same(one: Sparse24Experts, other: Sparse24Experts) -> bool:
+    """Whether both have the same state and results."""
+    state, wanted = one.state_dict(), other.state_dict()
+    x, routing = randn(20, 128).to(one.down_proj.weight.dtype), routed(20, 6, 2, "cpu")
+    return (
+        state.keys() == wanted.keys()
+        and all(torch.equal(state[key], wanted[key]) for key in wanted)
+        and torch.equal(one(x, *routing), other(x, *routing))
+    )
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def loaded(module: Sparse24Experts, **options) -> Sparse24Experts:
+    """New experts with the module's state."""
+    new = Sparse24Experts(6, 128, 64, dtype=module.down_proj.weight.dtype, **options)
+    new.load_state_dict(module.state_dict(), assign="device" in options)
+    return new
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        pickled,
+        loaded,
+        lambda one: loaded(one, device="meta"),
+        lambda one: copy.deepcopy(one).float().to(torch.bfloat16),
+    ],
+    ids=["deepcopy", "pickle", "state_dict", "state_dict on meta", "to"],
+)
+def test_a_copy_of_experts_is_like_them(copied):
+    _, sparse, _ = case("cpu")
+    other = copied(sparse)
+    assert other.down_proj.values is not sparse.down_proj.values
+    assert same(other, sparse)
+
+
+def test_experts_compile_whole_and_train_compiled():
+    _, sparse, x = case("cpu")
+    routing = routed(len(x), 6, 2, "cpu")
+    torch._dynamo.reset()
+    compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x, *routing), sparse(x, *routing))
+    grads = []
+    for module in (sparse, torch.compile(sparse, backend="aot_eager")):
+        wanted = x.clone().requires_grad_()
+        module(wanted, *routing).float().square().sum().backward()
+        grads.append(wanted.grad)
+    assert torch.equal(*grads)
+
+
+def test_new_experts_are_zero():
+    x = randn(5, 128)
+    assert not Sparse24Experts(6, 128, 64)(x, *routed(5, 6, 2, "cpu")).any()
+
+
+def test_dense_weights_are_the_pruned_ones():
+    dense, sparse, _ = case("cpu")
+    for name, weight in sparse.dense_weights().items():
+        stack = getattr(dense, name)
+        assert torch.equal(weight, torch.ops.sparse24.prune(stack.flatten(0, 1)).view(stack.shape))
+
+
+def test_scores_rank_each_matrix_in_its_own_place():
+    dense, _, _ = case("cpu", torch.float32)
+    scores = {name: randn(*getattr(dense, name).shape, seed=3) for name in ("gate_up_proj", "down_proj")}
+    for name, weight in Sparse24Experts.from_experts(dense, scores=scores).dense_weights().items():
+        stack, ranks = getattr(dense, name), scores[name]
+        wanted = torch.ops.sparse24.prune(stack.flatten(0, 1), ranks.flatten(0, 1))
+        assert torch.equal(weight, wanted.view(stack.shape))
+
+
+def test_the_plan_is_that_of_the_grouped_product():
+    _, sparse, _ = case("cpu", require={"batch_invariant": True})
+    desc = sparse.gate_up_proj.plan(5).descriptor
+    assert (desc.n, desc.m, desc.k, desc.groups) == (5, 128, 128, 6)
+    assert sparse.down_proj.plan().guarantee.batch_invariant
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: Sparse24Experts(2, 96, 64), InvalidProblemError, "features: expected 2I and H in multiples"),
+        (
+            lambda: Sparse24Experts(2, 64, 64, activation="silu"),
+            InvalidProblemError,
+            "activation: expected a gated one, got 'silu'",
+        ),
+        (lambda: Sparse24Experts(2, 64, 64, dtype=torch.int8), UnsupportedError, "dtype: expected one of"),
+        (
+            lambda: Sparse24Experts(2, 64, 64).down_proj(torch.zeros(1, 64)),
+            UnsupportedError,
+            "x: expected a call of the Sparse24Experts",
+        ),
+        (
+            lambda: case("cpu", scores={"down_proj": torch.zeros(6, 64, 128)}),
+            InvalidProblemError,
+            r"scores: expected \[6, 128, 64\] for down_proj",
+        ),
+        (lambda: case("cpu", method="compress"), FormatError, "row 0"),
+    ],
+)
+def test_arguments_that_no_experts_have_are_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+class Clamped(DenseExperts):
+    """Experts that clamp their results, as some models clamp their gates."""
+
+    def forward(self, x, index, weights):
+        return super().forward(x, index, weights).clamp(-2, 2)
+
+
+def test_experts_that_compute_something_else_are_refused():
+    with pytest.raises(InvalidProblemError, match=r"expected it to give down\(act\(gate\(x\)\) \* up\(x\)\)"):
+        Sparse24Experts.from_experts(Clamped(6, 128, 64, torch.bfloat16, "cpu"))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: delattr(m, "act_fn"), "expected gate_up_proj"),
+        (lambda m: delattr(m, "gate_up_proj"), "expected gate_up_proj"),
+        (lambda m: delattr(m, "act_fn"), "its activation is neither SiLU nor GELU"),
+        (lambda m: setattr(m, "is_transposed", True), "expected is_transposed=False"),
+        (lambda m: m.to("meta"), "on the meta device, where it can't be tried"),
+        (lambda m: m.double(), "the dtype of its gate_up_proj is torch.float64"),
         (lambda m: setattr(m, "act_fn", nn.Tanh()), "its activation is neither SiLU nor GELU"),
         (
             lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(6, 128))),

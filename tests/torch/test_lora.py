@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import Sparse24Linear, fuse_gated, lora_config, to_sparse24
+from sparse24_plans.torch import Sparse24Experts, Sparse24Linear, fuse_gated, lora_config, to_sparse24
 
 peft = pytest.importorskip("peft", reason="PEFT isn't installed")
 transformers = pytest.importorskip("transformers")
@@ -188,3 +188,29 @@ def test_a_second_adapter_is_added_to_the_first():
 def test_another_configuration_is_refused():
     with pytest.raises(InvalidProblemError, match=r"config: expected a peft\.LoraConfig, got IA3Config"):
         lora_config(peft.IA3Config())
+
+
+def mixtral() -> Any:
+    """A swapped Mixtral, whose experts are 2:4 too."""
+    torch.manual_seed(0)
+    sizes = {**LLAMA.to_dict(), "num_local_experts": 4, "model_type": "mixtral"}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    to_sparse24(model)
+    return model
+
+
+def test_adapters_train_beside_24_experts():
+    model = mixtral()
+    assert type(model.model.layers[0].mlp.experts) is Sparse24Experts
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
+    losses = trained(peft.get_peft_model(model, lora_config(config)))
+    assert losses[-1] < losses[0]
+
+
+def test_adapters_of_experts_are_refused():
+    with pytest.raises(
+        UnsupportedError, match="target_modules: expected linear layers, got a weight of Sparse24E"
+    ):
+        peft.get_peft_model(mixtral(), lora_config(plain()))
+    adapted = peft.get_peft_model(mixtral(), lora_config(plain(exclude_modules=".*experts.*")))
+    assert any("lora" in name for name, _ in adapted.named_parameters())

@@ -24,16 +24,19 @@ from sparse24_plans.torch.elements import element_of
 
 from .cases import DEVICE
 
-pytest.importorskip("transformers", minversion="5.8")
-from .architectures import (
+transformers = pytest.importorskip("transformers", minversion="5.8")
+from .architectures import (  # noqa: E402
     CASES,
+    EXPERTS,
     NARROW,
     PAGE,
+    SMALL,
     TIED,
     UNTIED,
     Case,
     bits,
     dense_model,
+    dense_weights,
     result,
     sparse_of,
     table,
@@ -47,6 +50,23 @@ QUANTIZED = {
     "ViT, int8": Case(**CASES["ViT"]._asdict() | {"weight_dtype": torch.int8}),
 }
 """Models whose 2:4 layers have 8 bits. Those of the first have a K that is padded to 16."""
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+VISION |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+TRANSPOSED = {
+    "Qwen3-VL-MoE": Case(
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": {**SMALL, **EXPERTS, "head_dim": 16, "rope_parameters": ROPE},
+            "vision_config": VISION,
+        },
+        layers=20,
+        fused=0,
+        auto=transformers.AutoModelForImageTextToText,
+        dtype=torch.bfloat16,
+    )
+}
+"""Models whose dense checkpoints hold stacks as [E, in, out]; 2:4 ones are saved as the model holds them."""
 
 
 class Saved(NamedTuple):
@@ -85,7 +105,7 @@ def contents(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def saved(request, tmp_path_factory) -> Saved:
     """A fused and swapped model, saved in shards by its own ``save_pretrained``."""
-    case, folder = {**CASES, **QUANTIZED}[request.param], tmp_path_factory.mktemp("models")
+    case, folder = {**CASES, **QUANTIZED, **TRANSPOSED}[request.param], tmp_path_factory.mktemp("models")
     model = dense_model(case)
     model.save_pretrained(folder / "unpruned")
     fused = fuse_gated(model, case.recipe)
@@ -98,6 +118,7 @@ def saved(request, tmp_path_factory) -> Saved:
 
 
 EVERY = pytest.mark.parametrize("saved", [*CASES, *QUANTIZED], indirect=True)
+LOADED = pytest.mark.parametrize("saved", [*CASES, *QUANTIZED, *TRANSPOSED], indirect=True)
 
 
 def by_transformers(saved: Saved, **options: Any) -> Any:
@@ -119,20 +140,28 @@ def by_load_sparse24(saved: Saved) -> Any:
     return model.to(DEVICE)
 
 
+def into_24_layers(saved: Saved) -> Any:
+    model = dense_model(saved.case)
+    to_sparse24(model, recipe=saved.case.recipe)
+    load_sparse24(model, saved.folder)
+    return model.to(DEVICE)
+
+
 LOADERS = {
+    "load_sparse24 into 2:4 layers": into_24_layers,
     "transformers": by_transformers,
     "from_pretrained": lambda saved: from_pretrained(saved.folder, device=DEVICE),
     "load_sparse24": by_load_sparse24,
 }
 
 
-@EVERY
+@LOADED
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_saved_model_is_loaded_bit_for_bit(saved, loader):
     assert_same(LOADERS[loader](saved), saved)
 
 
-@EVERY
+@LOADED
 def test_a_loaded_model_is_saved_again_as_it_was(saved, tmp_path):
     by_transformers(saved).save_pretrained(tmp_path / "again", max_shard_size="12KB")
     assert contents(tmp_path / "again") == contents(saved.folder)
@@ -151,10 +180,9 @@ def test_the_command_line_knows_a_saved_model(saved, tmp_path):
     dense = type(saved.model).from_pretrained(tmp_path / "dense", dtype="auto")
     assert sparse_of(dense) == []
     assert not hasattr(dense.config, "quantization_config")
-    for name in sparse_of(saved.model):
-        if "gate_up_proj" not in name:
-            layer, own = saved.model.get_submodule(name), dense.get_submodule(name).weight
-            assert torch.equal(own.T if layer.transposed else own, layer.dense_weight().cpu())
+    state = dense.state_dict()
+    for name, weight in dense_weights(saved.model).items():
+        assert torch.equal(state[name], weight.cpu()), name
     torch.testing.assert_close(
         result(dense, saved.case), result(saved.model, saved.case).cpu(), rtol=2e-2, atol=2e-2
     )
@@ -178,10 +206,12 @@ def check_stored_zeros(folder: Path, saved: Saved) -> None:
 
 @EVERY
 def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_path):
-    """The folder has no word on fused blocks; experts are 2:4 in it, and dense in the model."""
+    """The folder has no word on fused blocks, nor on experts, which become what ``to_sparse24`` makes."""
     dtype = saved.case.weight_dtype
     element = None if dtype is None else element_of(dtype, "weight_dtype")
-    compress_checkpoint(saved.unpruned, tmp_path / "ours", element=element, device="host")
+    compress_checkpoint(
+        saved.unpruned, tmp_path / "ours", include=saved.case.include, element=element, device="host"
+    )
     other = Saved(saved.case, saved.model, saved.unpruned, tmp_path / "ours")
     ours, theirs = from_pretrained(other.folder), by_transformers(other).cpu()
     assert type(ours) is type(saved.model)
@@ -204,6 +234,25 @@ def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_p
             assert torch.equal(bits(ours.state_dict()[key]), bits(tensor)), key
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "Granite-MoE"])
+def test_experts_that_nothing_24_computes_are_decompressed(name, tmp_path):
+    case = CASES[name]
+    case = case._replace(options={**case.options, "hidden_act": "relu"})
+    model = dense_model(case)
+    model.save_pretrained(tmp_path / "dense")
+    include = case.include or ["*_proj.weight", "*.w?.weight"]
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", include=include, device="host")
+    loaded = [from_pretrained(tmp_path / "ours"), case.auto.from_pretrained(tmp_path / "ours", dtype="auto")]
+    assert len(sparse_of(loaded[0])) == case.layers - 4
+    stacks = {name: one for name, one in model.named_parameters() if one.dim() == 3}
+    assert len(stacks) == 4
+    for one in loaded:
+        state = one.state_dict()
+        for key, stack in stacks.items():
+            wanted = torch.ops.sparse24.prune(stack.detach().flatten(0, 1)).view(stack.shape)
+            assert torch.equal(state[key], wanted)
+
+
 def test_stacked_experts_of_8_bits_are_loaded_as_what_they_stand_for(tmp_path, caplog):
     """transformers' loader would stack the stored values without their scales, so it is refused."""
     case = CASES["Mixtral"]
@@ -215,7 +264,7 @@ def test_stacked_experts_of_8_bits_are_loaded_as_what_they_stand_for(tmp_path, c
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     values, meta = (stored[f"{name}.{part}"] for part in ("values24", "meta24"))
     dense = torch.ops.sparse24.decompress(values, meta).float() * stored[f"{name}_scale"]
-    assert torch.equal(loaded.model.layers[1].mlp.experts.down_proj[3], dense)
+    assert torch.equal(loaded.model.layers[1].mlp.experts.down_proj[3], dense.to(case.dtype))
     with pytest.raises(
         UnsupportedError, match=r"experts\..*: expected a linear layer for a weight of fp8_e4m3"
     ):
