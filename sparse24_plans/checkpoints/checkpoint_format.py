@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..formats.base import VALUES, ForeignFormat, WeightShape
 from ..formats.convert import from_foreign, to_foreign
 from ..formats.table import BUILT_IN, find_format, format_names
 from ..weights import canonical
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .folder import CONFIG_NAME, DTYPES, ELEMENTS, ModelReader
 from .layers import (
@@ -178,7 +180,9 @@ class Sparse24Checkpoint(CheckpointFormat):
         return _checked(target, [compressed_layer(model, shard, name) for name, shard in names.items()])
 
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
-        return read_weight(model, layer)
+        """A weight in host memory; a quantized one dequantized."""
+        weight = read_weight(model, layer)
+        return weight.dequantize() if isinstance(weight, Sparse24QuantizedWeight) else weight
 
     def stored(self, layer: Layer) -> list[TensorInfo]:
         return list(stored_tensors(layer))
@@ -254,7 +258,8 @@ class ForeignCheckpoint(CheckpointFormat):
             raise type(error)(f"{shown(layer.name)}: {error}") from error
 
     def note(self, metadata: dict[str, str], layer: Layer) -> None:
-        write_note(metadata, layer, format=self.name, **self._shape(layer).options)
+        dequantized = replace(layer, quantization=None)
+        write_note(metadata, dequantized, format=self.name, **self._shape(layer).options)
 
     def _shape(self, layer: Layer) -> WeightShape:
         options = {"tile_k": self._tile_k} if "tile_k" in self._known.options else {}

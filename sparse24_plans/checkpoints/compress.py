@@ -14,17 +14,17 @@ from ..device.files import StrPath
 from ..device.install import import_cupy
 from ..device.log import SELECT
 from ..device.tensors import HOST, Device, TensorView
-from ..errors import InvalidProblemError, UnsupportedError, shown
+from ..errors import InvalidProblemError, UnsupportedError
 from ..prepare.descriptor import PruneCompressSparse24Descriptor
 from ..prepare.plan import PruneCompressSparse24Plan
-from ..vocab import ElementKind, checked_flag
-from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
+from ..vocab import ElementKind, ScaleRule, checked_flag
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
-from .checkpoint_format import Sparse24Checkpoint
+from .compressed_form import CompressedForm, compressed_form
 from .folder import DTYPES, ModelReader, check_destination
 from .layers import CALIBRATED, Layer, dense_blocks, write_weight
 from .rewrite import Rewrite
-from .safetensors_file import SafetensorsWriter, TensorInfo
+from .safetensors_file import SafetensorsWriter, shown
 from .selection import Selection, dense_lines
 
 COMPRESSED_DTYPES = tuple(DTYPES[kind] for kind in (ElementKind.F32, ElementKind.F16, ElementKind.BF16))
@@ -40,7 +40,8 @@ class TensorReport:
     ``shape`` is the dense tensor's, and ``element`` its safetensors type in lower case. ``reason`` says why a
     tensor was copied; for a compressed one it is None, or ``"2:4 already"``: nothing was pruned.
     ``kept_energy`` is sum(kept^2) / sum(all^2) in float64: 1.0 if nothing was lost, NaN if the tensor has NaN
-    or Inf, None if it was copied or not read. Sizes are in bytes.
+    or Inf, None if it was copied or not read. ``quantization_error`` is ||W' - W|| / ||W|| in float64, of the
+    pruned W and the dequantized W'; None if it was not quantized, or calibration did it. Sizes are in bytes.
     """
 
     name: str
@@ -51,14 +52,18 @@ class TensorReport:
     bytes_before: int
     bytes_after: int
     kept_energy: float | None = None
+    quantization_error: float | None = None
 
 
 @dataclass(frozen=True)
 class CalibratedWeights:
-    """Weights [M, K] that a ``method`` has pruned to 2:4, each read by a call, by names of tensors."""
+    """Weights [M, K] that a ``method`` has pruned to 2:4, each read by a call, by names of tensors.
+
+    They are dense arrays, or quantized weights, whose values and scales are written as they are.
+    """
 
     method: str
-    read: Mapping[str, Callable[[], np.ndarray[Any, Any]]]
+    read: Mapping[str, Callable[[], np.ndarray[Any, Any] | Sparse24QuantizedWeight]]
 
 
 class CompressionReport(list[TensorReport]):
@@ -93,6 +98,9 @@ def compress_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     element: ElementKind | str | None = None,
+    weights: ElementKind | str | None = None,
+    group: int | None = None,
+    scale_rule: ScaleRule | str | None = None,
     device: int | str | None = None,
     overwrite: bool = True,
     dry_run: bool = False,
@@ -107,42 +115,40 @@ def compress_checkpoint(
 
     Parameters
     ----------
-    source : path
-        A safetensors file, a folder with one, a folder of shards with their index, or that index.
-    destination : path
-        A file if the source is a file. Else a new or empty folder, which gets shards of the same names, the
-        index, and copies of the source folder's other files.
-    include : sequence of str
-        Shell patterns (``fnmatch``) of tensor names. If any is given, nothing else is compressed. A stack
-        [E, out, in] of experts is compressed only if a pattern matches it.
-    exclude : sequence of str
-        Patterns of names to copy, which win over ``include``. Embeddings, heads, routers and adapters are
-        copied too unless ``include`` matches them (:data:`DEFAULT_EXCLUDE`).
+    source, destination : paths
+        A safetensors file, and the file to write. Or a folder with one, or with shards and their index, and a
+        new or empty folder, which gets shards of the same names, the index, and copies of other files.
+    include, exclude : sequences of str
+        Shell patterns (``fnmatch``) of tensor names. If ``include`` has any, nothing else is compressed.
+        ``exclude`` wins. Embeddings, heads, routers and adapters are copied unless ``include`` matches them,
+        and so are stacks [E, out, in] of experts.
     element : ElementKind, optional
         ``fp8_e4m3`` or ``s8``, for layers that quantize their input too: kept values are quantized, with a
         scale for each row in ``NAME_scale``. By default they keep their element.
+    weights, group, scale_rule : optional
+        ``s4``, ``s8`` or ``fp8_e4m3``, for layers that keep their input: kept values are quantized as by
+        ``Sparse24QuantizedWeight.quantize``, those of F32 as bf16. ``group`` columns of a row share a scale
+        (by default 128) that ``scale_rule`` chooses (``least_squares``).
     device : int or str, optional
         The device that compresses: a CUDA ordinal or ``"host"``. None is the current CUDA device, or the
         host if there is no GPU of compute capability 8.0. The file is the same, byte for byte.
-    overwrite : bool
-        Whether an existing file is replaced. Otherwise it is an error.
-    dry_run : bool
-        Read the headers alone and report what a run would do, without ``kept_energy``. Write nothing.
+    overwrite, dry_run : bool
+        Whether an existing file is replaced; otherwise it is an error. Whether to write nothing, read the
+        headers alone and report what a run would do, without ``kept_energy``.
     calibrated : CalibratedWeights, optional
-        Weights to write instead of the source's. The source's other matrices are copied.
+        Weights to write instead of the source's, whose other matrices are copied.
     on_tensor : callable, optional
-        A function that is called with each tensor's report, in the order of the source's data.
+        It is called with each tensor's report, in the order of the source's data.
 
-    Raises InvalidProblemError where a pattern matches no tensor, source and destination are the same, the
-    destination must not be replaced, or the source is compressed already or has a tensor with a name that
-    this would write; FormatError for a source that is no valid checkpoint; StorageError; UnsupportedError or
-    BackendUnavailableError for a device that can't be used.
+    Raises InvalidProblemError for wrong arguments, and a source that is compressed or has a name that this
+    would write; FormatError for an invalid source; StorageError; UnsupportedError or BackendUnavailableError.
     """
+    form = compressed_form(element, weights, group, scale_rule)
     place = HOST if checked_flag("dry_run", dry_run) else _working_place(device)
     selection = Selection(include, exclude, COMPRESSED_DTYPES)
     check_destination(source, destination, overwrite=overwrite)
     with ModelReader(source) as model:
-        run = _Compression(model, selection, place, calibrated, on_tensor, _checked_element(element))
+        run = _Compression(model, selection, place, calibrated, on_tensor, form)
         return CompressionReport(run.foreseen() if dry_run else run.run(destination))
 
 
@@ -158,13 +164,12 @@ class _Compression(Rewrite[TensorReport]):
         place: Device,
         calibrated: CalibratedWeights | None,
         on_tensor: Callable[[TensorReport], None] | None,
-        element: ElementKind | None,
+        form: CompressedForm,
     ) -> None:
-        self._place, self._calibrated, self._element = place, calibrated, element
-        target = Sparse24Checkpoint() if element is None else _QuantizedCheckpoint(element)
+        self._place, self._calibrated, self._form = place, calibrated, form
         layers, reasons = selection.split(model)
-        for layer in layers if element is not None else ():
-            if layer.stack:
+        for layer in layers:
+            if layer.stack and form.as_written(layer) != layer:
                 raise InvalidProblemError(
                     f"include: expected matrices to quantize, got a stack, {layer.name}"
                 )
@@ -172,29 +177,45 @@ class _Compression(Rewrite[TensorReport]):
             reasons |= {one.name: "not calibrated" for one in layers if one.name not in calibrated.read}
             options = {CALIBRATED: calibrated.method}
             layers = [replace(one, options=options) for one in layers if one.name in calibrated.read]
-        super().__init__(model, target, layers, reasons, on_tensor)
+        super().__init__(model, form, layers, reasons, on_tensor)
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> TensorReport:
-        kept = total = 0.0
-        lost = 0
-        pruned = None if self._calibrated is None else self._calibrated.read[layer.name]()
+        given = None if self._calibrated is None else self._calibrated.read[layer.name]()
+        if isinstance(given, Sparse24QuantizedWeight):
+            return self._write_quantized(layer, given, writer)
+        kept = total = missed = 0.0
+        lost, quantized = 0, False
         for rows, dense in dense_blocks(self.model, layer):
-            source = dense if pruned is None else pruned[rows].astype(dense.dtype)
+            source = dense if given is None else given[rows].astype(dense.dtype)
             weight = _prune_compress(source, self._place)
-            stored = weight
-            if self._element is not None:
-                values, scale = quantized_rows(weight.values, self._element)
-                stored = Sparse24Weight(values, weight.metadata)
-                writer.write(layer.name + SCALE_SUFFIX, scale)
-            write_weight(writer, layer.name, stored)
+            written = self._form.write_block(writer, layer.name, weight)
+            if written is not None:
+                quantized, missed = True, missed + _energy(weight.values, written)
             kept += _energy(weight.values)
             total += _energy(dense)
             lost += int(np.count_nonzero(dense)) - int(np.count_nonzero(weight.values))
+        error = (missed / kept if kept else missed) ** 0.5 if quantized else None
         if lost == 0:
             whole = kept if math.isnan(kept) else 1.0
-            return self.report_layer(layer, reason=SPARSE_ALREADY, kept_energy=whole)
+            return self.report_layer(
+                layer, reason=SPARSE_ALREADY, kept_energy=whole, quantization_error=error
+            )
         # Rounding may exceed 1; min() keeps NaN, which stands first.
-        return self.report_layer(layer, kept_energy=min(kept / total, 1.0) if total else 1.0)
+        share = min(kept / total, 1.0) if total else 1.0
+        return self.report_layer(layer, kept_energy=share, quantization_error=error)
+
+    def _write_quantized(
+        self, layer: Layer, weight: Sparse24QuantizedWeight, writer: SafetensorsWriter
+    ) -> TensorReport:
+        """Write a weight that calibration has quantized."""
+        wanted = self._form.as_written(layer)
+        if any(getattr(weight, one) != getattr(wanted, one) for one in ("element", "m", "k", "quantization")):
+            raise InvalidProblemError(
+                f"calibrated: expected {wanted.element}[{wanted.m}, {wanted.k}], {wanted.quantization}, for "
+                f"{shown(layer.name)}, got {weight!r}"
+            )
+        write_weight(writer, layer.name, weight)
+        return self.report_layer(layer)
 
     def foreseen(self) -> list[TensorReport]:
         """The reports that a run would make. Raises the errors of ``run`` about names."""
@@ -203,26 +224,6 @@ class _Compression(Rewrite[TensorReport]):
             layer = self.layers.get(info.name)
             self.report(self.report_copy(info) if layer is None else self.report_layer(layer))
         return self.reports
-
-
-class _QuantizedCheckpoint(Sparse24Checkpoint):
-    """Our format with weights of another element, and their scales."""
-
-    def __init__(self, element: ElementKind) -> None:
-        self._element = element
-
-    def stored(self, layer: Layer) -> list[TensorInfo]:
-        scale = TensorInfo(layer.name + SCALE_SUFFIX, DTYPES[ElementKind.F32], (layer.m, 1), 4 * layer.m)
-        return [*super().stored(replace(layer, element=self._element)), scale]
-
-    def note(self, metadata: dict[str, str], layer: Layer) -> None:
-        super().note(metadata, replace(layer, element=self._element))
-
-
-def _checked_element(element: ElementKind | str | None) -> ElementKind | None:
-    if element is None or element in LARGEST:
-        return None if element is None else ElementKind(element)
-    raise InvalidProblemError(f"element: expected one of {', '.join(LARGEST)} or None, got {shown(element)}")
 
 
 def _working_place(device: int | str | None) -> Device:
@@ -250,7 +251,10 @@ def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weigh
     return Sparse24Weight.prune_compress(source, element=element).to("host")
 
 
-def _energy(array: np.ndarray[Any, Any]) -> float:
+def _energy(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any] | None = None) -> float:
+    """The sum of squares, or that of the differences to another array."""
     with np.errstate(all="ignore"):  # NaN and Inf give NaN, which is reported
         wide = array.astype(np.float64).reshape(-1)
+        if other is not None:
+            wide -= other.reshape(-1)
         return float(np.dot(wide, wide))

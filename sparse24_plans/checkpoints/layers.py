@@ -5,27 +5,37 @@ A compressed tensor ``NAME`` [M, K] is stored as two tensors:
 - ``NAME.values24`` [M, K/2], in the element's safetensors type (``F32``, ``F16``, ``BF16``, ...);
 - ``NAME.meta24`` [M, K/8], ``U16``: the canonical metadata (docs/formats.md).
 
+A quantized weight (:mod:`sparse24_plans.weights.quantized`) has three:
+
+- ``NAME.values24``: ``U8`` [M, K/4], two values of ``s4`` each, or ``I8`` or ``F8_E4M3`` [M, K/2];
+- ``NAME.meta24``, as above;
+- ``NAME.scales24`` [M, groups of a row], ``F16``, ``BF16`` or ``F32``.
+
 A stack [E, M, K] of matrices, such as experts, is stored alike, with E before each shape.
 
 The metadata of each file has ``sparse24_format = "1"`` and, for every compressed tensor in it, a note:
 ``sparse24.NAME`` with the JSON ``{"shape": [M, K], "element": "bf16"}``. All other tensors and metadata stay
 unchanged. The note of a weight that the model holds as [K, M], like transformers' Conv1D, also has
-``"transposed": true``; that of a calibrated weight has ``"calibrated"`` with the method. The note of a weight
-in a foreign format also has ``"format"`` and its options.
+``"transposed": true``; that of a calibrated weight has ``"calibrated"`` with the method. The note of a
+quantized weight also has ``"stored"``, ``"group"`` and ``"scale_element"``, and ``"scale_rule"`` if that rule
+gives its scales for the pruned weight; its ``"element"`` is the type of the weight when it is multiplied. The
+note of a weight in a foreign format also has ``"format"`` and its options.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import FormatError, InvalidProblemError, Sparse24Error
 from ..vocab import ElementKind
-from ..weights.weight import Sparse24Weight
+from ..weights.packed_layouts import Quantization
+from ..weights.quantized import GROUPS, Sparse24QuantizedWeight, memory_element, quantization_of
+from ..weights.weight import CanonicalWeight, Sparse24Weight
 from .folder import DTYPES, ELEMENTS, ModelReader, Shard, row_blocks
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 
@@ -34,7 +44,11 @@ FORMAT_KEY, FORMAT_VERSION = "sparse24_format", "1"
 LAYER_KEY_PREFIX = "sparse24."
 CALIBRATED = "calibrated"
 """The option of a layer with the method that has pruned it, unless that was by magnitude."""
-VALUES_SUFFIX, META_SUFFIX = ".values24", ".meta24"
+SCALE_RULE = "scale_rule"
+"""The option of a quantized layer with the rule that made its scales, unless calibration made them."""
+VALUES_SUFFIX, META_SUFFIX, SCALES_SUFFIX = SUFFIXES = ".values24", ".meta24", ".scales24"
+_QUANTIZED_DTYPES = {ElementKind.S4: "U8", ElementKind.S8: "I8", ElementKind.FP8_E4M3: "F8_E4M3"}
+"""The safetensors types of quantized values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,8 @@ class Layer:
     """A weight [M, K] of a model: the names of its tensors, and its format's options.
 
     ``transposed`` says that the model's dense tensor is [K, M], as transformers' Conv1D holds it. ``stack``
-    is the number E of matrices of a dense tensor [E, M/E, K], or 0 for a single matrix.
+    is the number E of matrices of a dense tensor [E, M/E, K], or 0 for a single matrix. ``quantization`` is
+    that of a quantized weight, whose ``element`` is its type when it is multiplied.
     """
 
     name: str
@@ -53,6 +68,7 @@ class Layer:
     options: dict[str, Any] = field(default_factory=dict)
     transposed: bool = False
     stack: int = 0
+    quantization: Quantization | None = None
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
@@ -99,8 +115,9 @@ def write_note(metadata: dict[str, str], layer: Layer, **more: Any) -> None:
     note = {"shape": list(layer.shape_with(layer.k)), "element": layer.element.value, **more}
     if layer.transposed:
         note["transposed"] = True
-    if CALIBRATED in layer.options:
-        note[CALIBRATED] = layer.options[CALIBRATED]
+    if (by := layer.quantization) is not None:
+        note |= by.arguments
+    note |= {key: layer.options[key] for key in (CALIBRATED, SCALE_RULE) if key in layer.options}
     metadata[LAYER_KEY_PREFIX + layer.name] = json.dumps(note)
 
 
@@ -151,14 +168,30 @@ def located(model: ModelReader, layer: Layer, error: Sparse24Error) -> FormatErr
 # The compressed format ----------------------------------------------------------------------------
 
 
-def stored_tensors(layer: Layer) -> tuple[TensorInfo, TensorInfo]:
-    """The entries of NAME.values24 and NAME.meta24. Raises InvalidProblemError for another element."""
-    m, k, element = layer.m, layer.k, layer.element
+def stored_tensors(layer: Layer) -> tuple[TensorInfo, ...]:
+    """The entries of a weight's tensors, with the suffixes in their order.
+
+    Raises InvalidProblemError for an element that no weight has.
+    """
+    m, k, element, by = layer.m, layer.k, layer.element, layer.quantization
+    values, meta, scales = (layer.name + suffix for suffix in SUFFIXES)
+    positions = TensorInfo(meta, "U16", layer.shape_with(k // 8), m * k // 4)
+    if by is not None:
+        width = k // 4 if by.element is ElementKind.S4 else k // 2
+        return (
+            TensorInfo(values, _QUANTIZED_DTYPES[by.element], layer.shape_with(width), by.value_bytes(m, k)),
+            positions,
+            TensorInfo(
+                scales,
+                DTYPES[by.scale_element],
+                layer.shape_with(by.scales_of_a_row(k)),
+                by.scale_bytes(m, k),
+            ),
+        )
     if element not in DTYPES:
         raise InvalidProblemError(f"{shown(layer.name)}: expected one of {', '.join(DTYPES)}, got {element}")
-    shapes = layer.shape_with(k // 2), layer.shape_with(k // 8)
-    values = TensorInfo(layer.name + VALUES_SUFFIX, DTYPES[element], shapes[0], m * k // 2 * element.itemsize)
-    return values, TensorInfo(layer.name + META_SUFFIX, "U16", shapes[1], m * k // 4)
+    size = m * k // 2 * element.itemsize
+    return TensorInfo(values, DTYPES[element], layer.shape_with(k // 2), size), positions
 
 
 def compressed_names(model: ModelReader) -> dict[str, Shard]:
@@ -208,9 +241,7 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
     """
     note = read_note(shard, name, SPARSE24)
     if note is None and FORMAT_KEY not in shard.reader.metadata:
-        values = model.tensors[name + VALUES_SUFFIX]
-        if len(values.shape) == 2 and values.shape[1] % 4 == 0:
-            note = Note(values.shape[0], 2 * values.shape[1], ELEMENTS.get(values.dtype), {})
+        note = _note_of_tensors(model, name)
     if note is None or note.element is None:
         raise broken(shard, name, "expected a JSON shape and element")
     if note.element not in DTYPES:
@@ -218,10 +249,11 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
     transposed = note.options.get("transposed", False)
     if type(transposed) is not bool:
         raise broken(shard, name, f"transposed: expected true or false, got {transposed!r:.80}")
-    sources = (name + VALUES_SUFFIX, name + META_SUFFIX)
-    options = {CALIBRATED: note.options[CALIBRATED]} if CALIBRATED in note.options else {}
-    layer = Layer(name, note.m, note.k, note.element, sources, options, transposed, note.stack)
-    for expected in stored_tensors(layer):
+    options = {key: note.options[key] for key in (CALIBRATED, SCALE_RULE) if key in note.options}
+    by = _quantization(shard, name, note)
+    layer = Layer(name, note.m, note.k, note.element, (), options, transposed, note.stack, by)
+    wanted = stored_tensors(layer)
+    for expected in wanted:
         info = model.tensors.get(expected.name)
         if info is None:
             raise broken(shard, name, f"{shown(expected.name)} is missing")
@@ -232,22 +264,61 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
                 f"{shown(expected.name)}: expected {expected.dtype}{list(expected.shape)}, "
                 f"got {shown(info.dtype)}{list(info.shape)}",
             )
-    return layer
+    return replace(layer, sources=tuple(info.name for info in wanted))
 
 
-def read_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:
-    """A whole compressed tensor [M, K], validated. Raises FormatError with row and group."""
-    values, metadata = (model.read(name) for name in layer.sources)
+def _note_of_tensors(model: ModelReader, name: str) -> Note | None:
+    """The note that a state_dict's tensors amount to, or None if their shapes and types don't tell."""
+    values, scales = (model.tensors.get(name + suffix) for suffix in (VALUES_SUFFIX, SCALES_SUFFIX))
+    if values is None or len(values.shape) != 2:
+        return None
+    if scales is None:
+        k = 2 * values.shape[1]
+        return Note(values.shape[0], k, ELEMENTS.get(values.dtype), {}) if k % 8 == 0 else None
+    stored = next((kind for kind, dtype in _QUANTIZED_DTYPES.items() if dtype == values.dtype), None)
+    k = values.shape[1] * (4 if stored is ElementKind.S4 else 2)
+    element = ELEMENTS.get(scales.dtype)
+    if stored is None or element is None or len(scales.shape) != 2 or k % 8:
+        return None
+    fitting = (
+        group
+        for group in GROUPS
+        if Quantization(stored, group, element).scales_of_a_row(k) == scales.shape[1]
+    )
+    return Note(values.shape[0], k, element, {"stored": stored.value, "group": next(fitting, None)})
+
+
+def _quantization(shard: Shard, name: str, note: Note) -> Quantization | None:
+    """The quantization that a note states. Raises FormatError for one that no weight has."""
+    if "stored" not in note.options:
+        return None
+    assert note.element is not None  # the caller has checked it
+    stored, group, scale_element = (note.options.get(key) for key in ("stored", "group", "scale_element"))
     try:
-        return Sparse24Weight(
-            values.view(layer.element.dtype).reshape(layer.m, layer.k // 2),
-            metadata.view(np.uint16).reshape(layer.m, layer.k // 8),
-        )
+        return quantization_of(note.element, stored, group, scale_element)
+    except InvalidProblemError as error:
+        raise broken(shard, name, str(error)) from error
+
+
+def read_weight(model: ModelReader, layer: Layer) -> Sparse24Weight | Sparse24QuantizedWeight:
+    """A whole compressed tensor [M, K], validated. Raises FormatError with row and group."""
+    by, element = layer.quantization, layer.element
+    kinds = [element, ElementKind.U16]
+    if by is not None:
+        kinds = [memory_element(by.element), ElementKind.U16, by.scale_element]
+    parts = [
+        model.read(info.name).view(kind.dtype).reshape(layer.m, info.shape[-1])
+        for info, kind in zip(stored_tensors(layer), kinds, strict=True)
+    ]
+    try:
+        if by is None:
+            return Sparse24Weight(*parts)
+        return Sparse24QuantizedWeight(*parts, element=element, **by.arguments)
     except FormatError as error:
         raise located(model, layer, error) from error
 
 
-def write_weight(writer: SafetensorsWriter, name: str, weight: Sparse24Weight) -> None:
-    """Append a block of rows of a compressed tensor."""
-    writer.write(name + VALUES_SUFFIX, weight.values)
-    writer.write(name + META_SUFFIX, weight.metadata)
+def write_weight(writer: SafetensorsWriter, name: str, weight: CanonicalWeight) -> None:
+    """Append a block of rows of a compressed tensor, which lies in host memory."""
+    for suffix, view in zip(SUFFIXES, weight.views, strict=False):
+        writer.write(name + suffix, view.bits())

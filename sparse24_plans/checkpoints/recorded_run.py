@@ -2,7 +2,8 @@
 
 The metadata has ``sparse24_run`` = "1", ``descriptor`` (JSON), ``arithmetic``, and for people ``device``,
 ``kernel`` and ``version``. The tensors are the operands in row-major order, named like the arguments (``x``,
-``y``, ``bias`` ...), and the canonical weight: ``weight.values24`` and ``weight.meta24``.
+``y``, ``bias`` ...), and the canonical weight: ``weight.values24``, ``weight.meta24`` and, if W is quantized,
+``weight.scales24``.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from ..gemm.replay import OnBlock, Replay, check_c_is_kept
 from ..plan.operands import Operand, Role, reinterpretable
 from ..vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, MatrixOrder
 from ..weights.packing import unpack
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .folder import DTYPES
 from .layers import FORMAT_KEY, FORMAT_VERSION, Layer, stored_tensors, write_note, write_weight
 from .safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
-from .weights_file import load_weight
+from .weights_file import Weight, load_weight
 
 RUN_KEY, RUN_VERSION = "sparse24_run", "1"
 _WEIGHT = "weight"
@@ -75,8 +77,6 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
     if (error := plan.can_implement(args).error) is not None:
         raise error
     check_c_is_kept(args)
-    if desc.quantization is not None:
-        raise UnsupportedError(f"plan: expected a weight that is not quantized, got {desc.quantization}")
     operands = [one for one in desc.operands() if one.role is not Role.WEIGHT]
     about = {"arithmetic": named, "device": plan.device.name, "kernel": kernel, "version": __version__}
     metadata = {
@@ -85,7 +85,7 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
         "descriptor": desc.model_dump_json(),
         **about,
     }
-    layer = Layer(_WEIGHT, desc.m, desc.k, desc.element, ())
+    layer = Layer(_WEIGHT, desc.m, desc.k, desc.element, (), quantization=desc.quantization)
     write_note(metadata, layer)
     infos = [*stored_tensors(layer), *map(_info, operands)]
     with SafetensorsWriter(path, infos, metadata) as writer:
@@ -124,14 +124,20 @@ def _plan(desc: GemmSparse24Descriptor, arithmetic: str) -> GemmSparse24Plan:
     return GemmSparse24Plan.select(desc, preference={"require": {"arithmetic": arithmetic}}, device="host")
 
 
-def _canonical(weight: CanonicalWeight | PackedWeight) -> Sparse24Weight:
+def _canonical(weight: CanonicalWeight | PackedWeight) -> Weight:
     """The canonical weight in host memory."""
-    if isinstance(weight, Sparse24Weight):
-        return weight.to("host")
-    assert isinstance(weight, PackedWeight)  # quantized weights were refused
-    if weight.layout_id == CANONICAL_LAYOUT:
-        return Sparse24Weight(*weight.buffers, validate=False).to("host")
-    return unpack(weight).to("host")
+    if isinstance(weight, PackedWeight):
+        by = weight.quantization
+        if weight.layout_id != CANONICAL_LAYOUT:
+            weight = unpack(weight)
+        elif by is None:
+            weight = Sparse24Weight(*weight.buffers, validate=False)
+        else:
+            weight = Sparse24QuantizedWeight(
+                *weight.buffers, element=weight.element, **by.arguments, validate=False
+            )
+    assert isinstance(weight, (Sparse24Weight, Sparse24QuantizedWeight))
+    return weight.to("host")
 
 
 def _info(operand: Operand) -> TensorInfo:
@@ -158,7 +164,7 @@ def _read(reader: SafetensorsReader, operand: Operand) -> Any:
     return np.asfortranarray(rows) if operand.lines is MatrixOrder.COLUMN else rows
 
 
-def _weight(path: str, desc: GemmSparse24Descriptor) -> Sparse24Weight:
+def _weight(path: str, desc: GemmSparse24Descriptor) -> Weight:
     try:
         weight = load_weight(path, _WEIGHT)
     except InvalidProblemError as error:  # no tensor has that name
@@ -168,4 +174,9 @@ def _weight(path: str, desc: GemmSparse24Descriptor) -> Sparse24Weight:
             f"{path}: {_WEIGHT}: expected {desc.element}[{desc.m}, {desc.k}], like the descriptor, "
             f"got {weight.element}[{weight.m}, {weight.k}]"
         )
+    if weight.quantization != desc.quantization:
+        wanted, got = (
+            one or "values that are not quantized" for one in (desc.quantization, weight.quantization)
+        )
+        raise FormatError(f"{path}: {_WEIGHT}: expected {wanted}, like the descriptor, got {got}")
     return weight

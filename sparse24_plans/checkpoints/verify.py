@@ -12,6 +12,7 @@ from ..device.devices import resolve
 from ..device.files import StrPath, path_of
 from ..device.install import import_cupy
 from ..device.tensors import TensorView, wrong
+from ..errors import InvalidProblemError
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
@@ -19,13 +20,15 @@ from ..plan.guarantee import PrecisionGuarantee
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind
 from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
+from ..weights.quantized import Sparse24QuantizedWeight, scale_rule_of
 from ..weights.weight import Sparse24Weight, prune
 from .compress import COMPRESSED_DTYPES
+from .compressed_form import multiplied_as, quantized_weight
 from .folder import DTYPES, ELEMENTS, ModelReader, same_tensor
 from .layers import (
     CALIBRATED,
-    META_SUFFIX,
-    VALUES_SUFFIX,
+    SCALE_RULE,
+    SUFFIXES,
     Layer,
     compressed_layer,
     compressed_names,
@@ -34,6 +37,7 @@ from .layers import (
 )
 from .safetensors_file import shown
 from .selection import check_callback
+from .weights_file import Weight
 
 Array = np.ndarray[Any, Any]
 MAX_TOKENS = 1 << 14
@@ -45,7 +49,7 @@ class LayerResult:
 
     ``relative_error`` is ||y - exact|| / ||exact||. ``worst_ratio`` is the largest |y - exact| / tolerance,
     which is at most 1.0 if the plan's guarantee holds. ``error_bound`` is the guarantee's constant c for this
-    K.
+    K. ``quantization`` says how a weight with scales of groups is stored, None for other weights.
     """
 
     name: str
@@ -57,6 +61,7 @@ class LayerResult:
     error_bound: float | None = None
     worst_ratio: float | None = None
     problem: str | None = None
+    quantization: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -95,11 +100,12 @@ def verify_checkpoint(
     """Check every tensor of ``compressed`` against ``dense``.
 
     Each is a safetensors file, a folder with one, a folder of shards with their index, or that index. Their
-    shards may hold different tensors. A compressed layer must decompress to exactly ``prune(dense)``. Its
-    product with random activations [tokens, K], by the plan that ``preference`` and ``device`` select, must
-    agree with the float64 product within the plan's guarantee. Every other tensor must be equal byte for
-    byte. Only the shapes of calibrated weights are compared, because calibration changes the kept values.
-    Memory stays bounded by about one tensor.
+    shards may hold different tensors. A compressed layer must decompress to exactly ``prune(dense)``, and a
+    quantized one must have the values and scales of its rule for that. Its product with random activations
+    [tokens, K], by the plan that ``preference`` and ``device`` select, must agree with the float64 product of
+    the (dequantized) weight within the plan's guarantee. Every other tensor must be equal byte for byte.
+    Only the shapes of calibrated weights are compared, because calibration changes the kept values. Memory
+    stays bounded by about one tensor.
 
     Raises
     ------
@@ -123,7 +129,8 @@ def verify_checkpoint(
         for name, shard in names.items():
             layer = compressed_layer(ours, shard, name)
             weight = read_weight(ours, layer)
-            result = LayerResult(name, layer.dense_shape, weight.element.value)
+            by = None if weight.quantization is None else str(weight.quantization)
+            result = LayerResult(name, layer.dense_shape, weight.element.value, quantization=by)
             problem = _compare_weight(weight, ours, theirs, layer)
             if problem is not None:
                 result = replace(result, problem=problem)
@@ -139,17 +146,17 @@ def verify_checkpoint(
     return Verification(place, tokens, tuple(layers), copied, tuple(problems))
 
 
-def _compare_weight(
-    weight: Sparse24Weight, ours: ModelReader, theirs: ModelReader, layer: Layer
-) -> str | None:
+def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, layer: Layer) -> str | None:
     """Why the layer isn't the pruned dense one, or None."""
     info = theirs.tensors.get(layer.name)
     if info is None:
         return "the dense checkpoint lacks it"
     element = ELEMENTS.get(info.dtype)
-    sound = info.dtype in COMPRESSED_DTYPES and (element is weight.element or weight.element in LARGEST)
-    if info.shape != layer.dense_shape or element is None or not sound:
+    if element is None or info.shape != layer.dense_shape or not _is_of(weight, info.dtype, element):
         return f"the dense tensor is {shown(info.dtype).lower()}{list(info.shape)}"
+    dense_layer = replace(layer, element=element)
+    if isinstance(weight, Sparse24QuantizedWeight):
+        return None if CALIBRATED in layer.options else _compare_quantized(weight, theirs, dense_layer)
     bits, scales = weight.element.bits_dtype, None
     if weight.element in LARGEST:
         found = ours.tensors.get(layer.name + SCALE_SUFFIX)
@@ -158,7 +165,7 @@ def _compare_weight(
         scales = ours.read(found.name).view(np.uint32)
     if CALIBRATED in layer.options:
         return None
-    for rows, dense in dense_blocks(theirs, replace(layer, element=element)):
+    for rows, dense in dense_blocks(theirs, dense_layer):
         pruned = prune(dense)
         if scales is not None:
             pruned, scale = quantized_rows(pruned, weight.element)
@@ -171,6 +178,28 @@ def _compare_weight(
     return None
 
 
+def _is_of(weight: Weight, dtype: str, element: ElementKind) -> bool:
+    """Whether a weight of this element may come from a dense tensor of this type."""
+    own = element if weight.quantization is None else multiplied_as(element)
+    return dtype in COMPRESSED_DTYPES and weight.element in (own, *LARGEST)
+
+
+def _compare_quantized(weight: Sparse24QuantizedWeight, theirs: ModelReader, layer: Layer) -> str | None:
+    """Why the layer isn't what quantization makes of the pruned dense one, or None."""
+    try:
+        rule = scale_rule_of(layer.options.get(SCALE_RULE), SCALE_RULE)
+    except InvalidProblemError as error:
+        return f"quantization can't be computed again by its note: {error}"
+    for rows, dense in dense_blocks(theirs, layer):
+        again = quantized_weight(Sparse24Weight.prune_compress(dense), weight.quantization, rule)
+        for what, view, own in zip(("value", "position", "scale"), again.views, weight.views, strict=True):
+            unequal = (view.bits() != own.bits()[rows]).any(axis=1)
+            if unequal.any():
+                row = rows.start + int(unequal.argmax())
+                return f"a {what} differs from those of the pruned dense tensor in row {row}"
+    return None
+
+
 def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
     part = Sparse24Weight(weight.values[rows], weight.metadata[rows], validate=False)
     dense: Array = part.decompress()
@@ -179,8 +208,7 @@ def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
 
 def _compare_rest(ours: ModelReader, theirs: ModelReader, names: list[str]) -> tuple[int, list[str]]:
     """The number of tensors that were copied faithfully, and the problems of the others."""
-    suffixes = VALUES_SUFFIX, META_SUFFIX, SCALE_SUFFIX
-    stored = {name + suffix for name in names for suffix in suffixes}
+    stored = {name + suffix for name in names for suffix in (*SUFFIXES, SCALE_SUFFIX)}
     copied, problems = 0, []
     for name in theirs.tensors.keys() - set(names):
         if name not in ours.tensors:
@@ -198,22 +226,30 @@ def _compare_rest(ours: ModelReader, theirs: ModelReader, names: list[str]) -> t
 
 
 def _plan(
-    weight: Sparse24Weight, tokens: int, preference: PlanPreference | None, device: int | str | None
+    weight: Weight, tokens: int, preference: PlanPreference | None, device: int | str | None
 ) -> GemmSparse24Plan:
     element = weight.element
     out = ElementKind.F32 if element in LARGEST else element
-    desc = GemmSparse24Descriptor(n=tokens, m=weight.m, k=weight.k, element=element, out_element=out)
+    fields: dict[str, Any] = {}
+    if (by := weight.quantization) is not None:
+        fields = {
+            "weight_element": by.element, "weight_group": by.group, "weight_scale_element": by.scale_element
+        }  # fmt: skip
+    desc = GemmSparse24Descriptor(
+        n=tokens, m=weight.m, k=weight.k, element=element, out_element=out, **fields
+    )
     return GemmSparse24Plan.select(desc, preference=preference, device=device)
 
 
 def _multiply(
-    plan: GemmSparse24Plan, weight: Sparse24Weight, rng: np.random.Generator, result: LayerResult
+    plan: GemmSparse24Plan, weight: Weight, rng: np.random.Generator, result: LayerResult
 ) -> LayerResult:
     """The result with the errors of the plan's product with random activations."""
     out, k = plan.descriptor.out_element, weight.k
-    x = _activations(weight, plan.descriptor.n, rng)
+    plain = weight.dequantize() if isinstance(weight, Sparse24QuantizedWeight) else weight
+    x = _activations(plain, plan.descriptor.n, rng)
     y = _run(plan, weight, x).astype(np.float64)
-    exact, abs_sum = _reference(weight, x, plan.guarantee)
+    exact, abs_sum = _reference(plain, x, plan.guarantee)
     with np.errstate(all="ignore"):  # Inf and NaN in a weight are results here
         tolerance = plan.guarantee.tolerance(k, exact, abs_sum, out)
         equal = _equal_or_overflowed(y, exact, tolerance, out)
@@ -255,7 +291,7 @@ def _equal_or_overflowed(y: Array, exact: Array, tolerance: Array, element: Elem
     return equal
 
 
-def _run(plan: GemmSparse24Plan, weight: Sparse24Weight, x: Array) -> Array:
+def _run(plan: GemmSparse24Plan, weight: Weight, x: Array) -> Array:
     """The product y [N, M], computed on the plan's device."""
     desc = plan.descriptor
     bits, shape = desc.out_element.bits_dtype, (desc.n, desc.outputs)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 from ..device.files import StrPath, path_of
 from ..device.tensors import wrong
 from ..errors import InvalidProblemError
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .folder import ModelReader
 from .layers import (
@@ -22,8 +24,10 @@ from .layers import (
 )
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 
+Weight: TypeAlias = Sparse24Weight | Sparse24QuantizedWeight
 
-def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
+
+def save_weights(path: StrPath, weights: Mapping[str, Weight]) -> None:
     """Write ``weights``, a mapping from names, as a compressed checkpoint. Device weights are fetched.
 
     Raises InvalidProblemError for other types or unusable names; StorageError if the file can't be written,
@@ -37,9 +41,12 @@ def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
     for name, weight in weights.items():
         if not isinstance(name, str):
             raise wrong("weights", "names as strings", name)
-        if type(weight) is not Sparse24Weight:
-            raise InvalidProblemError(f"{shown(name)}: expected Sparse24Weight, got {type(weight).__name__}")
-        layer = Layer(name, weight.m, weight.k, weight.element, ())
+        if not isinstance(weight, (Sparse24Weight, Sparse24QuantizedWeight)):
+            raise InvalidProblemError(
+                f"{shown(name)}: expected Sparse24Weight or Sparse24QuantizedWeight, "
+                f"got {type(weight).__name__}"
+            )
+        layer = Layer(name, weight.m, weight.k, weight.element, (), quantization=weight.quantization)
         outputs += stored_tensors(layer)
         write_note(metadata, layer)
     with SafetensorsWriter(path, outputs, metadata) as writer:
@@ -47,10 +54,11 @@ def save_weights(path: StrPath, weights: Mapping[str, Sparse24Weight]) -> None:
             write_weight(writer, name, weight.to("host"))
 
 
-def load_weight(path: StrPath, name: str) -> Sparse24Weight:
+def load_weight(path: StrPath, name: str) -> Weight:
     """The compressed tensor ``name`` of a file or folder of shards, validated, in host memory.
 
-    It is [out, in] also where the model holds the dense tensor as [in, out], and [E*out, in] for a stack.
+    It is [out, in] also where the model holds the dense tensor as [in, out], and [E*out, in] for a stack. A
+    tensor that is stored quantized is a Sparse24QuantizedWeight.
     Raises InvalidProblemError for a name that no compressed tensor has; FormatError, naming file and tensor,
     if a file breaks the format; StorageError if it can't be read.
     """
@@ -62,7 +70,7 @@ def load_weight(path: StrPath, name: str) -> Sparse24Weight:
         return read_weight(model, compressed_layer(model, names[name], name))
 
 
-def iter_weights(path: StrPath) -> Iterator[tuple[str, Sparse24Weight]]:
+def iter_weights(path: StrPath) -> Iterator[tuple[str, Weight]]:
     """Every compressed tensor of a file or folder with its name, loaded one at a time.
 
     Raises the errors of :func:`load_weight`, each when its tensor is reached.

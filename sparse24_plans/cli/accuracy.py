@@ -7,12 +7,23 @@ from pathlib import Path
 
 import numpy as np
 
-from ..weights.calibrated import METHODS
+from ..checkpoints.compressed_form import compressed_form
+from ..vocab import ElementKind
+from ..weights.calibrated import METHODS, Rounding
 from .minilm import Encoder
 from .output import progress
 from .tables import Column, Json, share_text, show_line, show_table
 
 _FOLDER = Path(__file__).parent / "sentences"
+_FORMS = {**{method: (method, None) for method in METHODS}, "sparsegpt, s4": ("sparsegpt", ElementKind.S4)}
+"""The rows of the table: a method of calibration, and the stored element of quantized weights."""
+
+
+def rounding_to(stored: ElementKind | str, group: int | None = None) -> Rounding:
+    """How calibration quantizes the encoder's weights, by the defaults of ``sparse24 compress``."""
+    found = compressed_form(None, stored, group, None).rounding(ElementKind.F32)
+    assert found is not None
+    return found
 
 
 def sentences(name: str) -> list[str]:
@@ -28,15 +39,16 @@ def measured(folder: Path, quiet: bool) -> Json:
     )
     dense = encoder.embed(others, encoder.weights)
     rows: list[Json] = []
-    with progress("pruning the encoder", len(METHODS), quiet) as advance:
-        for method in METHODS:
+    with progress("pruning the encoder", len(_FORMS), quiet) as advance:
+        for name, (method, stored) in _FORMS.items():
             start = time.perf_counter()
-            weights, errors = encoder.calibrated(samples, method)
+            to = None if stored is None else rounding_to(stored)
+            weights, errors = encoder.calibrated(samples, method, to)
             seconds = time.perf_counter() - start
             cosines = (encoder.embed(others, weights) * dense).sum(1)
             rows.append(
                 {
-                    "method": method,
+                    "method": name,
                     "mean_cosine": float(cosines.mean()),
                     "worst_cosine": float(cosines.min()),
                     "mean_output_error": float(np.mean(errors)),

@@ -75,8 +75,12 @@ def calibration(
     include: Sequence[str],
     exclude: Sequence[str],
     quiet: bool,
+    **quantized: Any,
 ) -> Calibration:
-    """Load the model, prune it in memory, and name its weights like the checkpoint's tensors."""
+    """Load the model, prune it in memory, and name its weights like the checkpoint's tensors.
+
+    ``quantized`` are arguments of ``calibrate`` that quantize the weights.
+    """
     try:
         import torch
         import transformers
@@ -120,15 +124,19 @@ def calibration(
         device=place,
         resume=folder,
         progress=False if quiet else None,
+        **quantized,
     )
     errors = {tensors[layer.name]: layer.output_error for layer in report.layers}
-    weights = {tensors[name]: linear_of(linears[name]).weight for name in (one.name for one in report.layers)}
-    read = {name: partial(_array, weight) for name, weight in weights.items()}
+    read = {
+        tensors[layer.name]: partial(_weight, layer, linear_of(linears[layer.name]))
+        for layer in report.layers
+    }
     return Calibration(CalibratedWeights(method, read), errors, tokens, folder)
 
 
-def _array(weight: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(weight.detach().float())
+def _weight(layer: Any, linear: Any) -> Any:
+    """The layer's quantized weight, or its dense one as an array."""
+    return np.asarray(linear.weight.detach().float()) if layer.weight is None else layer.weight
 
 
 def _loaded(transformers: Any, source: Path) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from ..checkpoints.conversion import ConversionReport, convert_checkpoint
 from ..checkpoints.folder import stored_bytes
 from ..checkpoints.selection import families_of
 from ..errors import InvalidProblemError
-from ..vocab import ElementKind
+from ..vocab import ElementKind, ScaleRule
 from ..weights.quantize import LARGEST
 from .calibrating import OUTPUT_ERROR, CalibrateOption, MethodOption, calibration
 from .options import (
@@ -30,8 +30,11 @@ from .options import (
     Everything,
     ExcludeOption,
     Force,
+    GroupOption,
     IncludeOption,
     OutOption,
+    ScaleRuleOption,
+    WeightsOption,
     named,
     one_of,
     word_option,
@@ -67,6 +70,9 @@ def compress(
             meaning="Quantize weights to 8 bits, for layers that quantize their input too.",
         ),
     ] = None,
+    weights: WeightsOption = None,
+    group: GroupOption = None,
+    scale_rule: ScaleRuleOption = None,
     device: DeviceOption = "auto",
     calibrate: CalibrateOption = None,
     method: MethodOption = "sparsegpt",
@@ -84,12 +90,13 @@ def compress(
     """
     with reported(as_json):
         overwrite = dry_run or may_replace(out, source, force, as_json)
+        quantized: Json = {"weights": weights, "group": group, "scale_rule": scale_rule}
         chosen: Json = {"include": include or (), "exclude": exclude or (), "quiet": as_json}
         run = None
         if calibrate is not None:
             if dry_run:
                 raise InvalidProblemError("--dry-run: expected no --calibrate, which has to run the model")
-            run = calibration(source, calibrate, out, method, device, **chosen)
+            run = calibration(source, calibrate, out, method, device, **chosen, **quantized)
         document = compressed(
             source,
             out,
@@ -99,6 +106,7 @@ def compress(
             dry_run=dry_run,
             calibrated=None if run is None else run.weights,
             **chosen,
+            **quantized,
         )
         if run is not None:
             run.finish(document)
@@ -188,6 +196,9 @@ def compressed(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     element: ElementKind | None = None,
+    weights: ElementKind | None = None,
+    group: int | None = None,
+    scale_rule: ScaleRule | None = None,
     overwrite: bool,
     dry_run: bool = False,
     calibrated: CalibratedWeights | None = None,
@@ -201,6 +212,9 @@ def compressed(
             include=include,
             exclude=exclude,
             element=element,
+            weights=weights,
+            group=group,
+            scale_rule=scale_rule,
             device=device,
             overwrite=overwrite,
             dry_run=dry_run,
@@ -229,6 +243,7 @@ def _rewrite_document(
 
 _BEFORE = Column("before", lambda row: size_text(row["bytes_before"]), right=True)
 _AFTER = Column("after", lambda row: size_text(row["bytes_after"]), right=True)
+_ROUNDING = Column("quantized", lambda row: share_text(row["quantization_error"]), right=True)
 _SHAPE = Column("shape", lambda row: shape_text(row["shape"]), optional=True)
 _ELEMENT = Column("element", "element", optional=True)
 _NAME = Column("tensor", "name")
@@ -248,6 +263,8 @@ def _show_compression(document: Json, *, everything: bool = False) -> None:
     else:
         worst = sorted(done, key=_energy)[:FEW]
         shown, title = _selected(done, worst, "compressed; the {few} that keep the least energy", everything)
+        if any(row["quantization_error"] is not None for row in done):
+            columns = (_ROUNDING, *columns)
         columns = (Column("kept", lambda row: share_text(row["kept_energy"]), right=True), *columns)
     show_table(columns, shown, title=title)
     _show_rest(document, "compressed", everything)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..checkpoints.folder import ModelReader
 from ..vocab import ElementKind
-from ..weights.calibrated import output_error, pruned_together
+from ..weights.calibrated import Rounding, output_error, pruned_together, quantized_together
 
 Array = np.ndarray[Any, Any]
 See = Callable[[list[str], Array], None]
@@ -89,15 +89,25 @@ class Encoder:
         embeddings: Array = means / np.linalg.norm(means, axis=1, keepdims=True)
         return embeddings
 
-    def calibrated(self, samples: Sequence[list[int]], method: str) -> tuple[dict[str, Array], list[float]]:
-        """The weights with the layers' pruned to 2:4, in order, and the relative errors of their outputs."""
+    def calibrated(
+        self, samples: Sequence[list[int]], method: str, to: Rounding | None = None
+    ) -> tuple[dict[str, Array], list[float]]:
+        """The weights with the layers' pruned to 2:4, in order, and the relative errors of their outputs.
+
+        ``to`` says how they are quantized, too.
+        """
         weights = dict(self.weights)
         errors = []
 
         def prune(names: list[str], x: Array) -> None:
             moment = x.T @ x
             dense = [weights[f"{name}.weight"] for name in names]
-            for name, before, after in zip(names, dense, pruned_together(dense, moment, method), strict=True):
+            if to is None:
+                changed = pruned_together(dense, moment, method)
+            else:
+                quantized = quantized_together(dense, moment, method, to)
+                changed = [one.decompress().astype(np.float32) for one in quantized]
+            for name, before, after in zip(names, dense, changed, strict=True):
                 weights[f"{name}.weight"] = after
                 errors.append(output_error(before, after, moment))
 

@@ -10,13 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
+from ..checkpoints.compressed_form import DEFAULT_GROUP, DEFAULT_RULE
 from ..checkpoints.selection import DEFAULT_EXCLUDE
 from ..checkpoints.verify import MAX_TOKENS
 from ..errors import InvalidProblemError
 from ..gemm.kernel_table import ENTRIES
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..vocab import ElementKind, EpilogueKind
+from ..vocab import ElementKind, EpilogueKind, ScaleRule
+from ..weights.quantized import GROUPS, STORED
 
 ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ENTRIES))
 """The elements that some kernel multiplies."""
@@ -143,6 +145,27 @@ ExcludeOption = Annotated[
         metavar="GLOB",
         help="Copy the tensors whose names match this shell pattern; repeatable, and stronger than "
         f"--include. Copied unless --include names them: {', '.join(DEFAULT_EXCLUDE)}.",
+    ),
+]
+WeightsOption = Annotated[
+    ElementKind | None,
+    word_option("--weights", known=STORED, meaning="Quantize weights, for layers that keep their input."),
+]
+GroupOption = Annotated[
+    int | None,
+    typer.Option(
+        "--group",
+        metavar="N",
+        help=f"With --weights: the columns of a row that share a scale, {DEFAULT_GROUP} by default; 0: all. "
+        + named(map(str, GROUPS)),
+    ),
+]
+ScaleRuleOption = Annotated[
+    ScaleRule | None,
+    word_option(
+        "--scale-rule",
+        known=ScaleRule,
+        meaning=f"With --weights: how scales are chosen, {DEFAULT_RULE} by default.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""``calibrate`` prunes the linear layers of a model to 2:4 by what their inputs are, block after block.
+"""``calibrate`` prunes (and quantizes) a model's linear layers to 2:4 by their inputs, block after block.
 
 A block is one of the model's layers, such as a decoder layer. While one is pruned, only its inputs, its own
 weights and one moment X^T X are needed on the device. The inputs come from the pruned blocks before it.
@@ -15,14 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.folder import DTYPES
-from ..checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter, TensorInfo
+from ..checkpoints.compressed_form import CompressedForm, compressed_form
+from ..checkpoints.folder import DTYPES, ModelReader
+from ..checkpoints.layers import Layer, read_weight, stored_tensors, write_weight
+from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import StrPath, path_of, storage_errors
 from ..errors import InvalidProblemError, shown
-from ..weights.calibrated import METHODS, output_error, pruned_together
+from ..weights.calibrated import METHODS, output_error, pruned_together, quantized_together
+from ..weights.quantized import Sparse24QuantizedWeight
 from .conv1d import is_linear, linear_of
 from .elements import element_of, host_bytes
 from .swap import Choice, progress_bar
@@ -35,13 +39,15 @@ class CalibratedLayer:
     """One linear layer [M, K] that was pruned.
 
     ``output_error`` is ||X (W - W')^T|| / ||X W^T|| over all calibration tokens, where X are the layer's
-    inputs in the pruned model.
+    inputs in the pruned model. ``weight`` is the quantized weight that the layer's tensor stands for, in host
+    memory, or None if it was not quantized.
     """
 
     name: str
     m: int
     k: int
     output_error: float
+    weight: Sparse24QuantizedWeight | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,9 @@ def calibrate(
     method: str = "sparsegpt",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    weights: Any = None,
+    group: int | None = None,
+    scale_rule: Any = None,
     device: Any = None,
     resume: StrPath | None = None,
     progress: bool | None = None,
@@ -93,6 +102,9 @@ def calibrate(
         ``"sparsegpt"``, ``"wanda"`` or ``"magnitude"`` (:mod:`sparse24_plans.weights.calibrated`).
     include, exclude : sequences of str
         Patterns of layers' names, as in ``to_sparse24``, with its defaults.
+    weights, group, scale_rule : optional
+        The arguments of ``compress_checkpoint``. The model gets the dequantized weights, the report the
+        quantized ones. SparseGPT's are rounded as in GPTQ, others to nearest.
     device : torch.device, optional
         The device that computes, to which one block at a time is moved. By default the model stays in place.
     resume : path, optional
@@ -111,15 +123,16 @@ def calibrate(
     if not isinstance(batches, (list, tuple)) or not batches:
         raise InvalidProblemError(f"batches: expected a list of inputs, got {shown(batches)}")
     folder = None if resume is None else Path(path_of("resume", resume))
-    blocks, chosen, left = _chosen(model, include, exclude)
+    form = compressed_form(None, weights, group, scale_rule)
+    blocks, chosen, left = _chosen(model, include, exclude, 4 if weights is None else 8)
     layers: list[CalibratedLayer] = []
     with _evaluated(model), progress_bar(len(blocks), progress) as advance:
         calls = _recorded(model, blocks, batches, None if device is None else torch.device(device))
-        seed = _digest(method.encode(), *_tensors(batches))
+        seed = _digest(f"{method}{form}".encode(), *_tensors(batches))
         for index, (place, block) in enumerate(blocks.items()):
             own = {name: one for name, one in chosen.items() if f"{name}.".startswith(f"{place}.")}
             file = None if folder is None else folder / f"block-{index:04}.safetensors"
-            layers += _Block(block, own, calls, index).prune(method, file, seed)
+            layers += _Block(block, own, calls, index, form).prune(method, file, seed)
             advance()
     return CalibrationReport(method, tuple(layers), left)
 
@@ -141,9 +154,9 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 
 
 def _chosen(
-    model: nn.Module, include: Sequence[str], exclude: Sequence[str]
+    model: nn.Module, include: Sequence[str], exclude: Sequence[str], step: int
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, str]]:
-    """The model's blocks, the layers to prune, and why others stay dense."""
+    """The model's blocks, the layers to prune, and why others stay dense. K is a multiple of ``step``."""
     home, most = None, 0
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -166,8 +179,8 @@ def _chosen(
         weight = linear_of(model.get_submodule(name)).weight
         if not name.startswith(prefix):
             left[name] = f"it is outside of the blocks {prefix}*"
-        elif weight.shape[1] % 4:
-            left[name] = f"K={weight.shape[1]} is not a multiple of 4"
+        elif weight.shape[1] % step:
+            left[name] = f"K={weight.shape[1]} is not a multiple of {step}"
         elif weight.is_meta or not bool(torch.isfinite(weight).all()):
             raise InvalidProblemError(f"{name}: expected a finite weight in memory")
         else:
@@ -275,8 +288,17 @@ def _digest(head: bytes, *tensors: Tensor) -> str:
 class _Block:
     """Prunes one block's ``layers`` and replaces ``calls.hidden`` by its outputs."""
 
-    def __init__(self, block: nn.Module, layers: Mapping[str, nn.Module], calls: _Calls, index: int) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        layers: Mapping[str, nn.Module],
+        calls: _Calls,
+        index: int,
+        form: CompressedForm,
+    ) -> None:
         self._block, self._layers, self._calls, self._index = block, layers, calls, index
+        self._form = form
+        self._quantized: dict[str, Sparse24QuantizedWeight] = {}
 
     def prune(self, method: str, file: Path | None, seed: str) -> list[CalibratedLayer]:
         """Prune the block's layers, or read them from the file of an earlier run."""
@@ -292,7 +314,10 @@ class _Block:
                 if file is not None:
                     self._save(file, run, errors)
             self._calls.hidden = [self._output(batch) for batch in range(len(self._calls.hidden))]
-        return [CalibratedLayer(name, m, k, errors[name]) for name, (m, k) in sizes.items()]
+        return [
+            CalibratedLayer(name, m, k, errors[name], self._quantized.get(name))
+            for name, (m, k) in sizes.items()
+        ]
 
     def _weight(self, name: str) -> Tensor:
         """A layer's weight [M, K], in its memory."""
@@ -353,12 +378,21 @@ class _Block:
         if not bool(torch.isfinite(moment).all()):
             raise InvalidProblemError(f"{names[0]}: expected finite inputs, got a moment with NaN or Inf")
         dense = [weight.to(torch.float32, copy=True) for weight in weights]
-        pruned = pruned_together(dense, moment, method)
-        errors = {}
-        for name, before, weight, part in zip(names, dense, weights, pruned, strict=True):
-            weight.copy_(part)
-            errors[name] = output_error(before, weight.float(), moment)
-        return errors
+        if (to := self._form.rounding(element_of(weights[0].dtype, names[0]))) is None:
+            for weight, part in zip(weights, pruned_together(dense, moment, method), strict=True):
+                weight.copy_(part)
+        else:
+            for name, one in zip(names, quantized_together(dense, moment, method, to), strict=True):
+                self._hold(name, one)
+        return {
+            name: output_error(before, weight.float(), moment)
+            for name, before, weight in zip(names, dense, weights, strict=True)
+        }
+
+    def _hold(self, name: str, quantized: Any) -> None:
+        """Give a layer its Sparse24QuantizedWeight, dequantized."""
+        self._quantized[name] = quantized
+        self._weight(name).copy_(torch.from_numpy(quantized.decompress().astype(np.float32)))
 
     def _moment(self, name: str, weight: Tensor) -> Tensor:
         """X^T X of a layer's inputs, float32 [K, K], over all batches."""
@@ -378,12 +412,25 @@ class _Block:
 
     # Files of finished blocks ---------------------------------------------------------------------
 
+    def _stored(self) -> dict[str, Layer]:
+        """The entries of the layers in a file: dense, or compressed if they are quantized."""
+        layers = {}
+        for name in self._layers:
+            weight = self._weight(name)
+            m, k = weight.shape
+            dense = Layer(name, m, k, element_of(weight.dtype, name), ())
+            layers[name] = self._form.as_written(dense)
+        return layers
+
     def _infos(self) -> list[TensorInfo]:
-        tensors = {name: self._weight(name) for name in self._layers}
-        return [
-            TensorInfo(name, DTYPES[element_of(one.dtype, name)], tuple(one.shape), one.nbytes)
-            for name, one in tensors.items()
-        ]
+        infos: list[TensorInfo] = []
+        for name, layer in self._stored().items():
+            if layer.quantization is not None:
+                infos += stored_tensors(layer)
+            else:
+                nbytes = layer.m * layer.k * layer.element.itemsize
+                infos.append(TensorInfo(name, DTYPES[layer.element], layer.dense_shape, nbytes))
+        return infos
 
     def _save(self, file: Path, run: str, errors: dict[str, float]) -> None:
         with storage_errors(file.parent):
@@ -391,16 +438,23 @@ class _Block:
         metadata = {_RUN_KEY: run, _ERRORS_KEY: json.dumps(errors)}
         with SafetensorsWriter(file, self._infos(), metadata) as writer:
             for name in self._layers:
-                writer.write(name, host_bytes(self._weight(name)))
+                if name in self._quantized:
+                    write_weight(writer, name, self._quantized[name])
+                else:
+                    writer.write(name, host_bytes(self._weight(name)))
 
     def _restore(self, file: Path, run: str) -> dict[str, float]:
         """Read the pruned weights. Returns the output errors."""
-        with SafetensorsReader(file) as reader:
+        with ModelReader(file) as model:
+            reader = model.shards[0].reader
             if reader.metadata.get(_RUN_KEY) != run or list(reader.tensors.values()) != self._infos():
                 raise InvalidProblemError(
                     f"resume: expected blocks of this model, batches and method, got others in {file}"
                 )
-            for name in self._layers:
+            for name, layer in self._stored().items():
+                if layer.quantization is not None:
+                    self._hold(name, read_weight(model, layer))
+                    continue
                 weight = self._weight(name)
                 stored = torch.from_numpy(reader.read(name)).view(weight.dtype)
                 weight.copy_(stored.reshape(weight.shape))

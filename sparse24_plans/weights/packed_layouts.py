@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
 from ..vocab import (
@@ -47,6 +47,15 @@ class Quantization(NamedTuple):
     def scale_bytes(self, m: int, k: int) -> int:
         """Bytes of the scales of a weight [m, k]."""
         return m * self.scales_of_a_row(k) * self.scale_element.itemsize
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of Sparse24QuantizedWeight by their names, as JSON holds them."""
+        return {
+            "stored": self.element.value,
+            "group": self.group,
+            "scale_element": self.scale_element.value,
+        }
 
     def __str__(self) -> str:
         width = f"groups of {self.group}" if self.group else "rows"

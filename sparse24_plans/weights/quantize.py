@@ -14,7 +14,8 @@ Array = np.ndarray[Any, Any]
 
 LARGEST = {ElementKind.FP8_E4M3: 448.0, ElementKind.S8: 127.0}
 """The largest value of each 8-bit element that a weight may be quantized to."""
-_LARGEST = {**LARGEST, ElementKind.S4: 7.0}
+LARGEST_STORED = {**LARGEST, ElementKind.S4: 7.0}
+"""The largest value of each element of stored values that quantization gives."""
 LEAST_SCALE = 2.0**-100
 SCALE_SUFFIX = "_scale"
 """The scales of a tensor NAME are NAME_scale, float32 [M, 1], as in compressed-tensors' checkpoints."""
@@ -39,13 +40,13 @@ def scales_of(rows: Array, element: ElementKind) -> Array:
     """The scales [M, 1] of float32 rows."""
     with np.errstate(all="ignore"):  # NaN and Inf are results here
         most = np.abs(rows).max(axis=1, keepdims=True, initial=0)
-        found: Array = np.maximum(most / np.float32(_LARGEST[element]), np.float32(LEAST_SCALE))
+        found: Array = np.maximum(most / np.float32(LARGEST_STORED[element]), np.float32(LEAST_SCALE))
     return found
 
 
 def quantized(rows: Array, scale: Array, element: ElementKind) -> Array:
     """float32 rows divided by their scales, or by one, in the element; ``s4`` as int8."""
-    largest = np.float32(_LARGEST[element])
+    largest = np.float32(LARGEST_STORED[element])
     with np.errstate(all="ignore"):
         scaled = np.clip(rows / scale, -largest, largest)
         if element.is_integer:
@@ -78,7 +79,7 @@ def quantized_groups(
     scales = _Scales(element, by)
     with np.errstate(all="ignore"):  # NaN and Inf are results here
         largest = np.abs(grouped).max(axis=1, keepdims=True)
-        scale = scales.held(largest / np.float32(_LARGEST[by.element]))
+        scale = scales.held(largest / np.float32(LARGEST_STORED[by.element]))
         if rule is ScaleRule.LEAST_SQUARES:
             scale = _least_squares(grouped, scale, scales)
     stored = quantized(grouped, scale, by.element).reshape(padded.shape)[:, :width]
@@ -91,7 +92,7 @@ class _Scales:
     def __init__(self, element: ElementKind, by: Quantization) -> None:
         self.by, self._dtype = by, by.scale_element.dtype
         self._least = np.float32(by.scale_element.smallest_normal)
-        most = np.float32(ml_dtypes.finfo(element.dtype).max) / np.float32(_LARGEST[by.element])  # type: ignore[no-untyped-call]
+        most = np.float32(ml_dtypes.finfo(element.dtype).max) / np.float32(LARGEST_STORED[by.element])  # type: ignore[no-untyped-call]
         bits = np.array([most]).astype(self._dtype)
         if np.float32(bits[0]) > most:
             bits.view(by.scale_element.bits_dtype)[0] -= 1

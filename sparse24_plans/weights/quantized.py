@@ -33,13 +33,22 @@ GROUPS = (0, 32, 64, 128)
 """Columns of a row that share a scale; 0: the whole row."""
 
 
-def quantization_of(element: ElementKind, stored: Any, group: Any, scale_element: Any) -> Quantization:
-    """The fields, checked, for a weight of this element. Raises InvalidProblemError naming the field."""
-    kind = element_kind(stored, "stored")
+def quantization_of(
+    element: ElementKind,
+    stored: Any,
+    group: Any,
+    scale_element: Any = None,
+    argument: str = "stored",
+) -> Quantization:
+    """The fields, checked, for a weight of this element. Raises InvalidProblemError naming the field.
+
+    ``argument`` is the name of the caller's argument ``stored``.
+    """
+    kind = element_kind(stored, argument)
     if element not in ELEMENTS:
         raise wrong("element", " or ".join(ELEMENTS), element)
     if kind not in STORED:
-        raise wrong("stored", " or ".join(STORED), stored)
+        raise wrong(argument, " or ".join(STORED), stored)
     columns = integer(group)
     if columns not in GROUPS:
         raise wrong("group", " or ".join(map(str, GROUPS)), group)
@@ -145,7 +154,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         by = quantization_of(kind, stored, group, scale_element)
         if weight.element not in DENSE_ELEMENTS:
             raise wrong("weight", "elements " + " or ".join(DENSE_ELEMENTS), weight.element)
-        rule = _scale_rule(rule)
+        rule = scale_rule_of(rule)
         _check_on_host("quantize", weight)
         bits = weight.values_view.bits()
         values = np.empty((weight.m, stored_width(weight.k, by)), memory_element(by.element).dtype)
@@ -156,7 +165,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
 
         threads.for_each(fill, canonical.row_steps(weight.m, weight.k, True))
         parts = (values, weight.metadata_view, scales)
-        return cls(*parts, element=kind, validate=False, **_named(by))
+        return cls(*parts, element=kind, validate=False, **by.arguments)
 
     def _shape(self) -> tuple[int, int]:
         shape, each = self.views[0].shape, self._columns_of_a_cell
@@ -200,6 +209,10 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         write_dequantized(self.views[0], self.views[2], self.quantization, self.element, kept)
         return Sparse24Weight(kept.view(self.element.dtype), self.views[1], validate=False)
 
+    def decompress(self) -> Any:
+        """W as a dense NumPy array [M, K] of ``element``. Raises UnsupportedError for device memory."""
+        return self.dequantize().decompress()
+
     def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24QuantizedWeight:
         """The weight on a device, as :meth:`Sparse24Weight.to` does, with the same errors."""
         if device is None:
@@ -212,7 +225,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
 
     def _of(self, parts: Any) -> Sparse24QuantizedWeight:
         return Sparse24QuantizedWeight(
-            *parts, element=self.element, validate=False, **_named(self.quantization)
+            *parts, element=self.element, validate=False, **self.quantization.arguments
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sparse24QuantizedWeight:
@@ -224,18 +237,13 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         return _restored, (
             [portable(view) for view in self.views],
             self.element.value,
-            _named(self.quantization),
+            self.quantization.arguments,
         )
 
     def __repr__(self) -> str:
         return (
             f"Sparse24QuantizedWeight({self.element}[{self.m}, {self.k}], {self.quantization}, {self.device})"
         )
-
-
-def _named(by: Quantization) -> dict[str, Any]:
-    """The constructor's arguments."""
-    return {"stored": by.element, "group": by.group, "scale_element": by.scale_element}
 
 
 def _check_on_host(what: str, weight: CanonicalWeight) -> None:
@@ -245,11 +253,12 @@ def _check_on_host(what: str, weight: CanonicalWeight) -> None:
         )
 
 
-def _scale_rule(rule: object) -> ScaleRule:
+def scale_rule_of(rule: object, argument: str = "rule") -> ScaleRule:
+    """The rule, checked. Raises InvalidProblemError naming the argument."""
     try:
         return ScaleRule(rule) if isinstance(rule, str) else ScaleRule(None)
     except ValueError:
-        raise wrong("rule", " or ".join(ScaleRule), rule) from None
+        raise wrong(argument, " or ".join(ScaleRule), rule) from None
 
 
 def _restored(parts: list[Any], element: str, fields: dict[str, Any]) -> Sparse24QuantizedWeight:

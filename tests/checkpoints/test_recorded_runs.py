@@ -138,6 +138,12 @@ def descriptor(**fields):
     return change
 
 
+ELEMENT_FIELDS = (
+    *("element", "out_element", "bias_element", "c_element"),
+    *("weight_element", "weight_scale_element"),
+)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -152,7 +158,7 @@ def descriptor(**fields):
         (lambda tensors, metadata: tensors.pop("y"), r"y: expected BF16\[5, 24\], .* got none"),
         (descriptor(n=6), r"x: expected BF16\[6, 520\], like the descriptor, got BF16\[5, 520\]"),
         (
-            descriptor(element="f16", out_element="f16", bias_element="f16", c_element="f16"),
+            descriptor(**dict.fromkeys(ELEMENT_FIELDS, "f16")),
             r"x: expected F16\[5, 520\]",
         ),
         (descriptor(epilogue="bias"), r"bias: expected BF16\[24\], like the descriptor, got none"),

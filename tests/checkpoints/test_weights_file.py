@@ -55,7 +55,7 @@ def test_a_device_weight_is_saved_from_the_device(tmp_path):
 
 
 def test_save_takes_weights_only(tmp_path):
-    with pytest.raises(InvalidProblemError, match="w: expected Sparse24Weight, got ndarray"):
+    with pytest.raises(InvalidProblemError, match=r"w: expected Sparse24Weight or .*, got ndarray"):
         save_weights(tmp_path / "w", {"w": random_array((8, 8))})
     assert list(tmp_path.iterdir()) == []
 

@@ -77,6 +77,32 @@ def test_a_calibrated_model_may_have_8_bits(bert, samples, tmp_path):
     assert run_json("verify", tmp_path / "out", "--against", bert, "--device", "host")["passed"]
 
 
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize(("stored", "group"), [("s4", 32), ("s8", 0), ("fp8_e4m3", 64)])
+def test_the_file_holds_the_values_and_scales_of_calibration(bert, samples, tmp_path, method, stored, group):
+    import torch
+    import transformers
+
+    from sparse24_plans.torch import calibrate
+
+    words = ("--method", method, "--weights", stored, "--group", group)
+    document = calibrated(bert, tmp_path / "out", "--calibrate", samples, *words)
+    model = transformers.BertModel.from_pretrained(bert)
+    batches = [{"input_ids": torch.tensor(one)} for one in calibrating._batches(IDS)]
+    report = calibrate(model, batches, method=method, weights=stored, group=group)
+    assert len(report.layers) == 12
+    for layer in report.layers:
+        found = load_weight(tmp_path / "out", f"{layer.name}.weight")
+        assert found.quantization == layer.weight.quantization == (stored, group, "bf16")
+        for there, here in zip(found.views, layer.weight.views, strict=True):
+            assert np.array_equal(there.bits(), here.bits())
+        held = model.get_submodule(layer.name).weight.detach().numpy()
+        assert np.array_equal(found.decompress().astype(np.float32), held)
+    errors = {one["name"]: one.get("output_error") for one in document["tensors"]}
+    assert all(errors[f"{one.name}.weight"] == one.output_error for one in report.layers)
+    assert run_json("verify", tmp_path / "out", "--against", bert, "--device", "host")["passed"]
+
+
 def test_the_file_holds_what_calibrate_gives(bert, samples, tmp_path):
     import torch
     import transformers

@@ -13,14 +13,13 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     InvalidProblemError,
-    Sparse24Weight,
     UnsupportedError,
 )
 from sparse24_plans.gemm.arithmetic import tensor_core
 from sparse24_plans.gemm.arithmetic.sums import step_places
 from sparse24_plans.plan.arithmetic import Arithmetic
 
-from ..support import random_data
+from ..support import random_data, weight_of
 
 NAMES = {
     "f32": ["fma32_in_order", "hopper_tc_f32x6/slices=2", "hopper_tc_f32x3/slices=1"],
@@ -37,7 +36,7 @@ def ran(arithmetic: str, seed: int = 0, **problem: object):
     desc = GemmSparse24Descriptor(**{"n": 5, "m": 24, "k": 520, **problem})
     plan = GemmSparse24Plan.select(desc, preference={"require": {"arithmetic": arithmetic}}, device="host")
     data = random_data(np.random.default_rng(seed), desc)
-    weight = Sparse24Weight.prune_compress(data.dense)
+    weight = weight_of(data.dense, desc)
     result = np.zeros((desc.n, desc.outputs), desc.out_element.dtype)
     if desc.op == "dgrad":
         args = DgradSparse24Args(weight, data.x, result)

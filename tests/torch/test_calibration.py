@@ -243,6 +243,58 @@ def test_an_interrupted_run_goes_on_after_its_last_block(name, dtype, tmp_path, 
     assert report == expected
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_quantized_model_holds_what_its_report_has(method, dtype, tmp_path):
+    options = {"method": method, "weights": "s4", "group": 32, "resume": tmp_path}
+    model, again = stack().to(dtype), stack().to(dtype)
+    batches = [one.to(dtype) for one in inputs()]
+    report, resumed = calibrate(model, batches, **options), calibrate(again, batches, **options)
+    element = "f16" if dtype == torch.float16 else "bf16"
+    for layer, read in zip(report.layers, resumed.layers, strict=True):
+        assert (layer.weight.element, layer.weight.quantization) == (element, ("s4", 32, element))
+        held = model.get_submodule(layer.name).weight.detach()
+        assert torch.equal(held.float(), torch.from_numpy(layer.weight.decompress().astype("float32")))
+        for there, here in zip(read.weight.views, layer.weight.views, strict=True):
+            assert (there.bits() == here.bits()).all()
+    assert same(weights(model), weights(again))
+
+
+def test_quantized_layers_pass_on_errors_of_their_outputs():
+    """Each block is calibrated for the outputs of the quantized blocks before it."""
+    model = stack()
+    report = calibrate(model, inputs(), weights="s4")
+    hidden = inputs()
+    for layer in report.layers:
+        module, before = model.get_submodule(layer.name), stack().get_submodule(layer.name)
+        x = torch.cat(hidden)
+        lost = x @ (before.weight - module.weight).T
+        assert layer.output_error == pytest.approx(
+            float(lost.norm() / (x @ before.weight.T).norm()), rel=1e-3
+        )
+        hidden = [nn.functional.gelu(module(one)) for one in hidden]
+
+
+def test_layers_of_widths_that_are_no_multiple_of_8_are_left_dense():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 16))
+    report = calibrate(model, inputs(16), weights="s4")
+    assert report.left_dense == {"1": "K=12 is not a multiple of 8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": 32}, "group: expected None without weights, got 32"),
+        ({"weights": "s5"}, "weights: expected one of"),
+        ({"weights": "s4", "scale_rule": "best"}, "scale_rule: expected largest or least_squares"),
+    ],
+)
+def test_wrong_quantization_is_refused_by_name(options, message):
+    with pytest.raises(InvalidProblemError, match=message):
+        calibrate(stack(), inputs(), **options)
+
+
 def change_batches(options):
     options["batches"] = token_batches(seed=9)
 
@@ -259,7 +311,13 @@ def change_layers(options):
     options["exclude"] = ["*query"]
 
 
-@pytest.mark.parametrize("change", [change_batches, change_model, change_method, change_layers])
+def change_stored(options):
+    options["weights"] = "s8"
+
+
+@pytest.mark.parametrize(
+    "change", [change_batches, change_model, change_method, change_layers, change_stored]
+)
 def test_files_of_another_run_are_refused(change, tmp_path):
     calibrate(transformer("BertModel"), token_batches(), resume=tmp_path)
     options = {"model": transformer("BertModel"), "batches": token_batches(), "resume": tmp_path}

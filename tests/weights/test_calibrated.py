@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse24_plans import Sparse24Weight
-from sparse24_plans.weights.calibrated import METHODS, output_error, pruned_for, pruned_together
+from sparse24_plans import ElementKind, Sparse24QuantizedWeight, Sparse24Weight
+from sparse24_plans.vocab import ScaleRule
+from sparse24_plans.weights.calibrated import (
+    METHODS,
+    Rounding,
+    output_error,
+    pruned_for,
+    pruned_together,
+    quantized_together,
+)
+from sparse24_plans.weights.packed_layouts import Quantization
 
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -119,3 +128,108 @@ def test_pytorch_and_numpy_agree(method, dtype, close):
     assert output_error(weight, theirs.numpy(), moment) == pytest.approx(
         output_error(weight, ours, moment), rel=close
     )
+
+
+# Quantization -------------------------------------------------------------------------------------
+
+
+def rounding(
+    stored: str = "s4", group: int = 32, element: str = "bf16", rule: str = "least_squares"
+) -> Rounding:
+    by = Quantization(ElementKind(stored), group, ElementKind(element))
+    return Rounding(ElementKind(element), by, ScaleRule(rule))
+
+
+def nearest(weight: np.ndarray, to: Rounding) -> Sparse24QuantizedWeight:
+    """A 2:4 weight, rounded to nearest."""
+    plain = Sparse24Weight.compress(weight.astype(to.element.dtype))
+    return Sparse24QuantizedWeight.quantize(plain, **to.by.arguments, rule=to.rule)
+
+
+def same_views(one: Sparse24QuantizedWeight, other: Sparse24QuantizedWeight) -> bool:
+    return all(np.array_equal(a.bits(), b.bits()) for a, b in zip(one.views, other.views, strict=True))
+
+
+@every_method
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    m=st.integers(1, 9),
+    eights=st.integers(1, 35),
+    stored=st.sampled_from(["s4", "s8", "fp8_e4m3"]),
+    group=st.sampled_from([0, 32, 64, 128]),
+    element=st.sampled_from(["f16", "bf16"]),
+)
+def test_a_quantized_result_is_24_with_scales_of_groups(method, seed, m, eights, stored, group, element):
+    weight, x = problem(seed, m, 8 * eights, 40)
+    (found,) = quantized_together([weight], x.T @ x, method, rounding(stored, group, element))
+    assert (found.m, found.k, found.element) == (m, 8 * eights, element)
+    assert found.quantization == (stored, group, element)
+    dense = found.decompress()
+    assert np.isfinite(dense.astype(np.float32)).all()
+    assert same_views(
+        found, Sparse24QuantizedWeight(*found.views, element=element, **found.quantization.arguments)
+    )
+    assert (np.count_nonzero(dense.reshape(m, -1, 4), axis=2) <= 2).all()
+
+
+@pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
+@pytest.mark.parametrize("group", [0, 32, 128])
+@pytest.mark.parametrize("rule", list(ScaleRule))
+def test_for_independent_inputs_sparsegpt_prunes_by_magnitude_and_rounds_to_nearest(stored, group, rule):
+    weight = np.random.default_rng(4).standard_normal((16, 256)).astype(ElementKind.BF16.dtype)
+    to = rounding(stored, group, rule=rule)
+    (found,) = quantized_together([weight.astype(np.float32)], np.eye(256, dtype=np.float32), "sparsegpt", to)
+    expected = nearest(Sparse24Weight.prune_compress(weight).decompress().astype(np.float32), to)
+    assert np.array_equal(found.scales, expected.scales)
+    assert np.array_equal(found.decompress(), expected.decompress())
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_other_methods_round_what_they_keep_to_nearest(method):
+    weight, x = problem(2)
+    moment, to = x.T @ x, rounding("s8", 64)
+    (found,) = quantized_together([weight], moment, method, to)
+    assert same_views(found, nearest(pruned_for(weight, moment, method), to))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), group=st.sampled_from([0, 32, 128]))
+def test_moving_errors_to_later_columns_beats_rounding_to_nearest(seed, group):
+    weight, x = problem(seed)
+    moment, to = x.T @ x, rounding("s4", group)
+    (found,) = quantized_together([weight], moment, "sparsegpt", to)
+    pruned = pruned_for(weight, moment, "sparsegpt")
+    to_nearest = nearest(pruned, to).decompress().astype(np.float32)
+    errors = [
+        output_error(pruned, one, moment) for one in (found.decompress().astype(np.float32), to_nearest)
+    ]
+    assert errors[0] < errors[1]
+
+
+def test_eight_bits_cost_next_to_nothing():
+    weight, x = problem(6)
+    moment = x.T @ x
+    (found,) = quantized_together([weight], moment, "sparsegpt", rounding("s8"))
+    least = output_error(weight, pruned_for(weight, moment, "sparsegpt"), moment)
+    assert output_error(weight, found.decompress().astype(np.float32), moment) < 1.01 * least
+
+
+@every_method
+def test_weights_of_one_input_are_quantized_as_the_rows_of_one(method):
+    (a, x), (b, _) = problem(3, m=8), problem(4, m=5)
+    moment, to = x.T @ x, rounding("s4", 64)
+    first, second = quantized_together([a, b], moment, method, to)
+    (whole,) = quantized_together([np.concatenate([a, b])], moment, method, to)
+    assert np.array_equal(np.concatenate([first.decompress(), second.decompress()]), whole.decompress())
+
+
+@every_method
+@pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
+def test_pytorch_quantizes_as_numpy(method, stored):
+    torch = pytest.importorskip("torch")
+    weight, x = problem(8, dtype=np.float64)
+    moment, to = x.T @ x, rounding(stored, 32)
+    (ours,) = quantized_together([weight], moment, method, to)
+    (theirs,) = quantized_together([torch.from_numpy(weight)], torch.from_numpy(moment), method, to)
+    assert same_views(ours, theirs)
