@@ -38,7 +38,7 @@ class Quantization(NamedTuple):
 
     def scales_of_a_row(self, k: int) -> int:
         """Number of scales of a row of k columns."""
-        return -(-k // self.group) if self.group else min(k, 1)
+        return -(-k // self.group) if self.group else 1
 
     def value_bytes(self, m: int, k: int) -> int:
         """Bytes of the kept values [m, k/2]."""

@@ -152,10 +152,15 @@ def _tiled_scales(scales: Array, kt: int, by: Quantization) -> Array:
 
 
 def _plain_scales(image: Array, by: Quantization) -> Array:
-    """The inverse of :func:`_tiled_scales`, padding included: [64 mt, scales of a row or more]."""
+    """The inverse of :func:`_tiled_scales`, padding included: [64 mt, scales of a row or more].
+
+    A weight without columns has no tiles, so its scales are 0.
+    """
     mt, kt, nbytes = image.shape
     each = scales_of_a_tile_row(by)
     bits = np.ascontiguousarray(image).reshape(mt * kt, nbytes).view(by.scale_element.bits_dtype)
     plain = bits.reshape(mt, kt, each, 4, 8, 2).transpose(0, 3, 5, 4, 1, 2)
     rows = np.ascontiguousarray(plain).reshape(mt * TILE_M, kt * each)
+    if not kt:
+        rows = np.zeros((mt * TILE_M, 1), rows.dtype)
     return rows.view(by.scale_element.dtype)

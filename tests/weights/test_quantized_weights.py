@@ -70,7 +70,7 @@ def test_every_element_is_the_value_times_its_groups_scale(data, seed):
     m, k = data.draw(st.integers(0, 5)), 8 * data.draw(st.integers(0, 40))
     metadata = a_weight(rng, m, k, element).metadata
     numbers, held = stored_values(rng, m, k, stored)
-    groups = -(-k // group) if group else min(k, 1)
+    groups = -(-k // group) if group else 1
     scales = (rng.standard_normal((m, groups)) * 10.0 ** rng.integers(-3, 2)).astype(scale_element.dtype)
     weight = Sparse24QuantizedWeight(
         held, metadata, scales, element=element, stored=stored, group=group, scale_element=scale_element
