@@ -260,7 +260,7 @@ def test_quantized_weights_cost_little_accuracy_beside_pruning():
 
     pruned, s4, s4_in_32, s8 = cosine(), cosine("s4", 128), cosine("s4", 32), cosine("s8", 128)
     assert pruned - 0.02 <= s4 < s4_in_32 < s8
-    assert pruned - 0.005 <= s8
+    assert pruned - 0.005 <= min(s8, cosine("s8", 32))
 
 
 @needs_model
