@@ -293,7 +293,12 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _stored(reader: ModelReader, layer: Layer) -> Stored:
-    """A compressed weight. Raises UnsupportedError for one of 8 bits without scales."""
+    """A compressed weight. Raises UnsupportedError for 8 bits without scales, and for scales of groups."""
+    if layer.quantization is not None:
+        raise UnsupportedError(
+            f"{layer.name}: expected a weight without scales of groups, got {layer.quantization}; "
+            "use from_pretrained of sparse24_plans"
+        )
     shapes = {key: reader.tensors[name].shape for key, name in scales_of(reader, layer).items()}
     if DTYPE_OF[layer.element] not in DTYPES and SCALES[0] not in shapes:
         raise UnsupportedError(

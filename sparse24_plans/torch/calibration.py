@@ -447,7 +447,8 @@ class _Block:
         """Read the pruned weights. Returns the output errors."""
         with ModelReader(file) as model:
             reader = model.shards[0].reader
-            if reader.metadata.get(_RUN_KEY) != run or list(reader.tensors.values()) != self._infos():
+            wanted = {info.name: info for info in self._infos()}
+            if reader.metadata.get(_RUN_KEY) != run or reader.tensors != wanted:
                 raise InvalidProblemError(
                     f"resume: expected blocks of this model, batches and method, got others in {file}"
                 )

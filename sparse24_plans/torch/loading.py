@@ -313,6 +313,9 @@ class Load:
                     self._fill_dense(own, tensor)
         if self.dequantized:
             LOAD.warning("quantized, but loaded dense: %s", ", ".join(families_of(self.dequantized)))
+        wide = [name for name, one in self._source.weights.items() if one.quantization is not None]
+        if wide:
+            LOAD.warning("quantized, but loaded as 2:4 weights of 16 bits: %s", ", ".join(families_of(wide)))
 
     def _fill_stack(self, place: str, stack: str, source: ExpertsSource) -> None:
         """Load one of the two weights of experts."""
