@@ -86,7 +86,12 @@ class _Parts(nn.Module):
         m, k = sizes_of(original)
         dtype = DTYPE_OF[stored.layer.element] if stored.scales else original.weight.dtype
         self.weight: Any = nn.Module()
-        self.weight.values24 = nn.Parameter(_on_meta(m, k // 2, dtype=dtype), requires_grad=False)
+        width, by = k // 2, stored.layer.quantization
+        if by is not None:
+            made: Any = layer_like(original, stored.layer, {}, {"device": "meta"})
+            width, dtype = made.values.shape[1], made.values.dtype
+            self.weight.register_buffer("scales24", made.scales)
+        self.weight.values24 = nn.Parameter(_on_meta(m, width, dtype=dtype), requires_grad=False)
         self.weight.register_buffer("meta24", _on_meta(m, k // 8, dtype=torch.uint16))
         self.bias = original.bias
         for name, shape in stored.scales.items():
@@ -244,10 +249,12 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 for name, shard in compressed_names(reader).items()
             }
             layers = {name: one.layer for name, one in stored.items()}
-            parts = {name + suffix for name in layers for suffix in (VALUES_SUFFIX, META_SUFFIX)}
+            parts = {part for one in layers.values() for part in one.sources}
             names = [*layers, *(name for name in reader.tensors if name not in parts)]
         state = model.state_dict(keep_vars=True)
         direct, merged = placed(model, names, state, weight_conversions)
+        for name in {name for one in merged for name, _ in one.sources if name in layers}:
+            _check_dense(layers[name])
         form = SavedForm(**dict(self.quantization_config))
         experts = StoredExperts(model, form, layers, direct, merged)
         uses = Counter(map(id, state.values()))
@@ -293,12 +300,9 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _stored(reader: ModelReader, layer: Layer) -> Stored:
-    """A compressed weight. Raises UnsupportedError for 8 bits without scales, and for scales of groups."""
+    """A compressed weight. Raises UnsupportedError for one of 8 bits without scales."""
     if layer.quantization is not None:
-        raise UnsupportedError(
-            f"{layer.name}: expected a weight without scales of groups, got {layer.quantization}; "
-            "use from_pretrained of sparse24_plans"
-        )
+        return Stored(layer, {})
     shapes = {key: reader.tensors[name].shape for key, name in scales_of(reader, layer).items()}
     if DTYPE_OF[layer.element] not in DTYPES and SCALES[0] not in shapes:
         raise UnsupportedError(
@@ -309,11 +313,11 @@ def _stored(reader: ModelReader, layer: Layer) -> Stored:
 
 
 def _check_dense(layer: Layer) -> None:
-    """Raise UnsupportedError for a weight of 8 bits that the model holds dense."""
-    if DTYPE_OF[layer.element] not in DTYPES:
+    """Raise UnsupportedError for a quantized weight that the model holds dense, or in a stack."""
+    if DTYPE_OF[layer.element] not in DTYPES or layer.quantization is not None:
         raise UnsupportedError(
-            f"{layer.name}: expected a linear layer for a weight of {layer.element}, got none; "
-            "use from_pretrained of sparse24_plans"
+            f"{layer.name}: expected a linear layer for a weight of {layer.quantization or layer.element}, "
+            "got none; use from_pretrained of sparse24_plans"
         )
 
 

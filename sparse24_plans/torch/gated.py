@@ -15,6 +15,7 @@ from .activations import FORWARD, GATED_BY, called, is_gated, movable, name_of, 
 from .linear import Sparse24Linear
 from .quantized_linear import Sparse24QuantizedLinear
 from .swap import Sparse24Recipe, has_hooks, obstacle_of, owners_of
+from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _PROBES = 2
 """Tokens on which a block is tried."""
@@ -122,9 +123,11 @@ def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
     block: Any = model.get_submodule(name)
     parts = _parts_of(block)
     layers: list[Any] = [getattr(block, part, None) for part in parts]
-    kinds = (Sparse24Linear, Sparse24QuantizedLinear)
+    kinds = (Sparse24Linear, Sparse24QuantizedLinear, Sparse24WeightOnlyLinear)
     plain = [one for one in layers if type(one) in kinds and one.activation == "none"]
-    alike = {(one.in_features, one.out_features, one.weight.dtype, one.bias is None) for one in plain}
+    alike = {
+        (type(one), one.in_features, one.out_features, one.weight.dtype, one.bias is None) for one in plain
+    }
     gates = is_gated(str(options.get("activation")))
     if not gates or len(plain) < len(parts) or len(alike) > 1 or not hasattr(block, "down_proj"):
         raise InvalidProblemError(

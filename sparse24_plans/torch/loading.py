@@ -19,7 +19,7 @@ from ..checkpoints.checkpoint_format import (
     checkpoint_format,
 )
 from ..checkpoints.folder import ModelReader
-from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
+from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed, read_weight
 from ..checkpoints.quantization import check_groups, parts_of, scale_obstacle
 from ..checkpoints.selection import Selection, families_of
 from ..device.log import LOAD
@@ -28,7 +28,7 @@ from ..weights.quantize import SCALE_SUFFIX
 from .activations import is_gated, row_order, rows_in_order
 from .checkpoint_names import Merged, conversions_of, place_of, placed
 from .conv1d import is_conv1d, is_swappable, linear_of
-from .elements import DTYPE_OF, tensors_of
+from .elements import DTYPE_OF, tensor_of, tensors_of
 from .experts import Sparse24Experts
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
@@ -36,6 +36,7 @@ from .quantized_linear import LARGEST, SCALES, Sparse24QuantizedLinear
 from .saved_experts import Source as ExpertsSource
 from .saved_experts import StoredExperts, stack_of, stack_shapes, state_of
 from .saved_form import SavedForm, SavedLayer, form_in
+from .weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear
 
 _WEIGHT = ".weight"
 _VALUES, _META = (key.rpartition(".")[2] for key in (VALUES_KEY, META_KEY))
@@ -108,8 +109,14 @@ class Source:
         """The names of a quantized 2:4 weight's scales in the checkpoint, by those in a layer."""
         return scales_of(self.reader, self.weights[name]) if name in self.weights else {}
 
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a quantized weight by their names in a Sparse24WeightOnlyLinear."""
+        weight = read_weight(self.reader, self.weights[name])
+        parts = (tensor_of(view.bits(), view.element) for view in weight.views)
+        return dict(zip((VALUES_KEY, META_KEY, SCALES_KEY), parts, strict=True))
+
     def canonical(self, name: str) -> tuple[Tensor, Tensor]:
-        """Values and metadata of a compressed weight."""
+        """Values and metadata of a compressed weight, dequantized if it has scales of groups."""
         return tensors_of(self._format.read(self.reader, self.weights[name]))
 
     def tensor(self, name: str) -> Tensor:
@@ -145,7 +152,9 @@ class Load:
     def __init__(
         self, model: nn.Module, source: Source, dtype: torch.dtype | None, options: Mapping[str, Any]
     ) -> None:
-        self._model, self._source, self._dtype, self._options = model, source, dtype, options
+        self._model, self._source, self._dtype = model, source, dtype
+        self._options = {name: one for name, one in options.items() if name != "dequantize"}
+        self._dequantize: bool | None = options.get("dequantize")
         self._wanted: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         self._owners = Counter(map(id, self._wanted.values()))
         self._stacks = {own: one for own, one in stack_shapes(model).items() if own not in self._wanted}
@@ -255,6 +264,13 @@ class Load:
         if weight is not None and not self._source.is_state:
             check_orientation(weight, self._model.get_submodule(own.rpartition(".")[0]))
         module = None if weight is None else self._module(own)
+        if isinstance(module, Sparse24WeightOnlyLinear):
+            got_form = None if weight is None else weight.quantization
+            if got_form != module.quantization:
+                raise InvalidProblemError(
+                    f"{name}: expected {module.quantization}, as the layer stores, "
+                    f"got {got_form or 'values that are not quantized'}"
+                )
         if weight is not None and module is not None:
             wanted: tuple[int, ...] = sizes_of(module)
             got: tuple[int, ...] = (weight.m, weight.k)
@@ -286,8 +302,16 @@ class Load:
 
     def _layer_for(self, name: str, module: Any, options: Mapping[str, Any]) -> Sparse24Linear:
         """The layer of zeros that a weight is loaded into."""
+        weight = self._source.weights[name]
+        if weight.quantization is not None and self._widens(module, options):
+            return sparse_like(module, options)
         shapes = {key: self._source.shape(one) for key, one in self._source.scales(name).items()}
-        return layer_like(module, self._source.weights[name], shapes, options)
+        return layer_like(module, weight, shapes, options)
+
+    def _widens(self, module: Any, options: Mapping[str, Any]) -> bool:
+        """Whether a weight with scales of groups becomes one of 16 bits."""
+        on_cuda = linear_of(module).weight.is_cuda if self._dequantize is None else self._dequantize
+        return on_cuda or bool(options.get("trainable"))
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -298,7 +322,9 @@ class Load:
             if own in self._experts.targets:
                 continue
             module = self._module(own)
-            if name in self._source.weights and isinstance(module, Sparse24Linear):
+            if name in self._source.weights and isinstance(module, Sparse24WeightOnlyLinear):
+                self._give(own.removesuffix(_WEIGHT), self._source.stored(name))
+            elif name in self._source.weights and isinstance(module, Sparse24Linear):
                 values, meta = self._source.canonical(name)
                 if isinstance(module, Sparse24QuantizedLinear):
                     values, meta = module.padded(values, meta)
@@ -313,7 +339,12 @@ class Load:
                     self._fill_dense(own, tensor)
         if self.dequantized:
             LOAD.warning("quantized, but loaded dense: %s", ", ".join(families_of(self.dequantized)))
-        wide = [name for name, one in self._source.weights.items() if one.quantization is not None]
+        wide = [
+            name
+            for name, one in self._source.weights.items()
+            if one.quantization is not None
+            and not isinstance(self._module(self._names.get(name, "")), Sparse24WeightOnlyLinear)
+        ]
         if wide:
             LOAD.warning("quantized, but loaded as 2:4 weights of 16 bits: %s", ", ".join(families_of(wide)))
 
@@ -383,6 +414,10 @@ def layer_like(
     module: Any, stored: Layer, scales: Mapping[str, tuple[int, ...]], options: Mapping[str, Any]
 ) -> Sparse24Linear:
     """The layer of zeros for a stored weight. ``scales`` has the shapes of its scales by their names."""
+    if (by := stored.quantization) is not None:
+        form = {"stored": by.element, "group": by.group, "scale_dtype": DTYPE_OF[by.scale_element]}
+        form["dtype"] = DTYPE_OF[stored.element]
+        return sparse_like(module, {**form, **options}, kind=Sparse24WeightOnlyLinear)
     if not scales:
         return sparse_like(module, options)
     quantized = {

@@ -59,6 +59,7 @@ def load_sparse24(
     trainable: bool = False,
     require: RequirementLike = None,
     preference: PreferenceLike = None,
+    dequantize: bool | None = None,
 ) -> LoadReport:
     """Load a compressed checkpoint into ``model``, in place; its compressed layers and experts are swapped.
 
@@ -79,6 +80,10 @@ def load_sparse24(
     trainable, require, preference
         Arguments of Sparse24Linear. Without the last two, layers have what they were saved with. Experts stay
         dense if layers are trainable.
+    dequantize : bool, optional
+        Whether weights with scales of groups become 2:4 weights of 16 bits, or Sparse24WeightOnlyLinear
+        layers. By default those on a GPU do, where no kernel multiplies stored values yet. Trainable ones
+        always do. A warning in the log names them.
 
     Raises InvalidProblemError if the checkpoint has no compressed weight or lacks tensors of the model;
     UnsupportedError for quantization that no layer computes; FormatError, naming file and tensor;
@@ -87,7 +92,7 @@ def load_sparse24(
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got a {type(model).__name__}")
     with ModelReader(path_of("path", path)) as reader:
-        options: dict[str, Any] = {"trainable": trainable}
+        options: dict[str, Any] = {"trainable": trainable, "dequantize": dequantize}
         if require is not None or preference is not None:
             options |= {"require": require, "preference": preference}
         load = Load(model, Source(reader, format), dtype, options)
@@ -186,6 +191,7 @@ def from_pretrained(
     device: Any = None,
     require: RequirementLike = None,
     preference: PreferenceLike = None,
+    dequantize: bool | None = None,
 ) -> Any:
     """Load the transformers model of a folder with a compressed checkpoint, in evaluation mode.
 
@@ -203,7 +209,7 @@ def from_pretrained(
         The dtype of the parameters; by default the checkpoint's.
     device
         The model's device; the CPU by default.
-    format, require, preference
+    format, require, preference, dequantize
         Arguments of :func:`load_sparse24`.
 
     Raises BackendUnavailableError without transformers; InvalidProblemError for a configuration that names
@@ -221,7 +227,10 @@ def from_pretrained(
     stored = without_sparsity(stored)
     with _errors_of_transformers(CONFIG_NAME), _parameters_on_meta():
         model = _built(transformers, stored, model_class)
-    load_sparse24(model, path, format=format, dtype=dtype, require=require, preference=preference)
+    if dequantize is None and device is not None:
+        dequantize = torch.device(device).type == "cuda"
+    wishes: dict[str, Any] = {"require": require, "preference": preference, "dequantize": dequantize}
+    load_sparse24(model, path, format=format, dtype=dtype, **wishes)
     if model.can_generate() and (Path(path) / _GENERATION).exists():
         with _errors_of_transformers(_GENERATION):
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,11 +27,11 @@ from .experts import STACKS, ExpertsWeight, Sparse24Experts, as_stack
 from .gated import Sparse24GatedMLP
 from .linear import META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
-from .weight_only_linear import Sparse24WeightOnlyLinear
+from .weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear
 
 Kind = TypeVar("Kind", bound=nn.Module)
 _SUFFIX = VALUES_KEY.removeprefix("weight")
-_KEYS = (VALUES_KEY, META_KEY, *SCALES, "bias")
+_KEYS = (VALUES_KEY, META_KEY, SCALES_KEY, *SCALES, "bias")
 
 
 class SavedLayer(Model):
@@ -99,8 +100,6 @@ def saved_state(
     ``state`` is the model's state_dict, if another than its own is to be saved. Raises InvalidProblemError
     for tensors without data, UnsupportedError for tensors cut over ranks.
     """
-    for name, _ in modules_of(model, Sparse24WeightOnlyLinear):
-        raise UnsupportedError(f"{name}: expected a module that can be saved, got a Sparse24WeightOnlyLinear")
     tensors = dict(model.state_dict(destination=_PartsOnHost()) if state is None else state)
     for name, layer in modules_of(model, Sparse24Linear):
         own = {key: tensors[f"{name}.{key}"] for key in _KEYS if f"{name}.{key}" in tensors}
@@ -124,7 +123,18 @@ def saved_state(
                 "model's state_dict with torch.distributed.checkpoint"
             )
     turned = {f"{name}.weight" for name, layer in modules_of(model, Sparse24Linear) if layer.transposed}
-    return tensors, list(_layers_in(tensors, turned))
+    return tensors, [_with_quantization(model, one) for one in _layers_in(tensors, turned)]
+
+
+def _with_quantization(model: nn.Module, layer: Layer) -> Layer:
+    """The weight with its size and quantization, if its values are stored by a Sparse24WeightOnlyLinear."""
+    home, _, part = layer.name.removesuffix(".weight").rpartition(".")
+    holder: Any = model.get_submodule(home)
+    own = holder.gate_up_proj if isinstance(holder, Sparse24GatedMLP) and part != "down_proj" else None
+    own = own or getattr(holder, part, None)
+    if not isinstance(own, Sparse24WeightOnlyLinear):
+        return layer
+    return replace(layer, k=own.k, element=element_of(own.dtype, layer.name), quantization=own.quantization)
 
 
 def _stack_experts(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -168,7 +178,7 @@ class _PartsOnHost(OrderedDict[str, Tensor]):
     """
 
     def __setitem__(self, key: str, tensor: Tensor) -> None:
-        is_part = key.endswith((VALUES_KEY, META_KEY))
+        is_part = key.endswith((VALUES_KEY, META_KEY, SCALES_KEY))
         super().__setitem__(key, tensor.cpu() if is_part and tensor.is_cuda else tensor)
 
 

@@ -176,6 +176,11 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     def weight_bytes(self) -> int:
         return super().weight_bytes + self.scales.nbytes
 
+    @property
+    def quantization(self) -> Quantization:
+        """How the layer stores its values."""
+        return Quantization(self.weight_element, self.group, element_of(self.scales.dtype, "scales"))
+
     def form(self) -> dict[str, Any]:
         return {"stored": self.weight_element.value, "group": self.group, "scale_dtype": self.scales.dtype}
 
@@ -274,7 +279,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             "out_element": element_of(self.out_dtype or self.dtype, "out_dtype"),
             "weight_element": self.weight_element,
             "weight_group": self.group,
-            "weight_scale_element": element_of(self.scales.dtype, "scales"),
+            "weight_scale_element": self.quantization.scale_element,
         }
 
     def extra_repr(self) -> str:
