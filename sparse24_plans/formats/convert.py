@@ -103,6 +103,13 @@ def from_foreign(
     settled = known.settle({"shape": shape, **options})
     if isinstance(known, QuantizedFormat):
         return known.decode(Stored(parts, settled, element))
+    return _read(known, parts, element, settled)
+
+
+def _read(
+    known: ForeignFormat, parts: Mapping[str, Any], element: ElementLike | None, settled: dict[str, Any]
+) -> Sparse24Weight:
+    """The weight of checked parts and options."""
     sizes = settled.pop("shape", None)
     first = TensorView.of(parts[known.parts[0]], element=element, argument=known.parts[0])
     m, k = known.sizes(first) if sizes is None else sizes

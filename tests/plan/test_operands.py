@@ -15,6 +15,7 @@ from sparse24_plans import (
     MisalignedOperandError,
     PackedWeight,
     PruneSparse24Descriptor,
+    Sparse24QuantizedWeight,
     Sparse24Weight,
     TensorView,
 )
@@ -95,7 +96,7 @@ def test_a_wrong_weight(desc, device):
         name = operand.argument
         weight = getattr(case.args, name)
         packed = isinstance(weight, PackedWeight)
-        for wrong in (None, 3, weight.buffers[0] if packed else weight.values_view, ()):
+        for wrong in (None, 3, weight.buffers[0] if packed else weight.views[0], ()):
             says(case, replace(case.args, **{name: wrong}), name, type(wrong).__name__)
 
 
@@ -111,8 +112,10 @@ def other_weights(weight: Any) -> list[tuple[Any, str]]:
             (replace(weight, device=ELSEWHERE, buffers=there), "got cuda:7"),
             (replace(weight, layout_id="of_somebody_else"), "got 'of_somebody_else'; call plan.pack(weight)"),
         ]
-    values, metadata = weight.values_view, weight.metadata_view
     m, k = weight.m - 8, weight.k
+    if isinstance(weight, Sparse24QuantizedWeight):
+        return other_quantized_weights(weight)
+    values, metadata = weight.views
     fewer = [changed(view, shape=(m, view.shape[1])) for view in (values, metadata)]
     typed = changed(values, element="i32" if values.element.itemsize == 4 else "u16")
     if values.element.itemsize == 1:
@@ -122,6 +125,23 @@ def other_weights(weight: Any) -> list[tuple[Any, str]]:
         (Sparse24Weight(*fewer, validate=False), f"[{m}, {k}]"),
         (Sparse24Weight(typed, metadata, validate=False), f"got {typed.element}"),
         (Sparse24Weight(*away, validate=False), "got cuda:7"),
+    ]
+
+
+def other_quantized_weights(weight: Sparse24QuantizedWeight) -> list[tuple[Any, str]]:
+    def made(views: list[TensorView], group: int = weight.quantization.group) -> Any:
+        stored, _, scales = weight.quantization
+        fields = {"element": weight.element, "stored": stored, "group": group, "scale_element": scales}
+        return Sparse24QuantizedWeight(*views, validate=False, **fields)
+
+    m = weight.m - 8
+    fewer = [changed(view, shape=(m, view.shape[1])) for view in weight.views]
+    away = [changed(view, device=ELSEWHERE) for view in weight.views]
+    return [
+        (made(fewer), f"[{m}, {weight.k}]"),
+        (made(away), "got cuda:7"),
+        (made(list(weight.views), group=64), "of groups of 64"),
+        (weight.dequantize(), "got values that are not quantized"),
     ]
 
 
