@@ -59,8 +59,8 @@ def from_foreign(
     Unsorted positions are sorted. Positions of zeros, which some writers leave uninitialised, become the
     lowest free ones. The dense matrix is the foreign weight's, bit for bit. Padding is not read.
 
-    Stored values and scales of a quantized weight stay as they are, in host memory. Values of 4 bits with
-    zero points other than 8 become s8: the difference of value and zero point.
+    Stored values, scales and positions of a quantized weight stay as they are, in host memory. Values of 4
+    bits with zero points other than 8 become s8: the difference of value and zero point.
 
     Parameters
     ----------
