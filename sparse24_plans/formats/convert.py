@@ -59,8 +59,8 @@ def from_foreign(
     Unsorted positions are sorted. Positions of zeros, which some writers leave uninitialised, become the
     lowest free ones. The dense matrix is the foreign weight's, bit for bit. Padding is not read.
 
-    Stored values and scales of a quantized weight stay as they are, in host memory. Values of 4 bits with
-    zero points other than 8 become s8: the difference of value and zero point.
+    Stored values, scales and positions of a quantized weight stay as they are, in host memory. Values of 4
+    bits with zero points other than 8 become s8: the difference of value and zero point.
 
     Parameters
     ----------
@@ -103,6 +103,13 @@ def from_foreign(
     settled = known.settle({"shape": shape, **options})
     if isinstance(known, QuantizedFormat):
         return known.decode(Stored(parts, settled, element))
+    return _read(known, parts, element, settled)
+
+
+def _read(
+    known: ForeignFormat, parts: Mapping[str, Any], element: ElementLike | None, settled: dict[str, Any]
+) -> Sparse24Weight:
+    """The weight of checked parts and options."""
     sizes = settled.pop("shape", None)
     first = TensorView.of(parts[known.parts[0]], element=element, argument=known.parts[0])
     m, k = known.sizes(first) if sizes is None else sizes

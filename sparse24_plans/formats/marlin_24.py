@@ -12,7 +12,7 @@ from ..vocab import ElementKind
 from ..weights import canonical
 from ..weights.quantized import Sparse24QuantizedWeight, nibbles_of, signed_nibbles
 from .base import Parts
-from .positions import canonical_weight, packed_nibbles, unpacked_nibbles
+from .positions import packed_nibbles, unpacked_nibbles
 from .quantized import BITS, GROUP, Array, QuantizedFormat, Scales, Stored, middle_of, unpacked, wrong_shape
 
 _GROUPS = (0, marlin_24.GROUP)
@@ -38,10 +38,11 @@ class Marlin24(QuantizedFormat):
         self._check(m, k, scales.values.shape[1], scales.group)
         stored = unpacked(words, bits).reshape(-1)
         integers = marlin_24.restore_values(stored, m, k // 2, bits)
-        values = np.ascontiguousarray(integers - np.uint8(middle_of(bits)))
+        values = np.ascontiguousarray(integers - np.uint8(middle_of(bits))).view(np.int8)
         codes = unpacked_nibbles(marlin_24.restore_words(meta, m, k // 16), m, k // 4)
-        weight = canonical_weight(values, codes, ElementKind.S8)
-        return scales.weight(weight.values, weight.metadata, bits)
+        metadata = canonical.to_metadata(codes.reshape(-1), m, k)
+        canonical.check_metadata(metadata)
+        return scales.weight(values, metadata, bits)
 
     def encode(self, weight: Sparse24QuantizedWeight) -> Parts:
         by, (m, k) = weight.quantization, (weight.m, weight.k)

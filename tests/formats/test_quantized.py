@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import (
+    Device,
     ElementKind,
     FormatError,
     InvalidProblemError,
     Sparse24Error,
     Sparse24QuantizedWeight,
     Sparse24Weight,
+    TensorView,
     UnsupportedError,
     from_foreign,
     register_format,
@@ -176,10 +178,7 @@ def test_marlin_24_loses_no_bit(data, seed):
     rng = np.random.default_rng(seed)
     metadata = Sparse24Weight.prune_compress(rng.standard_normal((m, k), np.float32)).metadata
     width = k // 4 if stored == "s4" else k // 2
-    values = rng.integers(0, 256, (m, width)).astype(np.uint8)  # any bits: -8 and -128, too
-    values[values == 0] = 0x11
-    if stored == "s4":  # a value of 0 may lie anywhere
-        values |= (values & 15 == 0) | ((values >> 4 == 0) * np.uint8(16))
+    values = rng.integers(0, 256, (m, width)).astype(np.uint8)  # any bits: -8, -128, and zeros anywhere
     scales = rng.integers(0, 1 << 16, (m, k // 128 if group else 1)).astype(np.uint16).view(np.float16)
     weight = Sparse24QuantizedWeight(
         values if stored == "s4" else values.view(np.int8),
@@ -329,6 +328,13 @@ def test_hostile_parts_and_options_are_named(case, options, words):
         from_foreign(*case, **options)
 
 
+def test_marlins_metadata_are_checked():
+    meta = MARLIN["meta"].copy()
+    meta.view(np.uint16)[0, 0] = 0x4445
+    with pytest.raises(FormatError, match="metadata: expected strictly increasing positions, got 1 then 1"):
+        from_foreign("marlin_24", {**MARLIN, "meta": meta})
+
+
 def quantized(m: int, k: int, stored="s4", group=128, **more) -> Sparse24QuantizedWeight:
     return Sparse24QuantizedWeight.quantize(f16_weight(m, k), stored=stored, group=group, **more)
 
@@ -377,6 +383,16 @@ def test_the_two_kinds_of_weights_are_not_mixed_up():
         from_foreign("nothing", {})
     with pytest.raises(InvalidProblemError, match="got 'gptq'"):
         register_format("gptq", permutation=[0])
+
+
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+def test_tensors_in_device_memory_are_refused_by_name(name):
+    good = dict(MARLIN) if name == "marlin_24" else Matrix(16, 64).parts(name)[0]
+    for part in good.keys() - {"weight_shape", "g_idx", "weight_g_idx"}:
+        view = TensorView.of(good[part], element="u16" if part == "meta" else None)
+        away = TensorView(view.address, view.shape, view.element, Device("cuda", 7))
+        with pytest.raises(UnsupportedError, match=f"^{part}: expected a tensor in host memory, got one on"):
+            from_foreign(name, {**good, part: away})
 
 
 # Anything at all ----------------------------------------------------------------------------------

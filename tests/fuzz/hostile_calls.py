@@ -316,6 +316,7 @@ _call(
     group=32,
     scale_element=None,
     rule="largest",
+    element=None,
 )
 _call("Sparse24QuantizedWeight.dequantize", QUANTIZED.dequantize)
 _call("Sparse24QuantizedWeight.to", QUANTIZED.to, device="host", stream=None)

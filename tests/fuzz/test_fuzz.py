@@ -40,7 +40,7 @@ def test_every_family_element_epilogue_and_op_is_drawn():
     assert {one.layout.block for one in blocks} == {16, 32, 64, 128}
     assert len({(one.element, one.out_element, one.epilogue) for one in products}) > 60
     assert {one.op.value for one in products} == {"forward", "dgrad"}
-    assert len({(type(one), one.element) for one in prepared}) == 6 * 7 + 5 + 3
+    assert len({(type(one), one.element) for one in prepared}) == 6 * 7 + 5 + 3 + 2 * 2
     assert any(one.n == 0 for one in products)
     assert any(one.n % 2 for one in products)
     assert {(one.x_order.value, one.y_order.value) for one in products} > {

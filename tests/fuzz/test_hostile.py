@@ -23,6 +23,7 @@ from .problems import draw
 
 REFUSED_HERE = {
     *("tune", "CompressSparse24Plan.check(compress_sparse24)"),
+    "PruneQuantizeSparse24Plan.check(prune_quantize_sparse24)",
     *(f"BlockSparse{one}Plan.update" for one in ("Matmul", "Softmax", "Attention", "Conv2d")),
 }
 """There is no GPU to tune for or to update on; random cells are not 2:4."""

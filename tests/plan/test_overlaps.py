@@ -18,6 +18,7 @@ from sparse24_plans import (
     PackedBlocks,
     PackedWeight,
     PruneSparse24Descriptor,
+    Sparse24QuantizedWeight,
     Sparse24Weight,
     TensorView,
 )
@@ -39,7 +40,7 @@ def unguarded(case: PlanCase) -> Iterator[tuple[str, TensorView]]:
         if isinstance(packed := getattr(case.args, name, None), PackedBlocks):
             yield from ((name, one) for one in packed.buffers)
     weight = getattr(case.args, "weight", None)
-    if isinstance(weight, Sparse24Weight):
+    if isinstance(weight, (Sparse24Weight, Sparse24QuantizedWeight)):
         weight = PackedWeight.canonical(weight)
     if weight is not None:
         yield from (("weight", one) for one in weight.buffers)

@@ -262,10 +262,26 @@ def test_wrong_ways_to_quantize_are_named(change, word):
 
 
 @pytest.mark.parametrize("element", ["f32", "s8"])
-def test_only_weights_of_16_bits_are_quantized(element):
+def test_a_quantized_weight_has_16_bits_when_it_is_multiplied(element):
     weight = a_weight(np.random.default_rng(0), 4, 64, element)
     with pytest.raises(InvalidProblemError, match="element: expected f16 or bf16"):
         Sparse24QuantizedWeight.quantize(weight, stored="s4", group=32)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_float32_is_not_rounded_before_it_is_quantized(element):
+    dense = np.zeros((1, 32), np.float32)
+    dense[0, ::2] = 7.0
+    dense[0, 1::4] = 0
+    dense[0, 2] = np.float32(2.5) + np.float32(2.0**-20)  # rounded to 16 bits it would be a tie: 2
+    weight = Sparse24Weight.compress(dense)
+    found = Sparse24QuantizedWeight.quantize(weight, stored="s4", group=32, element=element)
+    assert (found.element, found.quantization.scale_element) == (element, element)
+    assert numbers_of(found)[0, :2].tolist() == [7, 3]
+    with pytest.raises(InvalidProblemError, match="weight: expected elements f32 or f16 or bf16, got"):
+        Sparse24QuantizedWeight.quantize(
+            a_weight(np.random.default_rng(0), 1, 32, "s8"), stored="s4", group=32, element=element
+        )
 
 
 def test_nibbles_hold_every_pair():
