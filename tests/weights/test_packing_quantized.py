@@ -143,8 +143,6 @@ def test_packing_and_unpacking_keep_every_bit(stored, group, m, k, seed, element
     assert (back.m, back.k, back.element, back.quantization) == (m, k, element, weight.quantization)
     for one, other in zip(back.views, weight.views, strict=True):
         assert np.array_equal(one.bits(), other.bits()) or not k  # no columns, no tiles for scales
-            np.array_equal(one.bits(), other.bits()) or not k
-        )  # without columns there is no tile for scales
 
 
 def test_positions_lie_as_in_the_tiles_of_16_bits():
