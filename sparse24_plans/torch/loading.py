@@ -39,7 +39,7 @@ from .saved_form import SavedForm, SavedLayer, form_in
 from .weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear
 
 _WEIGHT = ".weight"
-_VALUES, _META = (key.rpartition(".")[2] for key in (VALUES_KEY, META_KEY))
+_VALUES, _META, _SCALES = (key.rpartition(".")[2] for key in (VALUES_KEY, META_KEY, SCALES_KEY))
 DTYPES_BY_NAME = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -187,9 +187,9 @@ class Load:
         return f"{own}.{_VALUES}" in self._wanted
 
     def _parts(self, own: str) -> list[Tensor]:
-        """The model's tensor of this name, or the two tensors of a compressed weight or stack."""
+        """The model's tensor of this name, or the tensors of a compressed weight or stack."""
         homes = (own, own + _WEIGHT)
-        names = [own, *(f"{home}.{part}" for home in homes for part in (_VALUES, _META))]
+        names = [own, *(f"{home}.{part}" for home in homes for part in (_VALUES, _META, _SCALES))]
         return [self._wanted[name] for name in names if name in self._wanted]
 
     def _shape(self, own: str) -> tuple[int, ...]:
