@@ -29,7 +29,8 @@ from .lora import lora_config
 from .models import LoadReport, from_pretrained, load_sparse24, save_sparse24
 from .quantized_linear import Sparse24QuantizedLinear
 from .semi_structured import from_semi_structured, to_semi_structured, use_as_default
-from .swap import DenseMatrix, Sparse24Recipe, SwappedLayer, SwapReport, to_sparse24
+from .swap import Sparse24Recipe, to_sparse24
+from .swap_report import DenseMatrix, SwappedLayer, SwapReport
 from .tensor import SemiStructuredError, Sparse24Tensor
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
