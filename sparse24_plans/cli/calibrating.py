@@ -77,10 +77,7 @@ def calibration(
     quiet: bool,
     **quantized: Any,
 ) -> Calibration:
-    """Load the model, prune it in memory, and name its weights like the checkpoint's tensors.
-
-    ``quantized`` are arguments of ``calibrate`` that quantize the weights.
-    """
+    """Load and prune the model, and name weights like tensors. ``quantized`` are arguments of ``calibrate``."""
     try:
         import torch
         import transformers
