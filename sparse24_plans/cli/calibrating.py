@@ -77,7 +77,7 @@ def calibration(
     quiet: bool,
     **quantized: Any,
 ) -> Calibration:
-    """Load and prune the model, and name weights like tensors. ``quantized`` are arguments of ``calibrate``."""
+    """Load and prune the model, and name its weights. ``quantized`` are arguments of ``calibrate``."""
     try:
         import torch
         import transformers
