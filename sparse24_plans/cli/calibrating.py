@@ -9,7 +9,7 @@ import io
 import json
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -77,10 +77,7 @@ def calibration(
     quiet: bool,
     **quantized: Any,
 ) -> Calibration:
-    """Load the model, prune it in memory, and name its weights like the checkpoint's tensors.
-
-    ``quantized`` are arguments of ``calibrate`` that quantize the weights.
-    """
+    """Load and prune the model, and name its weights. ``quantized`` are arguments of ``calibrate``."""
     try:
         import torch
         import transformers
@@ -103,12 +100,7 @@ def calibration(
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) or is_conv1d(module)
     }
-    inner = f"{model.base_model_prefix}."
-    tensors: dict[str, str] = {}
-    for name in linears:
-        own = f"{name}.weight"
-        for spelled in {own, own.removeprefix(inner), inner + own} & selected:
-            tensors[name] = spelled
+    tensors = _tensors_of(linears, f"{model.base_model_prefix}.", selected)
     tokens = sum(map(len, token_ids))
     widest = max((linear_of(linears[name]).in_features for name in tensors), default=0)
     if tokens < widest:
@@ -132,6 +124,16 @@ def calibration(
         for layer in report.layers
     }
     return Calibration(CalibratedWeights(method, read), errors, tokens, folder)
+
+
+def _tensors_of(layers: Iterable[str], inner: str, selected: set[str]) -> dict[str, str]:
+    """The selected tensors by the names of their layers; either may lack the prefix ``inner``."""
+    tensors: dict[str, str] = {}
+    for name in layers:
+        own = f"{name}.weight"
+        for spelled in {own, own.removeprefix(inner), inner + own} & selected:
+            tensors[name] = spelled
+    return tensors
 
 
 def _weight(layer: Any, linear: Any) -> Any:

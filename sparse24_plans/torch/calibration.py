@@ -116,12 +116,7 @@ def calibrate(
     Raises InvalidProblemError for a wrong argument, a model without such blocks, inputs or weights that
     aren't finite, or a folder of another run; FormatError or StorageError for files in ``resume``.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidProblemError(f"model: expected a module, got {type(model).__name__}")
-    if method not in METHODS:
-        raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {shown(method)}")
-    if not isinstance(batches, (list, tuple)) or not batches:
-        raise InvalidProblemError(f"batches: expected a list of inputs, got {shown(batches)}")
+    _check_arguments(model, batches, method)
     folder = None if resume is None else Path(path_of("resume", resume))
     form = compressed_form(None, weights, group, scale_rule)
     blocks, chosen, left = _chosen(model, include, exclude, 4 if weights is None else 8)
@@ -135,6 +130,15 @@ def calibrate(
             layers += _Block(block, own, calls, index, form).prune(method, file, seed)
             advance()
     return CalibrationReport(method, tuple(layers), left)
+
+
+def _check_arguments(model: object, batches: object, method: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidProblemError(f"model: expected a module, got {type(model).__name__}")
+    if method not in METHODS:
+        raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {shown(method)}")
+    if not isinstance(batches, (list, tuple)) or not batches:
+        raise InvalidProblemError(f"batches: expected a list of inputs, got {shown(batches)}")
 
 
 @contextmanager
