@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError, UnsupportedError
+from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
 from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
 
@@ -291,6 +291,23 @@ def is_known(module: nn.Module) -> bool:
     """Whether transformers computes the module by its own gate, so that its class says what it computes."""
     own_gate = getattr(type(module), "_apply_gate", None)
     return own_gate is not None and own_gate is _transformers_gate()
+
+
+def no_kernel(module: nn.Module, device: torch.device, **options: Any) -> str | None:
+    """Why no kernel serves the module's experts on a CUDA device; None if one does, or for the CPU.
+
+    ``options`` are arguments of Sparse24Experts.
+    """
+    if device.type != "cuda":
+        return None
+    found = Sparse24Experts.like(module, **{**options, "device": "meta"})
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        for name in STACKS:
+            getattr(found, name).plan_on(ordinal)
+    except (UnsupportedError, BackendUnavailableError) as error:
+        return str(error)
+    return None
 
 
 def _size_obstacle(rows: int, width: int) -> str | None:

@@ -29,7 +29,7 @@ from .activations import is_gated, row_order, rows_in_order
 from .checkpoint_names import Merged, conversions_of, place_of, placed
 from .conv1d import is_conv1d, is_swappable, linear_of
 from .elements import DTYPE_OF, tensor_of, tensors_of
-from .experts import Sparse24Experts
+from .experts import Sparse24Experts, holds_stacks, no_kernel, obstacle
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import LARGEST, SCALES, Sparse24QuantizedLinear
@@ -153,7 +153,7 @@ class Load:
         self, model: nn.Module, source: Source, dtype: torch.dtype | None, options: Mapping[str, Any]
     ) -> None:
         self._model, self._source, self._dtype = model, source, dtype
-        self._options = {name: one for name, one in options.items() if name != "dequantize"}
+        self._options = {name: one for name, one in options.items() if name not in ("dequantize", "device")}
         self._dequantize: bool | None = options.get("dequantize")
         self._wanted: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         self._owners = Counter(map(id, self._wanted.values()))
@@ -168,7 +168,7 @@ class Load:
             source.weights,
             self._names,
             self._merged,
-            stay_dense=bool(options.get("trainable")),
+            stay_dense=bool(options.get("trainable")) or self._no_kernel_for_experts(options.get("device")),
         )
         used = {name for one in self._merged for name, _ in one.sources} | source.accessories()
         self.unexpected = [name for name in names if name not in self._names and name not in used]
@@ -181,6 +181,18 @@ class Load:
         for one in self._merged:
             if any(name in source.quantized or source.scales(name) for name, _ in one.sources):
                 self.dequantized.append(one.target)
+
+    def _no_kernel_for_experts(self, device: torch.device | None) -> bool:
+        """Whether some experts have no kernel on the device, by default that of their weights."""
+        wishes = {name: one for name, one in self._options.items() if name != "trainable"}
+        for name, module in self._model.named_modules():
+            if not holds_stacks(module) or obstacle(module) is not None:
+                continue
+            place: torch.device = device or module.down_proj.device
+            if (reason := no_kernel(module, place, **wishes)) is not None:
+                LOAD.warning("experts stay dense: %s: %s", name, reason)
+                return True
+        return False
 
     def _is_sparse(self, own: str) -> bool:
         """Whether the model already has a Sparse24Linear with this weight."""

@@ -79,7 +79,7 @@ def load_sparse24(
         checkpoint's.
     trainable, require, preference
         Arguments of Sparse24Linear. Without the last two, layers have what they were saved with. Experts stay
-        dense if layers are trainable.
+        dense if layers are trainable, or if no kernel serves them on their GPU.
     dequantize : bool, optional
         Whether weights with scales of groups become 2:4 weights of 16 bits, or Sparse24WeightOnlyLinear
         layers. By default those on a GPU do, where no kernel multiplies stored values yet. Trainable ones
@@ -91,10 +91,21 @@ def load_sparse24(
     """
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got a {type(model).__name__}")
+    options = {"trainable": trainable, "dequantize": dequantize, **_wishes(require, preference)}
+    return _load(model, path, format, dtype, options)
+
+
+def _wishes(require: RequirementLike, preference: PreferenceLike) -> dict[str, Any]:
+    """The options of layers, without which they have what they were saved with."""
+    given = require is not None or preference is not None
+    return {"require": require, "preference": preference} if given else {}
+
+
+def _load(
+    model: nn.Module, path: StrPath, format: str | None, dtype: torch.dtype | None, options: dict[str, Any]
+) -> LoadReport:
+    """Load a checkpoint into a model. ``options`` may have the ``device`` on which the model will run."""
     with ModelReader(path_of("path", path)) as reader:
-        options: dict[str, Any] = {"trainable": trainable, "dequantize": dequantize}
-        if require is not None or preference is not None:
-            options |= {"require": require, "preference": preference}
         load = Load(model, Source(reader, format), dtype, options)
         load.check()
         load.swap()
@@ -227,10 +238,11 @@ def from_pretrained(
     stored = without_sparsity(stored)
     with _errors_of_transformers(CONFIG_NAME), _parameters_on_meta():
         model = _built(transformers, stored, model_class)
-    if dequantize is None and device is not None:
-        dequantize = torch.device(device).type == "cuda"
-    wishes: dict[str, Any] = {"require": require, "preference": preference, "dequantize": dequantize}
-    load_sparse24(model, path, format=format, dtype=dtype, **wishes)
+    options: dict[str, Any] = {"dequantize": dequantize, **_wishes(require, preference)}
+    if device is not None:
+        options["device"] = torch.device(device)
+        options["dequantize"] = options["device"].type == "cuda" if dequantize is None else dequantize
+    _load(model, path, format, dtype, options)
     if model.can_generate() and (Path(path) / _GENERATION).exists():
         with _errors_of_transformers(_GENERATION):
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)

@@ -15,13 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.selection import check_callback, patterns_of, reason_to_leave
-from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
+from ..errors import FormatError, InvalidProblemError
 from ..vocab import ElementKind, TileRule
 from ..weights.quantized import quantization_of
 from .activations import check_activation, check_rows
 from .conv1d import is_conv1d, is_linear, is_swappable, linear_of
-from .elements import plan_device
-from .experts import STACKS, Sparse24Experts, as_linear, holds_stacks, obstacle, other_meaning
+from .experts import (
+    STACKS,
+    Sparse24Experts,
+    as_linear,
+    holds_stacks,
+    no_kernel,
+    obstacle,
+    other_meaning,
+)
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .swap_report import DenseMatrix, SwappedLayer, SwapReport
@@ -357,15 +364,7 @@ def _obstacle_of_experts(module: nn.Module, recipe: Sparse24Recipe, owners: Coun
 
 def _no_kernel(module: Any, recipe: Sparse24Recipe) -> str | None:
     """Why no kernel serves the experts on their CUDA device, or None."""
-    if not module.down_proj.is_cuda:
-        return None
-    found = Sparse24Experts.like(module, device="meta", require=recipe.require, preference=recipe.preference)
-    try:
-        for name in STACKS:
-            getattr(found, name).plan_on(plan_device(module.down_proj))
-    except (UnsupportedError, BackendUnavailableError) as error:
-        return str(error)
-    return None
+    return no_kernel(module, module.down_proj.device, require=recipe.require, preference=recipe.preference)
 
 
 def _not_sparse(linear: nn.Linear) -> str | None:

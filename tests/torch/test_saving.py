@@ -608,3 +608,37 @@ def test_a_hostile_configuration_is_refused_by_a_typed_error(folder, tmp_path_fa
     except (InvalidProblemError, FormatError):
         return
     assert isinstance(model, transformers.PreTrainedModel)
+
+
+def test_experts_without_a_kernel_on_their_gpu_stay_dense(tmp_path, monkeypatch, caplog):
+    from sparse24_plans.checkpoints.folder import ModelReader
+    from sparse24_plans.torch.experts import ExpertsWeight
+    from sparse24_plans.torch.loading import Load, Source
+
+    def no_kernel(self, device, n=1):
+        assert device == 3
+        raise UnsupportedError("needs compute capability 9.0")
+
+    config = transformers.MixtralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=48,
+        num_local_experts=2,
+    )
+    model, other = (transformers.MixtralForCausalLM(config) for _ in range(2))
+    to_sparse24(model)
+    save_sparse24(model, tmp_path / "saved")
+    monkeypatch.setattr(ExpertsWeight, "plan_on", no_kernel)
+    with ModelReader(tmp_path / "saved") as reader, caplog.at_level("WARNING", "sparse24_plans.load"):
+        load = Load(other, Source(reader, None), None, {"device": torch.device("cuda", 3)})
+        load.check()
+        load.swap()
+        load.fill()
+    experts = other.model.layers[0].mlp.experts
+    assert not isinstance(experts, Sparse24Experts)
+    assert "experts stay dense: model.layers.0.mlp.experts: needs compute capability 9.0" in caplog.text
+    wanted = model.model.layers[0].mlp.experts.dense_weights()
+    assert all(torch.equal(getattr(experts, name), weight) for name, weight in wanted.items())
