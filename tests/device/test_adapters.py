@@ -25,7 +25,7 @@ from .tensor_likes import (
 )
 
 gpu = pytest.mark.gpu
-every_element = pytest.mark.parametrize("element", ElementKind)
+every_element = pytest.mark.parametrize("element", IN_MEMORY)
 
 
 # NumPy --------------------------------------------------------------------------------------------

@@ -319,6 +319,7 @@ _call(
     element=None,
 )
 _call("Sparse24QuantizedWeight.dequantize", QUANTIZED.dequantize)
+_call("Sparse24QuantizedWeight.decompress", QUANTIZED.decompress)
 _call("Sparse24QuantizedWeight.to", QUANTIZED.to, device="host", stream=None)
 _call("gated_rows", sparse24_plans.gated_rows, m=32)
 _call("take_rows", sparse24_plans.take_rows, weight=WEIGHT, rows=np.arange(16), stream=None)

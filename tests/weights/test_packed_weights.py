@@ -12,7 +12,6 @@ import pytest
 from sparse24_plans import (
     BufferTooSmallError,
     Device,
-    ElementKind,
     FormatError,
     InvalidProblemError,
     PackedWeight,
@@ -20,6 +19,7 @@ from sparse24_plans import (
     TensorView,
     UnsupportedError,
 )
+from sparse24_plans.vocab import IN_MEMORY
 from sparse24_plans.weights.packing import pack, unpack
 
 from .instructions import (
@@ -33,7 +33,7 @@ gpu = pytest.mark.gpu
 TILED = ("f32", "f16", "bf16", "s8", "fp8_e4m3")
 
 
-@pytest.mark.parametrize("element", [kind for kind in ElementKind if kind not in TILED])
+@pytest.mark.parametrize("element", [kind for kind in IN_MEMORY if kind not in TILED])
 def test_other_elements_are_unsupported(element):
     weight = Sparse24Weight.compress(np.zeros((8, 16), element.dtype))
     with pytest.raises(UnsupportedError, match=f"no tile layout holds {element}"):
