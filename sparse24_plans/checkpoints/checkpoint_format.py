@@ -8,7 +8,6 @@ has no notes and other names: ``PREFIX.PART`` for a weight ``PREFIX.weight``.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,51 +18,49 @@ from .._vendor import compressed_tensors
 from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
 from ..formats.base import VALUES, ForeignFormat, WeightShape
 from ..formats.convert import from_foreign, to_foreign
-from ..formats.table import BUILT_IN, find_format, format_names
+from ..formats.table import BUILT_IN, QUANTIZED_FORMATS, find_format, format_names
 from ..weights import canonical
 from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
+from .checkpoint_base import NUMPY_TYPES, CheckpointFormat, array_of, checked, dense_weight
 from .folder import CONFIG_NAME, DTYPES, ELEMENTS, ModelReader
 from .layers import (
     FORMAT_KEY,
     FORMAT_VERSION,
-    META_SUFFIX,
     SPARSE24,
-    VALUES_SUFFIX,
+    SUFFIXES,
     Layer,
     broken,
     compressed_layer,
     compressed_names,
     dense_blocks,
     located,
-    read_dense,
     read_note,
     read_weight,
     stored_tensors,
     write_note,
 )
 from .quantization import quantized_layers
-from .safetensors_file import SafetensorsWriter, TensorInfo, shown
+from .quantized_formats import QuantizedCheckpoint
+from .safetensors_file import TensorInfo, shown
 from .selection import Selection
 
 DENSE = "dense"
 CHECKPOINT_FORMATS = (DENSE, SPARSE24, *BUILT_IN)
 """The formats that ``convert_checkpoint`` reads and writes, without registered ones."""
+READ_FORMATS = (*CHECKPOINT_FORMATS, *QUANTIZED_FORMATS)
+"""The formats that ``convert_checkpoint`` reads, without registered ones."""
 _BITMASK = "compressed_tensors"
 CONFIG_KEY = compressed_tensors.CONFIG_KEYS[0]
 """The entry of ``config.json`` that says how a model's weights are stored."""
 
-_NUMPY_TYPES = {
-    **{f"U{8 * size}": f"uint{8 * size}" for size in (1, 2, 4, 8)},
-    **{f"I{8 * size}": f"int{8 * size}" for size in (1, 2, 4, 8)},
-}
-_SAFETENSORS_TYPES = {name: dtype for dtype, name in _NUMPY_TYPES.items()}
+_SAFETENSORS_TYPES = {name: dtype for dtype, name in NUMPY_TYPES.items()}
 _WORD_BYTES = {"U16": 2, "I16": 2, "U32": 4, "I32": 4}
 
 
-def checkpoint_formats() -> tuple[str, ...]:
-    """The formats that ``convert_checkpoint`` reads and writes, with registered ones."""
-    return DENSE, SPARSE24, *format_names()
+def checkpoint_formats(*, read: bool = False) -> tuple[str, ...]:
+    """The formats that ``convert_checkpoint`` writes, or all that it reads, with registered ones."""
+    return DENSE, SPARSE24, *format_names(), *(QUANTIZED_FORMATS if read else ())
 
 
 def checkpoint_format(name: str, selection: Selection, tile_k: int | None) -> CheckpointFormat:
@@ -75,62 +72,12 @@ def checkpoint_format(name: str, selection: Selection, tile_k: int | None) -> Ch
         return DenseCheckpoint(selection)
     if name == SPARSE24:
         return Sparse24Checkpoint()
+    if name in QUANTIZED_FORMATS:
+        return QuantizedCheckpoint(QUANTIZED_FORMATS[name])
     kind = BitmaskCheckpoint if name == _BITMASK else ForeignCheckpoint
     known = find_format(name)
     assert known is not None  # callers have checked the name
     return kind(known, tile_k)
-
-
-class CheckpointFormat(ABC):
-    """A format: finds and reads weights in a model's files, and writes and describes them there."""
-
-    name: str
-
-    @abstractmethod
-    def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
-        """The model's weights in this format that ``target`` can hold, and why other tensors are copied.
-
-        Raises FormatError for a weight that breaks the format, InvalidProblemError or UnsupportedError for
-        one that ``target`` can't hold.
-        """
-
-    @abstractmethod
-    def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
-        """A weight in host memory. Errors don't name the file; :func:`located` adds it."""
-
-    @abstractmethod
-    def stored(self, layer: Layer) -> list[TensorInfo]:
-        """The entries of a weight's tensors in this format."""
-
-    @abstractmethod
-    def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
-        """A weight's tensors by name. Raises FormatError if the format can't express the weight."""
-
-    def check(self, layer: Layer) -> None:  # noqa: B027 - by default nothing
-        """Raise InvalidProblemError or UnsupportedError if this format can't hold the weight."""
-
-    def check_dense(self, model: ModelReader, layer: Layer) -> None:
-        """Raise FormatError if a dense weight has more non-zeros than this format can express."""
-        for _ in self.arrays(layer, _dense_weight(model, layer)):
-            pass
-
-    def write(self, layer: Layer, weight: Sparse24Weight, writer: SafetensorsWriter) -> None:
-        """Write a weight's tensors."""
-        for name, array in self.arrays(layer, weight):
-            writer.write(name, array)
-
-    def stamp(self, metadata: dict[str, str]) -> None:  # noqa: B027 - by default nothing
-        """Add the mark of this format to a file's metadata."""
-
-    def note(self, metadata: dict[str, str], layer: Layer) -> None:  # noqa: B027 - by default nothing
-        """Add the note about a weight to a file's metadata."""
-
-    def configure(self, config: dict[str, Any], layers: list[Layer], sparsity: float) -> dict[str, Any]:
-        """A model's ``config.json`` with this format's entry.
-
-        ``sparsity`` is the share of the model's elements that compression left out.
-        """
-        return config
 
 
 class DenseCheckpoint(CheckpointFormat):
@@ -159,7 +106,7 @@ class DenseCheckpoint(CheckpointFormat):
         return layers, reasons
 
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
-        return _dense_weight(model, layer)
+        return dense_weight(model, layer)
 
     def stored(self, layer: Layer) -> list[TensorInfo]:
         nbytes = layer.m * layer.k * layer.element.itemsize
@@ -174,22 +121,26 @@ class Sparse24Checkpoint(CheckpointFormat):
     """Our own format, which :mod:`layers` describes."""
 
     name = SPARSE24
+    holds_quantized = True
 
     def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
         names = compressed_names(model)
-        return _checked(target, [compressed_layer(model, shard, name) for name, shard in names.items()])
+        return checked(target, [compressed_layer(model, shard, name) for name, shard in names.items()])
 
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
         """A weight in host memory; a quantized one dequantized."""
         weight = read_weight(model, layer)
         return weight.dequantize() if isinstance(weight, Sparse24QuantizedWeight) else weight
 
+    def read_stored(self, model: ModelReader, layer: Layer) -> Sparse24Weight | Sparse24QuantizedWeight:
+        return read_weight(model, layer)
+
     def stored(self, layer: Layer) -> list[TensorInfo]:
         return list(stored_tensors(layer))
 
     def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
-        yield layer.name + VALUES_SUFFIX, weight.values
-        yield layer.name + META_SUFFIX, weight.metadata
+        for suffix, view in zip(SUFFIXES, weight.views, strict=False):
+            yield layer.name + suffix, view.array()
 
     def check_dense(self, model: ModelReader, layer: Layer) -> None:
         for rows, dense in dense_blocks(model, layer):
@@ -225,10 +176,10 @@ class ForeignCheckpoint(CheckpointFormat):
     def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
         suffix = f".{self._known.parts[0]}"
         names = [name for name in model.tensors if name.endswith(suffix)]
-        return _checked(target, [self._layer(model, name.removesuffix(suffix)) for name in names])
+        return checked(target, [self._layer(model, name.removesuffix(suffix)) for name in names])
 
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
-        parts = {name.rpartition(".")[2]: _array(model, name) for name in layer.sources}
+        parts = {name.rpartition(".")[2]: array_of(model, name) for name in layer.sources}
         sizes = (layer.m, layer.k) if "shape" in self._known.options else None
         return from_foreign(self.name, parts, shape=sizes, **layer.options)
 
@@ -314,11 +265,11 @@ class BitmaskCheckpoint(ForeignCheckpoint):
     def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
         layers, _ = super().find(model, target)
         stored, reasons = quantized_layers(model)
-        return layers + _checked(target, stored)[0], reasons
+        return layers + checked(target, stored)[0], reasons
 
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
         has_zeros = layer.sources == (layer.name,)
-        return _dense_weight(model, layer) if has_zeros else super().read(model, layer)
+        return dense_weight(model, layer) if has_zeros else super().read(model, layer)
 
     def prefix_of(self, name: str) -> str:
         return compressed_tensors.prefix_of(name)
@@ -341,30 +292,6 @@ class BitmaskCheckpoint(ForeignCheckpoint):
 
     def configure(self, config: dict[str, Any], layers: list[Layer], sparsity: float) -> dict[str, Any]:
         return with_sparsity(config, sorted(self.prefix_of(layer.name) for layer in layers), sparsity)
-
-
-def _checked(target: CheckpointFormat, layers: list[Layer]) -> tuple[list[Layer], dict[str, str]]:
-    """The layers and no reasons. Raises the errors of ``target.check``."""
-    for layer in layers:
-        target.check(layer)
-    return layers, {}
-
-
-def _dense_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:
-    """A whole dense weight, compressed. Raises FormatError if it isn't 2:4."""
-    return Sparse24Weight.compress(read_dense(model, layer))
-
-
-def _array(model: ModelReader, name: str) -> Any:
-    """A whole stored tensor. I8 may be metadata or values, whose bytes are the same."""
-    info = model.tensors[name]
-    if info.dtype in ELEMENTS and info.dtype != "I8":
-        dtype = ELEMENTS[info.dtype].dtype
-    elif info.dtype in _NUMPY_TYPES:
-        dtype = np.dtype(_NUMPY_TYPES[info.dtype])
-    else:
-        raise FormatError(f"{shown(name)}: expected a type that metadata can have, got {shown(info.dtype)}")
-    return model.read(name).view(dtype).reshape(info.shape)
 
 
 # compressed-tensors in config.json ----------------------------------------------------------------

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from .._vendor.compressed_tensors import CONFIG_KEYS
 from ..device.files import StrPath
 from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
-from .checkpoint_format import DENSE, CheckpointFormat, checkpoint_format, checkpoint_formats
+from ..formats.table import QUANTIZED_FORMATS
+from .checkpoint_base import CheckpointFormat
+from .checkpoint_format import DENSE, checkpoint_format, checkpoint_formats
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
 from .rewrite import Rewrite
@@ -59,6 +62,7 @@ def convert_checkpoint(
         index, ``config.json`` with its sparsity entry brought up to date, and copies of other files.
     from_format, to_format : str
         ``dense``, ``sparse24``, or the name of a foreign format (docs/formats.md) or a registered one.
+        Formats of quantized weights are read alone; the weights stay quantized in ``sparse24`` only.
     include, exclude : sequence of str
         The arguments of ``compress_checkpoint``, for dense sources. Tensors that ``include`` names must be
         2:4 and fit the format.
@@ -116,9 +120,15 @@ class _Conversion(Rewrite[ConversionReport]):
         self._source = source
         super().__init__(model, target, layers, reasons, on_tensor)
 
+    def _new_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        if self._source.name in QUANTIZED_FORMATS:  # no tensor is quantized in that format any more
+            config = {name: value for name, value in config.items() if name not in CONFIG_KEYS}
+        return super()._new_config(config)
+
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> ConversionReport:
         try:
-            self.target.write(layer, self._source.read(self.model, layer), writer)
+            read = self._source.read_stored if self.target.holds_quantized else self._source.read
+            self.target.write(layer, read(self.model, layer), writer)
         except (FormatError, InvalidProblemError, UnsupportedError) as error:
             raise located(self.model, layer, error) from error
         return self.report_layer(layer)
@@ -126,7 +136,7 @@ class _Conversion(Rewrite[ConversionReport]):
 
 def _check_formats(from_format: str, to_format: str, selection: Selection) -> None:
     for argument, name in (("from_format", from_format), ("to_format", to_format)):
-        known = checkpoint_formats()
+        known = checkpoint_formats(read=argument == "from_format")
         if not isinstance(name, str) or name not in known:
             raise InvalidProblemError(f"{argument}: expected one of {', '.join(known)}, got {shown(name)}")
     if from_format == to_format:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from ..device.files import StrPath
 from ..errors import InvalidProblemError
-from .checkpoint_format import CheckpointFormat, without_sparsity
+from .checkpoint_base import CheckpointFormat
+from .checkpoint_format import without_sparsity
 from .folder import (
     CONFIG_NAME,
     ModelReader,

@@ -13,12 +13,13 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoints.checkpoint_format import CHECKPOINT_FORMATS, checkpoint_formats
+from ..checkpoints.checkpoint_format import READ_FORMATS, checkpoint_formats
 from ..checkpoints.compress import SPARSE_ALREADY, CalibratedWeights, TensorReport, compress_checkpoint
 from ..checkpoints.conversion import ConversionReport, convert_checkpoint
 from ..checkpoints.folder import stored_bytes
 from ..checkpoints.selection import families_of
 from ..errors import InvalidProblemError
+from ..formats.table import QUANTIZED_FORMATS
 from ..vocab import ElementKind, ScaleRule
 from ..weights.quantize import LARGEST
 from .calibrating import OUTPUT_ERROR, CalibrateOption, MethodOption, calibration
@@ -114,8 +115,13 @@ def compress(
 
 
 def format_name(text: str) -> str:
-    """Parse the name of a built-in or registered format, or of one of an installed package."""
+    """Parse the name of a format that is written: built-in, registered, or of an installed package."""
     return one_of(checkpoint_formats())(text)
+
+
+def read_format_name(text: str) -> str:
+    """Parse the name of a format that is read."""
+    return one_of(checkpoint_formats(read=True))(text)
 
 
 def convert(
@@ -126,14 +132,17 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORMAT",
-            parser=format_name,
-            help=f"The format of IN. {named(CHECKPOINT_FORMATS)[:-1]}, or a registered one.",
+            parser=read_format_name,
+            help=f"The format of IN. {named(READ_FORMATS)[:-1]}, or a registered one.",
         ),
     ],
     to_format: Annotated[
         str,
         typer.Option(
-            "--to", metavar="FORMAT", parser=format_name, help="The format to write, named like --from."
+            "--to",
+            metavar="FORMAT",
+            parser=format_name,
+            help=f"The format to write: any but {', '.join(QUANTIZED_FORMATS)}, which are read alone.",
         ),
     ],
     include: IncludeOption = None,

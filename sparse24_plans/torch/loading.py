@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.checkpoint_base import CheckpointFormat
 from ..checkpoints.checkpoint_format import (
-    CHECKPOINT_FORMATS,
     CONFIG_KEY,
     DENSE,
-    CheckpointFormat,
+    READ_FORMATS,
     checkpoint_format,
 )
 from ..checkpoints.folder import ModelReader
-from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed, read_weight
+from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
 from ..checkpoints.quantization import check_groups, parts_of, scale_obstacle
 from ..checkpoints.selection import Selection, families_of
 from ..device.log import LOAD
@@ -65,8 +65,8 @@ class Source:
         self.reader = reader
         if name is None:
             name = SPARSE24 if is_compressed(reader) else _BITMASK
-        if name not in CHECKPOINT_FORMATS or name == DENSE:
-            known = ", ".join(one for one in CHECKPOINT_FORMATS if one != DENSE)
+        if name not in READ_FORMATS or name == DENSE:
+            known = ", ".join(one for one in READ_FORMATS if one != DENSE)
             raise InvalidProblemError(f"format: expected one of {known}, got {name!r}")
         self._format: CheckpointFormat = checkpoint_format(name, Selection((), ()), None)
         layers, _ = self._format.find(reader, checkpoint_format(SPARSE24, Selection((), ()), None))
@@ -111,7 +111,7 @@ class Source:
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """The tensors of a quantized weight by their names in a Sparse24WeightOnlyLinear."""
-        weight = read_weight(self.reader, self.weights[name])
+        weight = self._format.read_stored(self.reader, self.weights[name])
         parts = (tensor_of(view.bits(), view.element) for view in weight.views)
         return dict(zip((VALUES_KEY, META_KEY, SCALES_KEY), parts, strict=True))
 
