@@ -17,7 +17,6 @@ from sparse24_plans import (
     UnsupportedError,
     compress_checkpoint,
     convert_checkpoint,
-    load_weight,
     save_weights,
 )
 from sparse24_plans.torch import (
@@ -61,20 +60,6 @@ def llama(tmp_path_factory) -> Path:
     for name in ("compressed_tensors", "dense"):
         convert_checkpoint(folder / "ours", folder / name, from_format="sparse24", to_format=name)
     return folder
-
-
-def test_weights_with_scales_of_groups_are_loaded_dequantized_with_a_warning(llama, tmp_path, caplog):
-    compress_checkpoint(llama / "unpruned", tmp_path / "s4", weights="s4", group=32, device="host")
-    model = from_pretrained(tmp_path / "s4")
-    assert "quantized, but loaded as 2:4 weights of 16 bits: model.layers.*" in caplog.text
-    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.o_proj"):
-        layer, stored = model.get_submodule(name), load_weight(tmp_path / "s4", f"{name}.weight")
-        assert stored.quantization.element == "s4"
-        assert torch.equal(layer.dense_weight().float(), torch.from_numpy(stored.decompress().astype("f4")))
-    with pytest.raises(
-        UnsupportedError, match="without scales of groups, got s4 with bf16 scales of groups of 32"
-    ):
-        AutoModel.from_pretrained(tmp_path / "s4")
 
 
 @pytest.fixture(scope="module")
