@@ -111,11 +111,9 @@ def multiplied_as(element: ElementKind) -> ElementKind:
 
 
 def quantized_weight(weight: Sparse24Weight, by: Quantization, rule: ScaleRule) -> Sparse24QuantizedWeight:
-    """A pruned weight on the host, quantized. Values of f32 are rounded to the element first."""
-    with np.errstate(all="ignore"):  # a value beyond the element's range becomes Inf
-        values = weight.values.astype(multiplied_as(weight.element).dtype)
-    rounded = Sparse24Weight(values, weight.metadata, validate=False)
-    return Sparse24QuantizedWeight.quantize(rounded, **by.arguments, rule=rule)
+    """A pruned weight on the host, quantized."""
+    element = multiplied_as(weight.element)
+    return Sparse24QuantizedWeight.quantize(weight, element=element, **by.arguments, rule=rule)
 
 
 def compressed_form(

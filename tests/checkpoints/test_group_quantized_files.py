@@ -26,7 +26,6 @@ from sparse24_plans import (
 )
 from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter
 from sparse24_plans.cli.app import app
-from sparse24_plans.vocab import ElementKind
 
 from ..gemm.test_replay import ran
 from ..support import same_bits
@@ -235,8 +234,8 @@ def compress(dense: Path, **options: Any) -> tuple[Path, Any]:
 @pytest.mark.parametrize("group", [0, 32, 128])
 def test_a_compressed_file_holds_the_pruned_weight_quantized(dense, stored, rule, group):
     out, report = compress(dense, weights=stored, group=group, scale_rule=rule)
-    pruned = Sparse24Weight.compress(prune(stored_in(dense)[NAME]).astype(ElementKind.BF16.dtype))
-    wanted = Sparse24QuantizedWeight.quantize(pruned, stored=stored, group=group, rule=rule)
+    pruned = Sparse24Weight.prune_compress(stored_in(dense)[NAME])
+    wanted = Sparse24QuantizedWeight.quantize(pruned, stored=stored, group=group, rule=rule, element="bf16")
     found = load_weight(out, NAME)
     assert same_weight(found, wanted)
     assert report.bytes_after == found.nbytes
