@@ -61,8 +61,8 @@ def convert_checkpoint(
         A file if the source is a file. Else a new or empty folder, which gets shards of the same names, the
         index, ``config.json`` with its sparsity entry brought up to date, and copies of other files.
     from_format, to_format : str
-        ``dense``, ``sparse24``, or the name of a foreign format (docs/formats.md) or a registered one.
-        Formats of quantized weights are read alone; the weights stay quantized in ``sparse24`` only.
+        ``dense``, ``sparse24``, or a foreign or registered format (docs/formats.md). Formats of quantized
+        weights are read alone; the weights stay quantized in ``sparse24`` only.
     include, exclude : sequence of str
         The arguments of ``compress_checkpoint``, for dense sources. Tensors that ``include`` names must be
         2:4 and fit the format.
@@ -73,16 +73,13 @@ def convert_checkpoint(
     on_tensor : callable, optional
         A function that is called with each report when its tensor is done.
 
-    Returns
-    -------
-    list of ConversionReport
-        One report for each weight and each copied tensor.
+    Returns a ConversionReport for each weight and each copied tensor.
 
     Raises
     ------
     InvalidProblemError
-        Formats, patterns or the destination are wrong; the source has no weight in ``from_format``; a
-        weight has a shape that ``to_format`` can't hold.
+        Wrong formats, patterns or destination; no weight in ``from_format``; a shape that ``to_format`` can't
+        hold.
     UnsupportedError
         A weight has an element that ``to_format`` can't hold.
     FormatError
