@@ -107,8 +107,9 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         if isinstance(linear, nn.Linear) and linear.weight.is_meta:
             options.pop("rule", None)
             by |= {"scale_dtype": scale_dtype, "dtype": linear.weight.dtype, "device": "meta", **options}
-            layer = cls(linear.in_features, linear.out_features, linear.bias is not None, **by)
-            return layer.train(linear.training)
+            empty = cls(linear.in_features, linear.out_features, linear.bias is not None, **by)
+            empty.train(linear.training)
+            return empty
         pruned = {"rule": options.pop("rule")} if "rule" in options else {}
         sparse = Sparse24Linear.from_linear(
             linear, method=method, scores=scores, activation=options.get("activation", "none"), **pruned
@@ -125,7 +126,8 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         )
         layer = cls.from_weight(weight, sparse.bias, in_features=linear.in_features, **options)
         layer.train(linear.training)
-        return layer.to(linear.weight.device)
+        layer.to(linear.weight.device)
+        return layer
 
     @classmethod
     def from_weight(
@@ -174,7 +176,8 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
 
     @property
     def weight_bytes(self) -> int:
-        return super().weight_bytes + self.scales.nbytes
+        nbytes: int = super().weight_bytes + self.scales.nbytes
+        return nbytes
 
     @property
     def quantization(self) -> Quantization:
