@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import FormatError
+from ..formats.base import Format
 from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .folder import ELEMENTS, ModelReader
-from .layers import Layer, read_dense
+from .layers import Layer, broken, read_dense
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
 
 NUMPY_TYPES = {
@@ -87,6 +88,16 @@ def checked(target: CheckpointFormat, layers: list[Layer]) -> tuple[list[Layer],
     for layer in layers:
         target.check(layer)
     return layers, {}
+
+
+def parts_in(model: ModelReader, prefix: str, known: Format) -> dict[str, str]:
+    """The names of a foreign weight's tensors by its parts. Raises FormatError if a part is missing."""
+    names = {part: f"{prefix}.{part}" for part in known.parts if f"{prefix}.{part}" in model.tensors}
+    for part in known.parts:
+        if part not in names and part not in known.optional:
+            shard = model.shard_of(names[known.parts[0]])
+            raise broken(shard, prefix, f"{shown(prefix)}.{part} is missing")
+    return names
 
 
 def dense_weight(model: ModelReader, layer: Layer) -> Sparse24Weight:

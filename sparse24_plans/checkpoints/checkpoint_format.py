@@ -22,7 +22,7 @@ from ..formats.table import BUILT_IN, QUANTIZED_FORMATS, find_format, format_nam
 from ..weights import canonical
 from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
-from .checkpoint_base import NUMPY_TYPES, CheckpointFormat, array_of, checked, dense_weight
+from .checkpoint_base import NUMPY_TYPES, CheckpointFormat, array_of, checked, dense_weight, parts_in
 from .folder import CONFIG_NAME, DTYPES, ELEMENTS, ModelReader
 from .layers import (
     FORMAT_KEY,
@@ -219,11 +219,8 @@ class ForeignCheckpoint(CheckpointFormat):
     def _layer(self, model: ModelReader, prefix: str) -> Layer:
         """The weight whose parts have this prefix, described by its note or else by its values."""
         known = self._known
-        names = {part: f"{prefix}.{part}" for part in known.parts if f"{prefix}.{part}" in model.tensors}
+        names = parts_in(model, prefix, known)
         shard = model.shard_of(names[known.parts[0]])
-        for part in known.parts:
-            if part not in names and part not in known.optional:
-                raise broken(shard, prefix, f"{shown(prefix)}.{part} is missing")
         values = model.tensors[names[known.parts[0]]]
         if values.dtype not in ELEMENTS:
             complaint = f"expected a type of {', '.join(ELEMENTS)}, got {shown(values.dtype)}"

@@ -34,7 +34,7 @@ import numpy as np
 from ..errors import FormatError, InvalidProblemError, Sparse24Error
 from ..vocab import ElementKind
 from ..weights.packed_layouts import Quantization
-from ..weights.quantized import GROUPS, Sparse24QuantizedWeight, memory_element, quantization_of
+from ..weights.quantized import GROUPS, Sparse24QuantizedWeight, memory_element, quantization_of, stored_width
 from ..weights.weight import CanonicalWeight, Sparse24Weight
 from .folder import DTYPES, ELEMENTS, ModelReader, Shard, row_blocks
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown
@@ -177,7 +177,7 @@ def stored_tensors(layer: Layer) -> tuple[TensorInfo, ...]:
     values, meta, scales = (layer.name + suffix for suffix in SUFFIXES)
     positions = TensorInfo(meta, "U16", layer.shape_with(k // 8), m * k // 4)
     if by is not None:
-        width = k // 4 if by.element is ElementKind.S4 else k // 2
+        width = stored_width(k, by)
         return (
             TensorInfo(values, _QUANTIZED_DTYPES[by.element], layer.shape_with(width), by.value_bytes(m, k)),
             positions,

@@ -5,7 +5,7 @@ The parts of a weight ``PREFIX.weight`` are the tensors ``PREFIX.PART``. Such ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,12 @@ from ..errors import Sparse24Error, UnsupportedError
 from ..formats.convert import from_foreign
 from ..formats.quantized import QuantizedFormat
 from ..vocab import ElementKind
-from ..weights.quantized import ELEMENTS, Sparse24QuantizedWeight
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
-from .checkpoint_base import CheckpointFormat, array_of, checked
+from .checkpoint_base import CheckpointFormat, array_of, checked, parts_in
 from .folder import ModelReader
-from .layers import Layer, broken, located
-from .safetensors_file import TensorInfo, shown
+from .layers import Layer, located
+from .safetensors_file import TensorInfo
 
 _WEIGHT = ".weight"
 
@@ -34,17 +34,13 @@ class QuantizedCheckpoint(CheckpointFormat):
         """The weights. Each is read once to tell its size and form, and once more when it is converted."""
         suffix = f".{self._known.parts[0]}"
         prefixes = [name.removesuffix(suffix) for name in model.tensors if name.endswith(suffix)]
-        return checked(target, [self._layer(model, prefix) for prefix in prefixes])
+        wanted = (*self._known.options, "element")
+        said = {name: one for name, one in _options_in(model.config() or {}).items() if name in wanted}
+        return checked(target, [self._layer(model, prefix, said) for prefix in prefixes])
 
-    def _layer(self, model: ModelReader, prefix: str) -> Layer:
-        names = {part: f"{prefix}.{part}" for part in self._known.parts}
-        there = {part: name for part, name in names.items() if name in model.tensors}
-        for part in self._known.parts:
-            if part not in there and part not in self._known.optional:
-                shard = model.shard_of(there[self._known.parts[0]])
-                raise broken(shard, prefix, f"{shown(prefix)}.{part} is missing")
-        options = {"element": _element_of(model), **_bits_of(model)}
-        layer = Layer(prefix + _WEIGHT, 0, 0, ElementKind.F16, tuple(there.values()), options)
+    def _layer(self, model: ModelReader, prefix: str, options: dict[str, Any]) -> Layer:
+        sources = tuple(parts_in(model, prefix, self._known).values())
+        layer = Layer(prefix + _WEIGHT, 0, 0, ElementKind.F16, sources, options)
         try:
             found = self.read_stored(model, layer)
         except Sparse24Error as error:
@@ -53,9 +49,7 @@ class QuantizedCheckpoint(CheckpointFormat):
 
     def read_stored(self, model: ModelReader, layer: Layer) -> Sparse24QuantizedWeight:
         parts = {name.rpartition(".")[2]: array_of(model, name) for name in layer.sources}
-        wanted = (*self._known.options, "element")
-        options = {name: one for name, one in layer.options.items() if name in wanted}
-        found = from_foreign(self.name, parts, **options)
+        found = from_foreign(self.name, parts, **layer.options)
         assert isinstance(found, Sparse24QuantizedWeight)
         return found
 
@@ -75,25 +69,14 @@ class QuantizedCheckpoint(CheckpointFormat):
         return UnsupportedError(f"to_format: checkpoints in {self.name} are read and not written")
 
 
-def _section(model: ModelReader) -> dict[str, Any]:
-    """The entry of ``config.json`` about quantization."""
-    found = (model.config() or {}).get(CONFIG_KEYS[0])
-    return found if isinstance(found, dict) else {}
-
-
-def _element_of(model: ModelReader) -> ElementKind | None:
-    """The element of W by the model's dtype; None leaves it to the scales."""
-    config = model.config() or {}
-    name = config.get("dtype", config.get("torch_dtype"))
-    known = {"float16": ElementKind.F16, "bfloat16": ElementKind.BF16}
-    found = known.get(name) if isinstance(name, str) else None
-    return found if found in ELEMENTS else None
-
-
-def _bits_of(model: ModelReader) -> dict[str, Any]:
-    """The bits of a stored integer, and GPTQ's version, where ``config.json`` says them."""
-    section = _section(model)
-    options: dict[str, Any] = {}
+def _options_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of reading that ``config.json`` tells: the element, the bits of a value, GPTQ's version."""
+    kinds = {"float16": ElementKind.F16, "bfloat16": ElementKind.BF16}
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    options: dict[str, Any] = {"element": kinds.get(dtype) if isinstance(dtype, str) else None}
+    section = config.get(CONFIG_KEYS[0])
+    if not isinstance(section, dict):
+        return options
     groups = section.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None

@@ -275,7 +275,9 @@ class Sparse24Linear(nn.Module):
         """The dense W [out_features, in_features], with its rows in the order that ``from_linear`` takes."""
         with torch.no_grad():
             values, meta = self.canonical()
-            dense = self._scaled(_ops.decompress(values.detach(), meta)[:, : self.in_features])
+            dense = self._scaled(
+                _ops.decompress(self.kept_values(values.detach()), meta)[:, : self.in_features]
+            )
             if not is_gated(self.activation):
                 return dense
             return dense[row_order(self.activation, len(dense), dense.device).argsort()]
@@ -283,6 +285,10 @@ class Sparse24Linear(nn.Module):
     def form(self) -> dict[str, Any]:
         """The arguments besides sizes and dtype that decide which tensors the layer holds."""
         return {}
+
+    def kept_values(self, stored: Tensor) -> Tensor:
+        """The kept values [M, K/2] of W, from the values of the canonical form."""
+        return stored
 
     def _scaled(self, dense: Tensor) -> Tensor:
         """What the stored numbers stand for."""

@@ -84,7 +84,9 @@ def converted(
     """
     desc = plan.descriptor
     layout = plan.sku.layout, desc.element, desc.quantization
-    made_of = tuple(state for one in (weight, meta, scales) if one is not None for state in state_of(one))
+    made_of = state_of(weight) + (() if meta is None else state_of(meta))
+    if scales is not None:
+        made_of += state_of(scales)
     copies = _kept.get(id(weight))
     if copies is None:
         copies = _kept[id(weight)] = {}

@@ -383,7 +383,7 @@ def _entry(name: str, linear: nn.Linear, layer: Sparse24Linear) -> SwappedLayer:
         if isinstance(layer, Sparse24QuantizedLinear):  # rounding may have made more zeros
             values, was_sparse = values.double() * layer.weight_scale, _is_sparse(weight)
         elif isinstance(layer, Sparse24WeightOnlyLinear):
-            values, was_sparse = layer.kept_values(), _is_sparse(weight)
+            values, was_sparse = layer.kept_values(values), _is_sparse(weight)
         else:
             was_sparse = bool(values.count_nonzero() == weight.count_nonzero())
         kept, whole = _squares(values), _squares(weight)

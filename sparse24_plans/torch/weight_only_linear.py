@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ScaleRule, element_kind
 from ..weights.packed_layouts import Quantization
-from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight
+from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight, stored_width
 from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, tensor_of
 from .gemm_dispatch import run, weight_only_call
 from .library import only_dispatches
@@ -77,10 +77,12 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             raise InvalidProblemError(f"scale_dtype: expected {dtype} or torch.float32, got {scale_dtype}")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype, **options)
         self.dtype, self.weight_element, self.group = dtype, kind, group
-        cells = self.k // (4 if kind is ElementKind.S4 else 2)
-        values = torch.zeros(out_features, cells, dtype=_DTYPE_OF_STORED[kind], device=device)
+        by = Quantization(kind, group, element_of(scale_dtype or dtype, "scale_dtype"))
+        values = torch.zeros(
+            out_features, stored_width(self.k, by), dtype=_DTYPE_OF_STORED[kind], device=device
+        )
         self.values = nn.Parameter(values, requires_grad=False)
-        groups = Quantization(kind, group, ElementKind.F32).scales_of_a_row(self.k)
+        groups = by.scales_of_a_row(self.k)
         self.register_buffer(
             "scales", torch.ones(out_features, groups, dtype=scale_dtype or dtype, device=device)
         )
@@ -190,21 +192,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     def _settle(self) -> None:
         """The layer holds the canonical weight on every device."""
 
-    def dense_weight(self) -> Tensor:
-        """The dense W [out_features, in_features], with its rows in the order that ``from_linear`` takes."""
-        with torch.no_grad():
-            kept = self.kept_values()
-            whole = Sparse24Linear(
-                self.in_features, self.out_features, False, activation=self.activation, device="meta",
-                dtype=self.dtype,
-            )  # fmt: skip
-            whole._hold(kept, words_of(self.metadata), None)
-            return whole.dense_weight()
-
-    def kept_values(self) -> Tensor:
-        """The kept values [M, K/2] of W."""
-        assert self.values is not None
-        stored = self.values.detach()
+    def kept_values(self, stored: Tensor) -> Tensor:
         if self.weight_element is ElementKind.S4:
             low, high = stored << 4, stored & 0xF0
             stored = torch.stack([low, high], dim=-1).flatten(1).view(torch.int8) >> 4

@@ -36,7 +36,7 @@ from .packed_layouts import (
     scales_of_a_tile_row,
 )
 from .packing import metadata_fragments, plain_metadata
-from .quantized import Sparse24QuantizedWeight, nibbles_of, signed_nibbles
+from .quantized import Sparse24QuantizedWeight, nibbles_of, signed_nibbles, stored_width
 from .weight import PackedWeight
 
 Array = np.ndarray[Any, Any]
@@ -102,9 +102,8 @@ def unpack_quantized(packed: PackedWeight) -> Sparse24QuantizedWeight:
         values = _plain_values(tiles[:, :, :values_end], by)[: packed.m]
         metadata = plain_metadata(tiles[:, :, values_end:metadata_end], TILES_16BIT)[: packed.m]
         scales = _plain_scales(tiles[:, :, metadata_end:], by)[: packed.m]
-    each = 4 if by.element is ElementKind.S4 else 2
     return Sparse24QuantizedWeight(
-        np.ascontiguousarray(values[:, : packed.k // each]),
+        np.ascontiguousarray(values[:, : stored_width(packed.k, by)]),
         np.ascontiguousarray(metadata[:, : packed.k // 8]),
         np.ascontiguousarray(scales[:, : by.scales_of_a_row(packed.k)]),
         element=packed.element,
