@@ -170,7 +170,7 @@ class Outgoing:
 
 
 class Format:
-    """What every foreign format says of itself.
+    """Base of all foreign formats: each describes itself.
 
     ``origin`` names the software that writes and reads it. ``parts`` are the tensors that ``to_foreign``
     returns; the ``optional`` ones may be missing where a weight is read, but are checked if they are given.

@@ -81,7 +81,7 @@ class Marlin24(QuantizedFormat):
 
 
 def _metadata_words(found: Stored, count: int) -> Array:
-    """As many words, flat: writers give them different shapes."""
+    """Return ``count`` words, flat, since writers give them different shapes."""
     words: Array = np.ascontiguousarray(found.view("meta", ElementKind.U16).bits()).reshape(-1)
     if words.size != count:
         raise InvalidProblemError(f"meta: expected {count} words int16, got {words.size}")

@@ -113,7 +113,7 @@ class Scales:
 
     values: Array
     element: ElementKind
-    """Of W when it is multiplied."""
+    """Type of W when it is multiplied."""
     scale_element: ElementKind
     group: int
 

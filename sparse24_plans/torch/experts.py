@@ -28,7 +28,7 @@ _LAYOUT = {
     "is_transposed": False,
     "is_concatenated": True,
 }
-"""What transformers' modules of experts say of themselves if they are [E, 2I, H] and [E, H, I]."""
+"""Attributes that transformers' modules of experts have if they are [E, 2I, H] and [E, H, I]."""
 
 
 class ExpertsWeight(Sparse24Linear):

@@ -251,7 +251,7 @@ class Load:
                 raise UnsupportedError(f"{name}: {reason}")
 
     def _made(self, merged: Merged, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """What a converter makes; a stack that is 2:4 as the model holds it stays as it is."""
+        """Return what a converter makes; a stack that is 2:4 as the model holds it stays as it is."""
         source = self._experts.source_of(merged.target)
         if isinstance(source, str):
             return {merged.target: read(source)}

@@ -211,7 +211,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
                 setattr(self, name, found if own.is_meta else found.to(own.device))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """What ``forward`` computes, with the given bias [out_features] or none in place of the layer's.
+        """Compute what ``forward`` does, with the given bias [out_features] or none instead of the layer's.
 
         x is bfloat16, float16 or float32. Raises InvalidProblemError for another width or dtype, and
         UnsupportedError for an x that requires gradients.

@@ -84,7 +84,7 @@ class StoredExperts:
             )
 
     def source_of(self, target: str) -> Source | None:
-        """Where the stack of this name in the model comes from, if it is 2:4."""
+        """Return the source of the model's stack of this name, or None if it isn't 2:4."""
         name, _, stack = target.rpartition(".")
         return self.sources.get(name, {}).get(stack)
 

@@ -183,7 +183,7 @@ def to_sparse24(
 def _swapped(
     name: str, module: nn.Module, how: Sparse24Recipe
 ) -> tuple[Sparse24Linear | Sparse24Experts, list[SwappedLayer]]:
-    """What replaces a linear layer or experts, and its entries in the report."""
+    """Return what replaces a linear layer or experts, and its entries in the report."""
     if is_linear(module):
         layer = how.layer(name, module)
         return layer, [_entry(name, linear_of(module), layer)]

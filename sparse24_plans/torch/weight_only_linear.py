@@ -241,7 +241,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     # Use ----------------------------------------------------------------------------------------------
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """What ``forward`` computes, with the given bias [out_features] or none in place of the layer's.
+        """Compute what ``forward`` does, with the given bias [out_features] or none instead of the layer's.
 
         Raises InvalidProblemError for another width or dtype. Under autocast x is converted to W's dtype.
         """

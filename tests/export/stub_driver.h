@@ -1,4 +1,4 @@
-/* What the stub of the CUDA driver records. */
+/* Records of the stub of the CUDA driver. */
 #ifndef STUB_DRIVER_H
 #define STUB_DRIVER_H
 
