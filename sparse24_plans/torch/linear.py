@@ -413,7 +413,7 @@ class Sparse24Linear(nn.Module):
         return self.product(x, self._parameters["bias"])
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute what ``forward`` does, with the given bias [out_features] or none in place of the layer's."""
+        """Compute what ``forward`` does, with the given bias [out_features] or none, not the layer's."""
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
         weight: Any = self._buffers["packed"]
