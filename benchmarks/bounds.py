@@ -143,6 +143,39 @@ def _over(
     ]
 
 
+_OF_STORED: dict[str, dict[tuple[int, int], float]] = {
+    "s4": {(1, 16): 3.3, (32, 32): 2.8, (64, 64): 2.1, (128, 128): 1.5},
+    "s8": {(1, 16): 2.4, (32, 32): 2.2, (64, 64): 1.9},
+    "fp8_e4m3": {(1, 16): 2.4, (32, 32): 2.2, (64, 64): 1.9},
+}
+"""Means over dense of weights that store such values, by tokens."""
+
+
+def _quantized_bounds() -> list[Bound]:
+    found = []
+    for stored, limits in _OF_STORED.items():
+        rows = {"weight_element": stored, "backend": "auto"}
+        for span, least in limits.items():
+            about = f"{stored} weights over dense, N {span[0]}{f'-{span[1]}' * (span[0] < span[1])}"
+            found.append(least_mean(about, ratios("gemm", "dense_us", span=span, **rows), least))
+        every = ratios("gemm", "dense_us", span=FEW, **rows)
+        found.append(Bound(f"{stored} weights over dense, N 1-64, each", every, 1.5))
+        drawn = ratios("random", "dense_us", span=FEW, **rows)
+        found.append(Bound(f"{stored} weights, random, over dense, N 1-64, each", drawn, 1.1))
+        for part in ("gemm", "random"):
+            errors = figure(part, "rel_error", **rows)
+            found.append(Bound(f"{stored} weights, {part}: relative error", errors, most=3e-3))
+    large = least_mean("s4 weights of 16 MB, random, over dense, N 1-16", _large_random, 2.8)
+    int4 = ratios("gemm", "int4_us", span=(1, 16), weight_element="s4", backend="auto")
+    return [*found, large, least_mean("s4 weights over PyTorch's int4, N 1-16", int4, 1.25)]
+
+
+def _large_random(record: Record) -> Values:
+    """Dense over ours for random weights of s4 whose dense elements have at least 16 MB."""
+    rows = chosen(record["random"], (1, 16), weight_element="s4", backend="auto")
+    return [(cell_of(row), row["dense_us"] / row["us"]) for row in rows if row["m"] * row["k"] >= 8e6]
+
+
 def _worst_error(element: str, most: float) -> Bound:
     return Bound(f"{element}: relative error", figure("gemm", "rel_error", element=element), most=most)
 
@@ -359,6 +392,7 @@ BOUNDS = {
     "grid": _GRID,
     "random": _RANDOM,
     "grouped": _GROUPED,
+    "quantized": _quantized_bounds(),
     "blocksparse": BLOCKSPARSE,
     "blocksparse-random": RANDOM_BLOCKS,
     "torch": _TORCH,

@@ -61,6 +61,14 @@ _GEMM = {
     **_fields(_IS_TIME_OR_NONE, "dense_us cusparselt_us"),
     **_fields(_is_number, "rel_error"),
 }
+_QUANTIZED = {
+    **_PRODUCT,
+    **_fields(_is_text, "weight_element backend"),
+    **_fields(_is_size, "group"),
+    **_fields(_is_time, "us"),
+    **_fields(_IS_TIME_OR_NONE, "dense_us int4_us"),
+    **_fields(_is_number, "rel_error"),
+}
 _BLOCKS = (
     _PRODUCT
     | _fields(_is_text, "op backend")
@@ -94,6 +102,7 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
     "random": {
         "gemm": {**_GEMM, **_fields(_is_text, "shape row"), **_fields(_IS_TIME_OR_NONE, "best_us")},
     },
+    "quantized": dict.fromkeys(("gemm", "random"), _QUANTIZED),
     "grouped": {
         "products": _fields(_is_text, "model spread element")
         | _fields(_is_size, "groups active_experts m k tokens")

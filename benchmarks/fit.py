@@ -58,7 +58,7 @@ Array = Any
 Constants = dict[str, Any]
 SCHEDULES = Path(__file__).parent / "schedules"
 SMS = 132
-FRESH, PACKED = "fresh-times", "packed-times"
+FRESH, PACKED, QUANTIZED = "fresh-times", "packed-times", "quantized-times"
 FOLDS = 4
 NEAR, FAR, OFF, WORST = 0.01, 0.05, 0.1, 0.2
 """Relative times told apart in a softened choice; relative errors of a predicted time that count in full; the
@@ -82,6 +82,8 @@ constants of invariant split-K: fitted freely, they lost 1.5% on 242 fresh probl
 KEPT = {"wgmma_sp_8bit_some"}
 """Models that keep their start: descents from it lose 15% on one fp8_e4m3 problem, the start loses 12."""
 NAMES = [field.name for field in fields(CostConstants)]
+PROBLEM = ("n", "m", "k", "element", "weight_element", "weight_group")
+"""Fields of a measured product that its descriptor has."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 PACKED_BOUNDS = {
     "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
@@ -212,17 +214,23 @@ def given_models() -> dict[str, Constants]:
 def gemm_problems(gpu: str, family: str = "times") -> list[Any]:
     found = []
     for row in lines_of(gpu, family):
-        desc = GemmSparse24Descriptor(**{name: row[name] for name in ("n", "m", "k", "element")})
+        desc = GemmSparse24Descriptor(**{name: row[name] for name in PROBLEM if name in row})
         times = {WgmmaSpSchedule(*map(int, name.split(","))): us for name, us in row["us"].items()}
         found.append((desc, times))
     return found
 
 
+def gemm_family(model: str) -> str:
+    """The measured problems of a model of wgmma_sp."""
+    return QUANTIZED if "quantized" in model else "times"
+
+
 def gemm_fit(model: str, gpu: str) -> Fit:
-    found = [one for one in gemm_problems(gpu) if model_of(one[0]) == model]
+    found = [one for one in gemm_problems(gpu, gemm_family(model)) if model_of(one[0]) == model]
     min_idle = stream_k_entry(gpu)["constants"]["min_idle"]
     choices = partial(gemm_choices, min_idle=min_idle)
-    near = given_models()[model.replace("wgmma_sp", "wgmma_sp_split_k")]["constants"]
+    given = model.replace("wgmma_sp", "wgmma_sp_split_k").replace("quantized", "16bit")
+    near = given_models()[given]["constants"]
     start = np.array([max(near[name], 1e-9) for name in BOUNDS])
     return Fit(
         found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 0 if model in KEPT else 4000, 1, start
@@ -253,9 +261,10 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
     taken, begins, best, weights = [], [], [], []
     for desc, times in problems:
         split = invariant_split_k(desc.m, desc.k, desc.element)
-        free = schedules_for(desc.n, desc.m, min_idle)
+        quantized = desc.quantization is not None
+        free = schedules_for(desc.n, desc.m, min_idle, quantized)
         pairs_of = [(one, one._replace(stream_k=0)) for one in free if one.stream_k]
-        split_free = schedules_in(split, desc.n, desc.m, min_idle)
+        split_free = schedules_in(split, desc.n, desc.m, min_idle, quantized)
         for tried, weight in ((free, 1.0), (split_free, 0.9), *((pair, 0.2) for pair in pairs_of)):
             candidates = [one for one in tried if one in times]
             if len(candidates) > (weight == 0.2):
@@ -437,7 +446,7 @@ def packed_entry(model: str, gpu: str) -> Constants:
 
 # The data file -------------------------------------------------------------------------------------
 
-GEMM_MODELS = [f"wgmma_sp_{bits}bit_{size}" for bits in (16, 8) for size in CLASSES]
+GEMM_MODELS = [f"wgmma_sp_{kind}_{size}" for kind in ("16bit", "8bit", "quantized") for size in CLASSES]
 SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
 PACKED_MODELS = [
@@ -462,12 +471,12 @@ def entry(model: str, gpu: str) -> Constants:
     found, elsewhere = descend(fit, fit.problems), descend(fit._replace(descents=1), inside)
     every, held_out = fit.choices(fit.problems), fit.choices(outside)
     measured = {
-        "file": file_of(gpu, "times" if gemm else "block-times"),
+        "file": file_of(gpu, gemm_family(model) if gemm else "block-times"),
         "problems": len(fit.problems),
         "loss": summary(every.free(found)),
         "held_out": {"problems": len(outside), "loss": summary(held_out.free(elsewhere))},
     }
-    if gemm and (SCHEDULES / file_of(gpu, FRESH)).is_file():
+    if gemm and "quantized" not in model and (SCHEDULES / file_of(gpu, FRESH)).is_file():
         fresh = [one for one in gemm_problems(gpu, FRESH) if model_of(one[0]) == model]
         measured["fresh"] = {"problems": len(fresh), "loss": summary(fit.choices(fresh).free(found))}
     values: Constants = dict(zip(fit.bounds, map(plain, found.tolist()), strict=True))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sparse24_plans.bench.record import GRID, Lists, Step
 from sparse24_plans.bench.scope import ELEMENTS, PARTS, SHAPES, TOKENS, Scope
 from sparse24_plans.vocab import ElementKind
+from sparse24_plans.weights.quantized import STORED
 
 _FLOAT32_SHAPES = 4
 """float32 is measured on the first shapes alone: its dense products take long."""
@@ -75,6 +76,19 @@ def _grouped(options: argparse.Namespace) -> list[Step]:
     return grouped.steps(options.seed, tuple(options.element or grouped.ELEMENTS))
 
 
+def _quantized_lists() -> Lists:
+    from . import quantized
+
+    return quantized.LISTS
+
+
+def _quantized(options: argparse.Namespace) -> list[Step]:
+    """Weights that store 4 or 8 bits a value, on the grid's shapes and random ones."""
+    from . import quantized
+
+    return quantized.steps(options.seed, options.element or STORED, options.n or quantized.TOKENS)
+
+
 def _random_block_lists() -> Lists:
     from . import random_blocks
 
@@ -106,6 +120,7 @@ KINDS = {
     "random": Kind(_random_lists, _random, is_seeded=True),
     "blocksparse": Kind(_block_lists, _blocks),
     "grouped": Kind(_grouped_lists, _grouped, is_seeded=True),
+    "quantized": Kind(_quantized_lists, _quantized, is_seeded=True),
     "blocksparse-random": Kind(_random_block_lists, _random_blocks, is_seeded=True),
     "torch": Kind(_torch_lists, _torch),
 }

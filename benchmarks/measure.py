@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT.json", help="written, or added to")
     parser.add_argument("--part", action="append", help="a list of the record, or host; repeatable")
     parser.add_argument(
-        "--element", action="append", type=ElementKind, help="grid, random, grouped; repeatable"
+        "--element", action="append", type=ElementKind, help="grid, random, grouped, quantized; repeatable"
     )
-    parser.add_argument("--n", action="append", type=int, help="grid: tokens; repeatable")
+    parser.add_argument("--n", action="append", type=int, help="grid, quantized: tokens; repeatable")
     parser.add_argument(
         "--seed", type=int, help="kinds with random cells: by default the file's, or the date of the run"
     )

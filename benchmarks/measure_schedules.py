@@ -5,6 +5,8 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
 ``benchmarks/schedules/`` that they append to, a line a problem:
 
 - ``gemm``: wgmma_sp with elements of 16 and 8 bits, in ``<gpu>-times.jsonl``;
+- ``quantized``: wgmma_sp with bf16 X and weights of s4, s8 and fp8_e4m3, in
+  ``<gpu>-quantized-times.jsonl``, whose lines also name ``weight_element`` and ``weight_group``;
 - ``f32``: float32 in bf16 terms, in ``<gpu>-f32-times.jsonl``, whose lines also name the ``terms``;
 - ``blocks``: blocks_wgmma, in ``<gpu>-block-times.jsonl``;
 - ``packed``: packed operands of block-sparse products as kept blocks and as a dense copy, in
@@ -23,7 +25,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -34,7 +36,6 @@ from unittest import mock
 
 from sparse24_plans import (
     BlockSparseOp,
-    ElementKind,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
     PlanPreference,
@@ -81,7 +82,7 @@ MORE_OF_FEW = (
     (2, 2, 1, 4, 1), (3, 2, 1, 1, 1), (3, 2, 1, 2, 1),
 )  # fmt: skip
 MORE_OF_MANY = ((2, 2, 1, 2, 1), (1, 1, 1, 3, 1), (2, 1, 1, 3, 1), (2, 2, 2, 1, 1))
-PROBLEMS_OF_A_MATRIX = 3
+PROBLEMS_OF_A_MATRIX, MATRICES_OF_A_ROUND = 3, 12
 HOPELESS = 1.5
 """A schedule whose predicted time is more than this multiple of the least is not timed."""
 
@@ -91,14 +92,19 @@ class Drawn(NamedTuple):
 
     m: int
     k: int
-    element: str
+    kind: Mapping[str, Any]
+    """The fields of a descriptor that name the matrix's types."""
     ns: list[int]
 
     def problems(self) -> list[GemmSparse24Descriptor]:
-        return [GemmSparse24Descriptor(n=n, m=self.m, k=self.k, element=self.element) for n in self.ns]
+        return [GemmSparse24Descriptor(n=n, m=self.m, k=self.k, **self.kind) for n in self.ns]
+
+    def matrix(self) -> Matrix:
+        problem = self.problems()[0]
+        return Matrix(self.m, self.k, problem.element, problem.quantization)
 
 
-def drawn(rng: random.Random, elements: Sequence[str]) -> Drawn:
+def drawn(rng: random.Random, kinds: Sequence[Mapping[str, Any]]) -> Drawn:
     """A shape of the record, of another model, or ragged."""
     which = rng.random()
     if which < 0.4:
@@ -107,7 +113,7 @@ def drawn(rng: random.Random, elements: Sequence[str]) -> Drawn:
         m, k = map(int, rng.choice(MODELS.split()).split(","))
     else:
         m, k = int(2 ** rng.uniform(9, 15.5)), 16 * int(2 ** rng.uniform(5, 10))
-    return Drawn(m, k, rng.choice(elements), [tokens(rng) for _ in range(PROBLEMS_OF_A_MATRIX)])
+    return Drawn(m, k, rng.choice(kinds), [tokens(rng) for _ in range(PROBLEMS_OF_A_MATRIX)])
 
 
 def tokens(rng: random.Random) -> int:
@@ -123,7 +129,11 @@ def tried(desc: GemmSparse24Descriptor) -> list[WgmmaSpSchedule]:
     more = MORE_OF_FEW if desc.n <= MAX_MEMORY_BOUND_N else MORE_OF_MANY if desc.n <= 2048 else ()
     wide = [WgmmaSpSchedule(w, r, width, *rest) for width in widths(desc.n) for w, r, *rest in more]
     split = invariant_split_k(desc.m, desc.k, desc.element)
-    known = (*schedules_for(desc.n, desc.m, 0.0), *schedules_in(split, desc.n, desc.m, 0.0))
+    quantized = desc.quantization is not None
+    known = (
+        *schedules_for(desc.n, desc.m, 0.0, quantized),
+        *schedules_in(split, desc.n, desc.m, 0.0, quantized),
+    )
     found = [one for one in dict.fromkeys((*known, *wide)) if one.fits()]
     guessed = predicted(found, desc)
     return [one for one, us in zip(found, guessed, strict=True) if us < HOPELESS * guessed.min()]
@@ -136,7 +146,7 @@ def compile_kernel(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> N
 def compile_all(matrices: Sequence[Drawn]) -> None:
     """Compile side by side what will be timed."""
     kernels = {
-        (desc.element, one._replace(k_chunks=min(one.k_chunks, 2))): (desc, one)
+        (desc.quantization or desc.element, one._replace(k_chunks=min(one.k_chunks, 2))): (desc, one)
         for matrix in matrices
         for desc in matrix.problems()
         for one in tried(desc)
@@ -152,7 +162,9 @@ def timed(cell: Cell, plans: dict[str, GemmSparse24Plan]) -> Row:
     contenders = [cell.contender(name, plan) for name, plan in plans.items()]
     times = time_contenders([*cell.dense(), *contenders], rounds=7, round_ms=1.0)
     us = {name: round(one, 2) for name, one in times.items()}
-    about = {"m": desc.m, "k": desc.k, "n": desc.n, "element": desc.element.value}
+    about: Row = {"m": desc.m, "k": desc.k, "n": desc.n, "element": desc.element.value}
+    if desc.quantization is not None:
+        about |= {"weight_element": desc.weight_element.value, "weight_group": desc.weight_group}
     return {**about, "dense_us": us.pop("dense", None), "us": us}
 
 
@@ -188,19 +200,20 @@ def f32_rows(cell: Cell) -> Iterator[Row]:
         yield {"terms": entry.split_terms, **timed(cell, plans)}
 
 
-def measure_gemm(family: str, rng: random.Random, elements: Sequence[str], end: float) -> Iterator[Row]:
-    matrices = [drawn(rng, elements) for _ in range(int(end - time.monotonic()))]
+def measure_gemm(family: str, rng: random.Random, end: float) -> Iterator[Row]:
     rows = f32_rows if family == "f32" else gemm_rows
-    if family == "gemm":
-        compile_all(matrices)
-    for one in matrices:
-        matrix = Matrix(one.m, one.k, ElementKind(one.element))
-        for n in one.ns:
-            if time.monotonic() > end:
-                return
-            yield from rows(Cell(matrix, n))
-        del matrix
-        free_memory()
+    while True:
+        matrices = [drawn(rng, KINDS[family]) for _ in range(MATRICES_OF_A_ROUND)]
+        if family != "f32":
+            compile_all(matrices)
+        for one in matrices:
+            matrix = one.matrix()
+            for n in one.ns:
+                if time.monotonic() > end:
+                    return
+                yield from rows(Cell(matrix, n))
+            del matrix
+            free_memory()
 
 
 def block_cells(rng: random.Random) -> Iterator[blocks.Cell]:
@@ -281,10 +294,24 @@ def measure_packed(seed: int, end: float) -> Iterator[Row]:
         free_memory()
 
 
-FILES = {"packed": "packed-times", "gemm": "times", "f32": "f32-times", "blocks": "block-times"}
+FILES = {
+    "packed": "packed-times",
+    "gemm": "times",
+    "quantized": "quantized-times",
+    "f32": "f32-times",
+    "blocks": "block-times",
+}
 MOST_CELLS = 1 << 27
 """Cells of a matrix for packed operands, whose tables the host makes quickly."""
-ELEMENTS = {"gemm": ["bf16", "s8", "fp8_e4m3"], "f32": ["f32"]}
+KINDS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "gemm": [{"element": element} for element in ("bf16", "s8", "fp8_e4m3")],
+    "quantized": [
+        {"element": "bf16", "weight_element": stored, "weight_group": 128}
+        for stored in ("s4", "s8", "fp8_e4m3")
+    ],
+    "f32": [{"element": "f32"}],
+}
+"""The fields of the problems of each family of gemm."""
 
 
 def main() -> None:
@@ -300,7 +327,7 @@ def main() -> None:
     elif wish.family == "packed":
         rows = measure_packed(wish.seed, end)
     else:
-        rows = measure_gemm(wish.family, rng, ELEMENTS[wish.family], end)
+        rows = measure_gemm(wish.family, rng, end)
     with (FOLDER / f"{gpu}-{FILES[wish.family]}.jsonl").open("a") as file:
         for row in rows:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")

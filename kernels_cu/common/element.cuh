@@ -2,8 +2,8 @@
 #pragma once
 #include "common/types.cuh"
 
-// The numbers by which the host passes an element type.
-enum class ElementKind { F32 = 0, F16 = 1, BF16 = 2, S8 = 3, FP8_E4M3 = 4, I32 = 5 };
+// The numbers by which the host passes an element type. S4 is one of stored weights alone.
+enum class ElementKind { F32 = 0, F16 = 1, BF16 = 2, S8 = 3, FP8_E4M3 = 4, I32 = 5, S4 = 6 };
 
 // The storage type of an element and its conversions. to_float is exact but for large integers, which it
 // rounds to nearest even, as from_float does.

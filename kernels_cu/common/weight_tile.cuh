@@ -12,3 +12,24 @@ template <int kItemBytes> struct WeightTile {
   static constexpr int kFragments = kRows / 16;
   static constexpr int kBytes = kValueBytes + kFragments * 32 * kWords * 4;
 };
+
+// A tile of a quantized weight: 64 rows x 128 columns; sparse24_plans/weights/packing_quantized.py defines its bytes.
+// The stored values of kBits bits come in fragment order, then the metadata of a tile of 16-bit elements, then the
+// scales, one for kGroup adjacent columns of a row.
+template <int kBits, int kGroup, int kScaleBytes> struct QuantizedTile {
+  static constexpr int kRows = 64, kColumns = 128;
+  static constexpr int kValueBytes = kRows * kColumns / 2 * kBits / 8;
+  static constexpr int kWords = 2;
+  static constexpr int kFragments = kRows / 16;
+  static constexpr int kGroups = kColumns / kGroup;
+  static constexpr int kScalesAt = kValueBytes + kFragments * 32 * kWords * 4;
+  static constexpr int kBytes = kScalesAt + kGroups * kRows * kScaleBytes;
+};
+
+template <bool kQuantized, int kItemBytes, int kBits, int kGroup, int kScaleBytes> struct TileOf {
+  using Type = WeightTile<kItemBytes>;
+};
+template <int kItemBytes, int kBits, int kGroup, int kScaleBytes>
+struct TileOf<true, kItemBytes, kBits, kGroup, kScaleBytes> {
+  using Type = QuantizedTile<kBits, kGroup, kScaleBytes>;
+};

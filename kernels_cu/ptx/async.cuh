@@ -116,6 +116,11 @@ __device__ __forceinline__ void load_cluster_x4(u32 (&v)[4], u32 address) {
 #endif
 }
 
+__device__ __forceinline__ void load_shared_words(u32 (&v)[4], u32 address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address));
+}
 __device__ __forceinline__ void load_shared_words(u32 (&v)[2], u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
 }

@@ -149,17 +149,23 @@ __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 met
 #undef S24_WGMMA_SP
 #undef S24_WGMMA_SP_OF
 
-// Issues one step of bf16 with A in registers. Warp w, lane 4g + t has four words, each a pair of kept values: row
-// 16w + g, kept columns 2t and 2t + 1; row 16w + g + 8, the same columns; then both rows 8 kept columns further. The
-// registers must keep their values until the step is done.
-#define S24_WGMMA_SP_A(n, accumulators, numbers, a0, a1, a2, a3, b_, m_, s_, f_)                                \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                            \
-               "wgmma.mma_async.sp.sync.aligned.m64n" n "k32.f32.bf16.bf16 {" numbers "}, {" a0 ", " a1 ", " a2 \
-               ", " a3 "}, " b_ ", " m_ ", " s_ ", p, 1, 1, 0;\n\t}"                                            \
-               : accumulators("+f", 0)                                                                          \
+// The same step with A in registers, for 16-bit elements. Warp w, lane 4g + t has four words, each a pair of kept
+// values: row 16w + g, kept columns 2t and 2t + 1; row 16w + g + 8, the same columns; then both rows 8 kept columns
+// further. The registers must keep their values until the step is done.
+#define S24_WGMMA_SP_A_OF(types, transposed, n, accumulators, numbers, a0, a1, a2, a3, b_, m_, s_, f_)                \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                                  \
+               "wgmma.mma_async.sp.sync.aligned.m64n" n "k32.f32." types " {" numbers "}, {" a0 ", " a1 ", " a2       \
+               ", " a3 "}, " b_ ", " m_ ", " s_ ", p, 1, 1, " transposed ";\n\t}"                                     \
+               : accumulators("+f", 0)                                                                                \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(metadata), "n"(kSelector), "n"(kAdd))
-template <int kSelector, int kAdd, int kCount>
-__device__ __forceinline__ void wgmma_sp_bf16(float (&d)[kCount], const u32 (&a)[4], u64 b, u32 metadata) {
+#define S24_WGMMA_SP_A(...)                                                                                    \
+  if constexpr (kElement == ElementKind::F16 && !kNMajor) S24_WGMMA_SP_A_OF("f16.f16", "0", __VA_ARGS__);      \
+  else if constexpr (kElement == ElementKind::F16) S24_WGMMA_SP_A_OF("f16.f16", "1", __VA_ARGS__);             \
+  else if constexpr (!kNMajor) S24_WGMMA_SP_A_OF("bf16.bf16", "0", __VA_ARGS__);                               \
+  else S24_WGMMA_SP_A_OF("bf16.bf16", "1", __VA_ARGS__)
+template <ElementKind kElement, int kSelector, int kAdd, bool kNMajor, int kCount>
+__device__ __forceinline__ void wgmma_sp_registers(float (&d)[kCount], const u32 (&a)[4], u64 b, u32 metadata) {
+  static_assert(kElement == ElementKind::F16 || kElement == ElementKind::BF16);
   if constexpr (kCount == 4) {
     S24_WGMMA_SP_A("8", S24_D4, S24_N4, "%4", "%5", "%6", "%7", "%8", "%9", "%10", "%11");
   } else if constexpr (kCount == 8) {
@@ -188,8 +194,17 @@ __device__ __forceinline__ void wgmma_sp_bf16(float (&d)[kCount], const u32 (&a)
     S24_WGMMA_SP_A("176", S24_D88, S24_N88, "%88", "%89", "%90", "%91", "%92", "%93", "%94", "%95");
   } else if constexpr (kCount == 96) {
     S24_WGMMA_SP_A("192", S24_D96, S24_N96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", "%103");
+  } else if constexpr (kCount == 104) {
+    S24_WGMMA_SP_A("208", S24_D104, S24_N104, "%104", "%105", "%106", "%107", "%108", "%109", "%110", "%111");
+  } else if constexpr (kCount == 112) {
+    S24_WGMMA_SP_A("224", S24_D112, S24_N112, "%112", "%113", "%114", "%115", "%116", "%117", "%118", "%119");
+  } else if constexpr (kCount == 120) {
+    S24_WGMMA_SP_A("240", S24_D120, S24_N120, "%120", "%121", "%122", "%123", "%124", "%125", "%126", "%127");
+  } else if constexpr (kCount == 128) {
+    S24_WGMMA_SP_A("256", S24_D128, S24_N128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", "%135");
   } else {
     static_assert(kCount < 0, "no wgmma of this width");
   }
 }
 #undef S24_WGMMA_SP_A
+#undef S24_WGMMA_SP_A_OF

@@ -11,7 +11,6 @@ import numpy as np
 from ..device.devices import cuda_properties
 from ..device.install import import_cupy
 from ..errors import Sparse24Error, UnsupportedError
-from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.kernel_table import ENTRIES
 from ..gemm.plan import GemmSparse24Plan
 from ..gemm.tuned import shipped
@@ -20,6 +19,7 @@ from ..plan.preference import PlanPreference
 from ..tuning.data import Matrix, Problem, free_memory, widened
 from ..tuning.timing import Contender, Launch, time_contenders
 from ..vocab import ElementKind
+from ..weights.packed_layouts import Quantization
 from . import peers
 from .record import sources_of
 from .scope import BACKENDS
@@ -48,17 +48,17 @@ _SAMPLED = (64, 256)
 
 
 @lru_cache(maxsize=1)
-def matrix_of(m: int, k: int, element: ElementKind) -> Matrix:
+def matrix_of(m: int, k: int, element: ElementKind, by: Quantization | None = None) -> Matrix:
     """The random weight of one shape. It is kept for the next measurement of that shape."""
     free_memory()
-    return Matrix(m, k, element)
+    return Matrix(m, k, element, by)
 
 
 class Cell(Problem):
     """One (matrix, n): operands, and contenders by name. Names that ask for the same kernel share one."""
 
     def __init__(self, matrix: Matrix, n: int) -> None:
-        super().__init__(GemmSparse24Descriptor(n=n, m=matrix.m, k=matrix.k, element=matrix.element), matrix)
+        super().__init__(matrix.descriptor(n), matrix)
         self.contenders: dict[str, Contender] = {}
         self.kernels: dict[str, str | None] = {}
         """Name -> the kernel entry that was chosen."""
@@ -138,11 +138,18 @@ class Cell(Problem):
             "k": self.desc.k,
             "n": self.desc.n,
             "element": self.desc.element.value,
+            **self._stored,
             "backend": name,
             "us": rounded(time.us),
             "rel_error": float(f"{self._errors[name]:.3g}"),
         }
         return about | (time.fields() if self.desc.n >= MANY_TOKENS else {})
+
+    @property
+    def _stored(self) -> Row:
+        """How the row of a quantized weight says what it stores."""
+        by = self.desc.quantization
+        return {} if by is None else {"weight_element": by.element.value, "group": by.group}
 
     def peer(self, name: str, time: Steady | None) -> Row:
         """The fields of a peer: its time and, for many tokens, its clock and power; None without one."""
@@ -190,3 +197,14 @@ def measured(matrix: Matrix, n: int, backends: Sequence[str], sources: set[str])
     times |= {name: Steady(bursts[one.name]) for name, one in cell.contenders.items() if one.name in bursts}
     sources |= cell.sources
     return [cell.row(name, time) | beside for name, time in times.items()]
+
+
+def measured_quantized(matrix: Matrix, n: int, sources: set[str]) -> list[Row]:
+    """The rows of a quantized weight and n: selection's choices beside dense cuBLAS and PyTorch's int4."""
+    cell = Cell(matrix, n)
+    for name, preference in SELECTED.items():
+        cell.enter(name, preference)
+    alone = cell.times_alone(*peers.int4(cell.x, matrix.m, matrix.k))
+    beside = cell.peer("dense_us", alone.get("dense")) | cell.peer("int4_us", alone.get("int4"))
+    sources |= cell.sources
+    return [cell.row(name, alone[name]) | beside for name in cell.contenders]

@@ -27,6 +27,7 @@ _KINDS = {
     ElementKind.I32: "int32",
     ElementKind.FP8_E4M3: "float8_e4m3fn",
 }
+_INT4_GROUP = 128
 _TILE_RULES = {TileRule.GREEDY_MAGNITUDE: "largest_abs_values_greedy"}
 
 
@@ -86,6 +87,23 @@ def dense(x_bits: Array, y_bits: Array, weights: Sequence[Array], element: Eleme
     except RuntimeError:  # PyTorch's checks; an error of the device shows in what comes next, too
         return None
     return Contender("dense", [on_torch_stream(call) for call in calls])
+
+
+def int4(x_bits: Array, m: int, k: int) -> list[Contender]:
+    """PyTorch's product with a dense weight of 4 bits and scales of 128 columns, if it has such a product."""
+    if not hasattr(torch, "_weight_int4pack_mm"):
+        return []
+    x = torch_tensor(x_bits, ElementKind.BF16)
+    values = torch.randint(0, 256, (m, k // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(k // _INT4_GROUP, m, 2, dtype=torch.bfloat16, device="cuda")
+    try:
+        packed = torch._convert_weight_to_int4pack(values, 8)
+        torch._weight_int4pack_mm(x, packed, _INT4_GROUP, scales)
+    except RuntimeError:
+        return []
+    copies = [packed] + [packed.clone() for _ in range(copies_beyond_l2(m * k // 2) - 1)]
+    calls = [partial(torch._weight_int4pack_mm, x, one, _INT4_GROUP, scales) for one in copies]
+    return [Contender("int4", [on_torch_stream(call) for call in calls])]
 
 
 def cusparselt_call(matrix: Matrix, n: int) -> Callable[[], object] | None:

@@ -180,7 +180,7 @@ class _Recorder:
         self._plan = plan
         choice, operands, self._checks, self._home = plan.parts
         self._kernel = choice.entry.kernel(choice)
-        self._buffers = buffers_of(operands, choice.entry.layout)
+        self._buffers = buffers_of(operands, choice.entry.layout_of(choice.descriptor))
         self._numbers: list[int] = []
         self._first = self._probe()
         self._again = self._probe()
@@ -392,7 +392,9 @@ def _buffers_of(operand: Operand, layout: str) -> Iterator[Buffer]:
         yield Buffer("values", operand, (m, k // 2), operand.element)
         yield Buffer("metadata", operand, (m, k // 8), ElementKind.U16)
     else:
-        yield Buffer("packed", operand, layout_called(layout).packed_shape(m, k), ElementKind.U8)
+        yield Buffer(
+            "packed", operand, layout_called(layout, operand.quantization).packed_shape(m, k), ElementKind.U8
+        )
 
 
 def lines_of(buffer: Buffer) -> tuple[int, int]:

@@ -10,7 +10,9 @@ from ..plan.kernel import Choice, Kernel
 from ..plan.operands import Views, leading_dimension
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
-from ..weights.packed_layouts import layout_called
+from ..weights.packed_layouts import TileLayout, layout_called
+from ..weights.packing_quantized import pack_quantized
+from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .descriptor import GemmSparse24Descriptor
 from .kernel_table import GemmEntry
@@ -30,8 +32,15 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
         """``weight`` in the layout that the kernel reads."""
         if self.entry.layout == CANONICAL_LAYOUT:
             return PackedWeight.canonical(weight)
-        assert isinstance(weight, Sparse24Weight)  # no other kernel serves quantized weights
-        return packing.pack(weight, layout_called(self.entry.layout))
+        if isinstance(weight, Sparse24QuantizedWeight):
+            return pack_quantized(weight)
+        assert isinstance(weight, Sparse24Weight)
+        return packing.pack(weight, self.tiles)
+
+    @property
+    def tiles(self) -> TileLayout:
+        """The layout of the tiles of W that the kernel reads."""
+        return layout_called(self.entry.layout, self.descriptor.quantization)
 
 
 def product_defines(desc: GemmSparse24Descriptor) -> dict[str, int]:

@@ -24,6 +24,7 @@ from ..vocab import (
     ScaleKind,
     Tier,
 )
+from ..weights.packed_layouts import QUANTIZED_LAYOUTS
 from . import guarantees, limits
 from .arithmetic.bf16_terms import MAX_TERMS
 from .descriptor import GemmSparse24Descriptor
@@ -66,6 +67,10 @@ class GemmEntry(KernelEntry):
     def least_groups(self) -> int:
         """Groups of the simplest problem that the kernel serves."""
         return int(self.only_groups)
+
+    def layout_of(self, descriptor: GemmSparse24Descriptor) -> str:
+        by = descriptor.quantization
+        return self.layout if by is None or self.on_host else QUANTIZED_LAYOUTS[by.element]
 
     def refusal(self, descriptor: GemmSparse24Descriptor) -> str | None:
         if descriptor.op not in self.ops:
@@ -121,9 +126,12 @@ _WGMMA_SP = replace(
     guarantee=guarantees.wgmma_sp,
     limits=limits.wgmma_sp,
     min_workspace=limits.wgmma_sp_workspace,
+    quantized=True,
 )
 
-_WGMMA_SP_8BIT = replace(_WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True)
+_WGMMA_SP_8BIT = replace(
+    _WGMMA_SP, layout=TILE64X256_LAYOUT, column_order=False, scales=True, quantized=False
+)
 
 
 # Grouped products, whose bits depend on nothing but a token's row and its weight.
@@ -138,7 +146,7 @@ _WGMMA_SP_GROUPED = replace(
     limits=limits.wgmma_sp_grouped,
     exportable=False,
 )
-_WGMMA_SP_GROUPED_8BIT = replace(_WGMMA_SP_GROUPED, layout=TILE64X256_LAYOUT, scales=True)
+_WGMMA_SP_GROUPED_8BIT = replace(_WGMMA_SP_GROUPED, layout=TILE64X256_LAYOUT, scales=True, quantized=False)
 
 
 def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
@@ -155,6 +163,7 @@ def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
         column_order=False,
         for_a_bound=terms < MAX_TERMS,
         split_terms=terms,
+        quantized=False,
     )
 
 

@@ -161,7 +161,7 @@ class GemmSparse24Plan(Plan):
         check_weight_fits(weight, operand, self._home)
         with on_stream(self._home, stream):
             packed = self._kernel.pack(weight)
-        return check_weight(packed, operand, (self._entry.layout,), self._home)
+        return check_weight(packed, operand, (self._entry.layout_of(self.descriptor),), self._home)
 
 
 def _table(tuning: object, properties: DeviceProperties) -> TuningTable:

@@ -66,7 +66,9 @@ class GemmSparse24TokenPlans(Generic[P]):
     @property
     def layouts(self) -> tuple[str, ...]:
         """The layouts that these kernels read. One ``plan.pack(weight)`` for each serves all plans."""
-        return tuple(dict.fromkeys(choice.entry.layout for choice in self._largest.values()))
+        return tuple(
+            dict.fromkeys(choice.entry.layout_of(choice.descriptor) for choice in self._largest.values())
+        )
 
     def workspace_size(self) -> int:
         """An upper bound of every plan's ``workspace_size``, in bytes.

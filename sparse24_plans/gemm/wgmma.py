@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
+from ..device.jit.enum_codes import ELEMENT_CODES
 from ..device.jit.launcher import load, put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
@@ -15,7 +16,7 @@ from ..device.tensors import TensorView
 from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views, leading_dimension
 from ..vocab import DeviceProperties, ElementKind, GroupTokens, MatrixOrder, ScaleKind
-from ..weights.packed_layouts import TILE_M, layout_called
+from ..weights.packed_layouts import TILE_M, TILES_16BIT
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel, address, c_parameters, product_defines
@@ -111,7 +112,7 @@ class WgmmaKernel(GemmKernel):
         ``x_bytes`` is the size of the elements of X that it loads.
         """
         terms = self.entry.split_terms
-        layouts = OperandLayouts.of(desc, layout_called(self.entry.layout))
+        layouts = OperandLayouts.of(desc, self.tiles)
         self._problem, self._schedule = desc, schedule
         work_tiles = schedule.most_work_tiles(desc)
         self._ctas = grid_size(schedule, work_tiles, device)
@@ -185,6 +186,9 @@ def defines(
     weight_stages, x_stages = schedule.stages(layouts, terms)
     return {
         **product_defines(desc),
+        "WEIGHT": ELEMENT_CODES[desc.weight_element],
+        "WEIGHT_GROUP": desc.weight_group or TILES_16BIT.tile_k,
+        "WEIGHT_SCALE": ELEMENT_CODES[desc.weight_scale_element],
         "WARPGROUPS": schedule.warpgroups,
         "M_TILES_PER_WARPGROUP": schedule.m_tiles,
         "TILE_N": schedule.tokens,

@@ -66,10 +66,13 @@ class KernelEntry:
     kernel_type: ClassVar[type[Kernel[Any]] | None] = None
     """The kernel's class in a family that has no ``backends/``."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """All layouts of weights that the kernel reads, its preferred one first."""
-        return (self.layout, *self.also_reads)
+    def layout_of(self, descriptor: Any) -> str:
+        """The layout of the problem's weight that the kernel prefers."""
+        return self.layout
+
+    def reads(self, descriptor: Any) -> tuple[str, ...]:
+        """All layouts of the problem's weight that the kernel reads, its preferred one first."""
+        return (self.layout_of(descriptor), *self.also_reads)
 
     @property
     def on_host(self) -> bool:

@@ -99,7 +99,11 @@ class Plan:
         self._operands = self.descriptor.operands()
         args_type = self.args_type(self.descriptor)
         self._check = OperandChecks(
-            args_type, self._operands, self._kernel.alignment_of, choice.entry.reads, self._home
+            args_type,
+            self._operands,
+            self._kernel.alignment_of,
+            choice.entry.reads(choice.descriptor),
+            self._home,
         )
         self._args_type, self._operands_in = args_type, attrgetter(*fields_of(args_type))
         self._launches = LaunchCache(self._kernel, self._check.arguments)
@@ -221,7 +225,7 @@ class Plan:
             "op": desc.op_name,
             "element": desc.element,
             "aux_element": getattr(desc, "out_element", desc.element),
-            "layout": entry.layout,
+            "layout": entry.layout_of(desc),
             "epilogue": desc.epilogue if product else EpilogueKind.IDENTITY,
             "arch": entry.arch,
             "backend": entry.backend,

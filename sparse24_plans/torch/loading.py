@@ -23,7 +23,7 @@ from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
 from ..checkpoints.quantization import check_groups, parts_of, scale_obstacle
 from ..checkpoints.selection import Selection, families_of
 from ..device.log import LOAD
-from ..errors import FormatError, InvalidProblemError, UnsupportedError
+from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
 from ..weights.quantize import SCALE_SUFFIX
 from .activations import is_gated, row_order, rows_in_order
 from .checkpoint_names import Merged, conversions_of, place_of, placed
@@ -155,6 +155,7 @@ class Load:
         self._model, self._source, self._dtype = model, source, dtype
         self._options = {name: one for name, one in options.items() if name not in ("dequantize", "device")}
         self._dequantize: bool | None = options.get("dequantize")
+        self._device: torch.device | None = options.get("device")
         self._wanted: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         self._owners = Counter(map(id, self._wanted.values()))
         self._stacks = {own: one for own, one in stack_shapes(model).items() if own not in self._wanted}
@@ -168,7 +169,7 @@ class Load:
             source.weights,
             self._names,
             self._merged,
-            stay_dense=bool(options.get("trainable")) or self._no_kernel_for_experts(options.get("device")),
+            stay_dense=bool(options.get("trainable")) or self._no_kernel_for_experts(),
         )
         used = {name for one in self._merged for name, _ in one.sources} | source.accessories()
         self.unexpected = [name for name in names if name not in self._names and name not in used]
@@ -182,13 +183,13 @@ class Load:
             if any(name in source.quantized or source.scales(name) for name, _ in one.sources):
                 self.dequantized.append(one.target)
 
-    def _no_kernel_for_experts(self, device: torch.device | None) -> bool:
+    def _no_kernel_for_experts(self) -> bool:
         """Whether some experts have no kernel on the device, by default that of their weights."""
         wishes = {name: one for name, one in self._options.items() if name != "trainable"}
         for name, module in self._model.named_modules():
             if not holds_stacks(module) or obstacle(module) is not None:
                 continue
-            place: torch.device = device or module.down_proj.device
+            place: torch.device = self._device or module.down_proj.device
             if (reason := no_kernel(module, place, **wishes)) is not None:
                 LOAD.warning("experts stay dense: %s: %s", name, reason)
                 return True
@@ -315,15 +316,16 @@ class Load:
     def _layer_for(self, name: str, module: Any, options: Mapping[str, Any]) -> Sparse24Linear:
         """The layer of zeros that a weight is loaded into."""
         weight = self._source.weights[name]
-        if weight.quantization is not None and self._widens(module, options):
-            return sparse_like(module, options)
         shapes = {key: self._source.shape(one) for key, one in self._source.scales(name).items()}
-        return layer_like(module, weight, shapes, options)
-
-    def _widens(self, module: Any, options: Mapping[str, Any]) -> bool:
-        """Whether a weight with scales of groups becomes one of 16 bits."""
-        on_cuda = linear_of(module).weight.is_cuda if self._dequantize is None else self._dequantize
-        return on_cuda or bool(options.get("trainable"))
+        if weight.quantization is None:
+            return layer_like(module, weight, shapes, options)
+        if not (self._dequantize or options.get("trainable")):
+            layer = layer_like(module, weight, shapes, options)
+            if self._dequantize is False or _has_kernel(
+                layer, self._device or linear_of(module).weight.device
+            ):
+                return layer
+        return sparse_like(module, options)
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -404,6 +406,17 @@ def check_orientation(weight: Layer, module: Any) -> None:
             f"{weight.name}: expected a weight compressed along its inputs, which the model's layer holds as "
             f"{'[in, out]' if holds else '[out, in]'}; compress the dense model anew"
         )
+
+
+def _has_kernel(layer: Sparse24Linear, device: torch.device) -> bool:
+    """Whether a kernel serves the layer on the device. The CPU has kernels for all."""
+    if device.type != "cuda":
+        return True
+    try:
+        layer.plan_on(torch.cuda.current_device() if device.index is None else device.index)
+    except (UnsupportedError, BackendUnavailableError):
+        return False
+    return True
 
 
 def sizes_of(module: Any) -> tuple[int, int]:

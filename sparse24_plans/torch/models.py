@@ -82,8 +82,8 @@ def load_sparse24(
         dense if layers are trainable, or if no kernel serves them on their GPU.
     dequantize : bool, optional
         Whether weights with scales of groups become 2:4 weights of 16 bits, or Sparse24WeightOnlyLinear
-        layers. By default those on a GPU do, where no kernel multiplies stored values yet. Trainable ones
-        always do. A warning in the log names them.
+        layers. By default those do that no kernel serves on their GPU. Trainable ones always do. A warning in
+        the log names them.
 
     Raises InvalidProblemError if the checkpoint has no compressed weight or lacks tensors of the model;
     UnsupportedError for quantization that no layer computes; FormatError, naming file and tensor;
@@ -241,7 +241,6 @@ def from_pretrained(
     options: dict[str, Any] = {"dequantize": dequantize, **_wishes(require, preference)}
     if device is not None:
         options["device"] = torch.device(device)
-        options["dequantize"] = options["device"].type == "cuda" if dequantize is None else dequantize
     _load(model, path, format, dtype, options)
     if model.can_generate() and (Path(path) / _GENERATION).exists():
         with _errors_of_transformers(_GENERATION):

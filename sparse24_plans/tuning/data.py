@@ -14,7 +14,9 @@ from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import ElementKind, MatrixOrder
-from ..weights.weight import PackedWeight, Sparse24Weight
+from ..weights.packed_layouts import Quantization
+from ..weights.quantized import Sparse24QuantizedWeight, memory_element, signed_nibbles, stored_width
+from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .timing import copies_beyond_l2
 
 Array = Any
@@ -46,18 +48,23 @@ def _generator(of_floats: bool) -> Any:
 def random_bits(shape: tuple[int, int], element: ElementKind, seed: int) -> Array:
     """Normal random elements (s8: uniform ones) as raw bits."""
     cupy, start = import_cupy(), np.uint64((seed + 1) * _ODD**2 % 2**64)
-    if element is ElementKind.S8:
+    if element in (ElementKind.S8, ElementKind.U8):
         return _generator(False)(start, cupy.empty(shape, np.uint8))
     values = _generator(True)(start, cupy.empty(shape, np.float32))
-    if element is ElementKind.F32:
-        return values.view(np.uint32)
-    if element is ElementKind.F16:
-        return values.astype(np.float16).view(np.uint16)
     if element is ElementKind.FP8_E4M3:
         codes = np.arange(127, dtype=np.uint8).view(element.dtype).astype(np.float32)
         between = cupy.asarray((codes[1:] + codes[:-1]) / 2)
         found = cupy.searchsorted(between, cupy.abs(values).ravel()).reshape(shape).astype(np.uint8)
         return found | (values < 0).astype(np.uint8) << 7
+    return _rounded(values, element)
+
+
+def _rounded(values: Array, element: ElementKind) -> Array:
+    """Float32 values as bits of f32, f16 or bf16."""
+    if element is ElementKind.F32:
+        return values.view(np.uint32)
+    if element is ElementKind.F16:
+        return values.astype(np.float16).view(np.uint16)
     wide = values.view(np.uint32)
     return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)  # round to nearest even
 
@@ -86,18 +93,28 @@ def free_memory() -> None:
 class Matrix:
     """A random 2:4 weight, dense and packed, in copies that together exceed twice the L2 cache."""
 
-    def __init__(self, m: int, k: int, element: ElementKind) -> None:
-        self.m, self.k, self.element = m, k, element
-        self.weight = Sparse24Weight.prune_compress(typed(random_bits((m, k), element, m + k), element))
+    def __init__(self, m: int, k: int, element: ElementKind, by: Quantization | None = None) -> None:
+        self.m, self.k, self.element, self.quantization = m, k, element, by
+        whole = Sparse24Weight.prune_compress(typed(random_bits((m, k), element, m + k), element))
+        self.weight: CanonicalWeight = whole
+        if by is not None:
+            self.weight, whole = random_quantized(whole, by)
+        self._whole = whole
         self._packed: dict[str, list[PackedWeight]] = {}
 
     def __repr__(self) -> str:
-        return f"{self.element}[{self.m}, {self.k}]"
+        return f"{self.quantization or self.element}[{self.m}, {self.k}]"
+
+    def descriptor(self, n: int) -> GemmSparse24Descriptor:
+        """The product with n tokens."""
+        by = self.quantization
+        stored = {} if by is None else {f"weight_{name}": value for name, value in by._asdict().items()}
+        return GemmSparse24Descriptor(n=n, m=self.m, k=self.k, element=self.element, **stored)
 
     @cached_property
     def dense(self) -> list[Array]:
         """Copies of the bits."""
-        first = typed(self.weight.decompress(), self.element).bits()
+        first = typed(self._whole.decompress(), self.element).bits()
         return [first] + [first.copy() for _ in range(copies_beyond_l2(first.nbytes) - 1)]
 
     def packed(self, plan: GemmSparse24Plan) -> list[PackedWeight]:
@@ -105,9 +122,37 @@ class Matrix:
         layout = plan.sku.layout
         if layout not in self._packed:
             first = plan.pack(self.weight)
-            count = copies_beyond_l2(self.weight.nbytes)
+            count = copies_beyond_l2(first.nbytes)
             self._packed[layout] = [first] + [deepcopy(first) for _ in range(count - 1)]
         return self._packed[layout]
+
+
+def random_quantized(
+    weight: Sparse24Weight, by: Quantization
+) -> tuple[Sparse24QuantizedWeight, Sparse24Weight]:
+    """Random stored values and scales at the positions of ``weight``, and the weight that they stand for."""
+    cupy, (m, k) = import_cupy(), (weight.m, weight.k)
+    element = memory_element(by.element)
+    values = random_bits((m, stored_width(k, by)), element, m + k + 1)
+    scales = random_bits((m, by.scales_of_a_row(k)), by.scale_element, m + k + 2)
+    wide = (
+        signed_nibbles(values).astype(np.float32)
+        if by.element is ElementKind.S4
+        else widened(values, by.element, np.float32)
+    )
+    each = by.group // 2 if by.group else k // 2
+    factors = cupy.repeat(widened(scales, by.scale_element, np.float32), each, axis=1)
+    kept = typed(_rounded(wide * factors[:, : k // 2], weight.element), weight.element)
+    metadata = weight.metadata_view
+    quantized = Sparse24QuantizedWeight(
+        typed(values, element),
+        metadata,
+        typed(scales, by.scale_element),
+        element=weight.element,
+        validate=False,
+        **by.arguments,
+    )
+    return quantized, Sparse24Weight(kept, metadata, validate=False)
 
 
 class Problem:

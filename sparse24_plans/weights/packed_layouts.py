@@ -70,6 +70,8 @@ class TileLayout(NamedTuple):
     elements: tuple[ElementKind, ...]
     swizzled: bool = True
     """Whether values are swizzled, for tensor cores that read shared memory, or else in fragment order."""
+    quantization: Quantization | None = None
+    """How the weights store their values, if they are quantized."""
 
     @property
     def tile_k(self) -> int:
@@ -78,6 +80,8 @@ class TileLayout(NamedTuple):
 
     @property
     def tile_bytes(self) -> int:
+        if self.quantization is not None:
+            return sum(quantized_parts(self.quantization))
         return VALUE_BYTES + TILE_M * self.tile_k // 8
 
     @property
@@ -117,6 +121,11 @@ def quantized_parts(by: Quantization) -> tuple[int, int, int]:
     )
 
 
+def quantized_tiles(by: Quantization) -> TileLayout:
+    """The layout of a quantized weight: tiles as large as those of 16-bit elements."""
+    return TILES_16BIT._replace(layout_id=QUANTIZED_LAYOUTS[by.element], swizzled=False, quantization=by)
+
+
 def scales_of_a_tile_row(by: Quantization) -> int:
     """Number of scales of a row of a tile of a quantized weight."""
     return TILES_16BIT.tile_k // (by.group or _SCALED_COLUMNS)
@@ -132,8 +141,10 @@ def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
     )
 
 
-def layout_called(layout_id: str) -> TileLayout:
-    """The tile layout of this name."""
+def layout_called(layout_id: str, quantization: Quantization | None = None) -> TileLayout:
+    """The tile layout of this name, for a quantized weight its own."""
+    if quantization is not None:
+        return quantized_tiles(quantization)
     return next(layout for layout in TILE_LAYOUTS if layout.layout_id == layout_id)
 
 
@@ -151,8 +162,8 @@ def buffer_bytes(
     if layout_id == CUSPARSELT_LAYOUT:  # the library may ask for more
         return (kept + m * k // 8,)
     if quantization is not None and layout_id == QUANTIZED_LAYOUTS[quantization.element]:
-        down, across, _ = TILES_16BIT.packed_shape(m, k)
-        return (down * across * sum(quantized_parts(quantization)),)
+        down, across, nbytes = quantized_tiles(quantization).packed_shape(m, k)
+        return (down * across * nbytes,)
     for layout in TILE_LAYOUTS:
         if layout_id == layout.layout_id:
             down, across, nbytes = layout.packed_shape(m, k)

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..device.devices import current_on
 from ..device.tensors import HOST, TensorView
-from ..errors import InvalidProblemError, UnsupportedError
+from ..errors import InvalidProblemError
 from ..vocab import ElementKind
 from . import canonical, threads
 from .packed_layouts import (
@@ -33,6 +33,7 @@ from .packed_layouts import (
     TILES_16BIT,
     Quantization,
     quantized_parts,
+    quantized_tiles,
     scales_of_a_tile_row,
 )
 from .packing import metadata_fragments, plain_metadata
@@ -54,30 +55,31 @@ _SIGN = {ElementKind.S4: 8, ElementKind.S8: 0x80, ElementKind.FP8_E4M3: 0}
 
 
 def pack_quantized(weight: Sparse24QuantizedWeight) -> PackedWeight:
-    """``weight`` [M, K], in host memory, in the layout of what it stores: one uint8 buffer [Mt, Kt, bytes].
+    """``weight`` [M, K] in the layout of what it stores: one uint8 buffer [Mt, Kt, bytes] on its device.
 
-    M is arbitrary, K a multiple of 8. Raises InvalidProblemError for another object; UnsupportedError for
-    device memory.
+    M is arbitrary, K a multiple of 8. On a GPU the work is queued on CuPy's current stream. Raises
+    InvalidProblemError for another object.
     """
     if type(weight) is not Sparse24QuantizedWeight:
         raise InvalidProblemError(f"weight: expected Sparse24QuantizedWeight, got {type(weight).__name__}")
-    if weight.device != HOST:
-        raise UnsupportedError(f"weight: expected host memory, got {weight.device}; call weight.to('host')")
     by = weight.quantization
-    mt, kt, _ = TILES_16BIT.packed_shape(weight.m, weight.k)
-    values_end, metadata_end, size = np.cumsum(quantized_parts(by)).tolist()
-    tiles = np.empty((mt, kt, size), np.uint8)
-    values, metadata, scales = (view.bits() for view in weight.views)
+    values_end, metadata_end, _ = np.cumsum(quantized_parts(by)).tolist()
+    with current_on(weight.device):
+        values, metadata, scales = (view.bits() for view in weight.views)
+        layout = quantized_tiles(by)
+        mt, kt, size = layout.packed_shape(weight.m, weight.k)
+        tiles = canonical.array_module(values).empty((mt, kt, size), np.uint8)
 
-    def fill(there: slice) -> None:
-        rows = slice(there.start * TILE_M, min(there.stop * TILE_M, weight.m))
-        tiles[there, :, :values_end] = _tiled_values(values[rows], kt, by)
-        tiles[there, :, values_end:metadata_end] = metadata_fragments(metadata[rows], kt, TILES_16BIT)
-        tiles[there, :, metadata_end:] = _tiled_scales(scales[rows], kt, by)
+        def fill(there: slice) -> None:
+            rows = slice(there.start * TILE_M, min(there.stop * TILE_M, weight.m))
+            tiles[there, :, :values_end] = _tiled_values(values[rows], kt, by)
+            tiles[there, :, values_end:metadata_end] = metadata_fragments(metadata[rows], kt, TILES_16BIT)
+            tiles[there, :, metadata_end:] = _tiled_scales(scales[rows], kt, by)
 
-    threads.for_each(fill, canonical.row_steps(mt, TILE_M * TILES_16BIT.tile_k * kt, True))
-    fields = (weight.m, weight.k, weight.element, HOST, (TensorView.of(tiles),))
-    return PackedWeight(QUANTIZED_LAYOUTS[by.element], *fields, by)
+        steps = canonical.row_steps(mt, TILE_M * layout.tile_k * kt, weight.device == HOST)
+        threads.for_each(fill, steps)
+        buffer = TensorView.of(tiles)
+    return PackedWeight(layout.layout_id, weight.m, weight.k, weight.element, weight.device, (buffer,), by)
 
 
 def unpack_quantized(packed: PackedWeight) -> Sparse24QuantizedWeight:
@@ -92,8 +94,8 @@ def unpack_quantized(packed: PackedWeight) -> Sparse24QuantizedWeight:
     if by is None or packed.layout_id != QUANTIZED_LAYOUTS[by.element]:
         wanted = " or ".join(map(repr, QUANTIZED_LAYOUTS.values()))
         raise InvalidProblemError(f"packed: expected layout {wanted}, got {packed.layout_id!r}")
-    values_end, metadata_end, size = np.cumsum(quantized_parts(by)).tolist()
-    shape = (*TILES_16BIT.packed_shape(packed.m, packed.k)[:2], size)
+    values_end, metadata_end, _ = np.cumsum(quantized_parts(by)).tolist()
+    shape = quantized_tiles(by).packed_shape(packed.m, packed.k)
     buffer = packed.buffers[0]
     if buffer.shape != shape or buffer.element is not ElementKind.U8 or packed.device != HOST:
         raise InvalidProblemError(f"packed: expected a buffer u8{list(shape)} on the host, got {buffer!r}")
@@ -113,17 +115,18 @@ def unpack_quantized(packed: PackedWeight) -> Sparse24QuantizedWeight:
     )
 
 
-def _tiled_values(stored: Array, kt: int, by: Quantization) -> Array:
+def _tiled_values(stored: Any, kt: int, by: Quantization) -> Any:
     """Stored values, as a weight holds them -> their bytes in tiles, uint8 [mt, kt, bytes]."""
+    xp = canonical.array_module(stored)
     is_nibbles = by.element is ElementKind.S4
     each = signed_nibbles(stored).view(np.uint8) if is_nibbles else stored.view(np.uint8)
     mt = -(-len(stored) // TILE_M)
-    padded = np.zeros((mt * TILE_M, kt * _KEPT), np.uint8)
+    padded = xp.zeros((mt * TILE_M, kt * _KEPT), np.uint8)
     padded[: each.shape[0], : each.shape[1]] = each
     padded ^= np.uint8(_SIGN[by.element])
     down, across = _SHAPE if is_nibbles else _BYTE_SHAPE
     image = padded.reshape(mt, *down, kt, *across).transpose(_NIBBLE_AXES if is_nibbles else _BYTE_AXES)
-    image = np.ascontiguousarray(image).reshape(mt * kt, TILE_M * _KEPT)
+    image = xp.ascontiguousarray(image).reshape(mt * kt, TILE_M * _KEPT)
     found = nibbles_of(image.view(np.int8)) if is_nibbles else image
     return found.reshape(mt, kt, quantized_parts(by)[0])
 
@@ -141,13 +144,14 @@ def _plain_values(image: Array, by: Quantization) -> Array:
     return nibbles_of(rows.view(np.int8)) if is_nibbles else rows.view(by.element.dtype)
 
 
-def _tiled_scales(scales: Array, kt: int, by: Quantization) -> Array:
+def _tiled_scales(scales: Any, kt: int, by: Quantization) -> Any:
     """Scales, as bits [rows, groups of a row] -> their bytes in tiles, uint8 [mt, kt, bytes]."""
+    xp = canonical.array_module(scales)
     mt, each = -(-len(scales) // TILE_M), scales_of_a_tile_row(by)
-    padded = np.zeros((mt * TILE_M, kt * each), scales.dtype)
+    padded = xp.zeros((mt * TILE_M, kt * each), scales.dtype)
     padded[: len(scales), : scales.shape[1] if by.group else None] = scales
     image = padded.reshape(mt, 4, 2, 8, kt, each).transpose(0, 4, 5, 1, 3, 2)
-    return np.ascontiguousarray(image).reshape(mt, kt, TILE_M * each).view(np.uint8)
+    return xp.ascontiguousarray(image).reshape(mt, kt, TILE_M * each).view(np.uint8)
 
 
 def _plain_scales(image: Array, by: Quantization) -> Array:

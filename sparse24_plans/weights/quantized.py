@@ -272,9 +272,9 @@ def memory_element(stored: ElementKind) -> ElementKind:
 
 def signed_nibbles(values: Array) -> Array:
     """The values int8 [rows, 2 * width] of uint8 [rows, width], the low four bits first."""
-    found = np.empty((values.shape[0], 2 * values.shape[1]), np.int8)
-    np.right_shift(np.left_shift(values, np.uint8(4)).view(np.int8), np.int8(4), out=found[:, ::2])
-    np.right_shift(values.view(np.int8), np.int8(4), out=found[:, 1::2])
+    found: Array = canonical.array_module(values).empty((values.shape[0], 2 * values.shape[1]), np.int8)
+    found[:, ::2] = (values << np.uint8(4)).view(np.int8) >> np.int8(4)
+    found[:, 1::2] = values.view(np.int8) >> np.int8(4)
     return found
 
 

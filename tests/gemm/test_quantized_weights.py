@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import (
+    ElementKind,
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
@@ -18,9 +19,10 @@ from sparse24_plans import (
     Sparse24Weight,
     UnsupportedError,
 )
+from sparse24_plans.weights.packed_layouts import QUANTIZED_LAYOUTS
 
 from ..plan.cases import PlanCase, rejected
-from ..sample_devices import HOPPER
+from ..sample_devices import HOPPER, gpu_of
 from ..support import case_of, plan_of_row, random_data, same_bits, weight_of
 from .grouped_cases import grouped_case
 
@@ -216,9 +218,23 @@ def test_quantized_weights_are_refused_where_none_is_expected():
         plan.pack(quantized)
 
 
-def test_gpus_refuse_quantized_weights_by_name():
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_gpus_without_a_kernel_refuse_quantized_weights_by_name(capability):
     with pytest.raises(
         UnsupportedError, match="multiplies no weight of s4 with bf16 scales of groups of 32"
     ) as caught:
-        GemmSparse24Plan.select(DESC, device=HOPPER)
-    assert "wgmma_sp" in str(caught.value)
+        GemmSparse24Plan.select(DESC, device=gpu_of(*capability))
+    assert "mma_sp" in str(caught.value)
+
+
+@pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    ("more", "kernel"),
+    [({}, "wgmma_sp"), ({"groups": 2, "m": 64, "n": 4}, "wgmma_sp_grouped")],
+    ids=["single", "groups"],
+)
+def test_hopper_serves_each_kind_of_stored_values(stored, more, kernel):
+    desc = DESC.model_copy(update={"weight_element": ElementKind(stored), **more})
+    plan = GemmSparse24Plan.select(desc, device=HOPPER)
+    assert (plan.kernel, plan.sku.layout) == (kernel, QUANTIZED_LAYOUTS[ElementKind(stored)])
+    assert plan.guarantee.arithmetic.startswith("hopper_tc/slices=")

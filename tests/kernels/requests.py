@@ -81,6 +81,18 @@ KINDS = (
     {"element": "fp8_e4m3", "epilogue": "bias_geglu_tanh", "scale_x": "row", "scale_w": "row"},
     {"element": "f16", "epilogue": "bias_relu2"},
     {"element": "bf16", "epilogue": "bias_relu", "relu_threshold": 0.5, "relu_upper_bound": 6.0},
+    *(
+        {"element": element, "weight_element": stored, "weight_group": group, "weight_scale_element": scale}
+        for element, stored, group, scale in (
+            ("bf16", "s4", 128, "bf16"),
+            ("bf16", "s4", 32, "f32"),
+            ("f16", "s8", 64, "f16"),
+            ("bf16", "s8", 0, "bf16"),
+            ("bf16", "fp8_e4m3", 32, "bf16"),
+            ("f16", "fp8_e4m3", 128, "f32"),
+        )
+    ),
+    {"element": "bf16", "weight_element": "s4", "weight_group": 64, "epilogue": "bias_swiglu"},
     {"element": "bf16", "epilogue": "bias_gelu", "beta": 0.5},
     {"element": "bf16", "out_element": "f32", "beta": 1.0},
     {"element": "f16", "epilogue": "bias_silu", "y_order": "column", "c_element": "f32", "beta": 0.5},
@@ -182,6 +194,9 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
     """Every size of one kind; on Hopper also every kind at one size, and every schedule."""
     sizes = SIZES.get(row.name, [{}])
     kinds = [kind for kind in KINDS if kind["element"] in row.elements]
+    quantized = [kind for kind in kinds if "weight_element" in kind]
+    if not row.quantized:
+        kinds = [kind for kind in kinds if kind not in quantized]
     if row.only_groups:
         kinds = [kind for kind in kinds if not {"x_order", "y_order", "op", "beta"} & set(kind)]
     cases = [(size, kinds[0]) for size in sizes]
@@ -195,7 +210,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
             desc = GemmSparse24Descriptor(**{"n": 16, "m": 4096, "k": 4096, **size, **kind})
             if serves(row, desc, preference, device):
                 row.kernel(Choice(desc, device, row, preference, {}))
-        wide = kinds[0], *gated_kinds(row)[:1], *with_c(row)[:1]
+        wide = kinds[0], *gated_kinds(row)[:1], *with_c(row)[:1], *(quantized[::3] if row.quantized else ())
         tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), wide)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)

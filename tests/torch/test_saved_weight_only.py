@@ -181,3 +181,42 @@ def test_transformers_refuses_stored_values_in_a_stack_of_experts(tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     found = from_pretrained(tmp_path / "new")
     assert type(found.model.layers[0].self_attn.q_proj) is Sparse24WeightOnlyLinear
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
+def test_a_gpu_multiplies_the_values_that_a_folder_stores(tmp_path, stored):
+    """Also in a captured graph, and saved again from the GPU."""
+    model = llama()
+    to_sparse24(model, recipe=Sparse24Recipe(stored=stored, group=32))
+    save_sparse24(model, tmp_path / "saved")
+    there = from_pretrained(tmp_path / "saved", device="cuda")
+    layers = [one for one in there.modules() if isinstance(one, Sparse24Linear)]
+    assert {type(one) for one in layers} == {Sparse24WeightOnlyLinear}
+    assert {one.plan(7).kernel for one in layers} == {"wgmma_sp"}
+    mine, x = model.model.layers[0].mlp.down_proj, torch.randn(7, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found, wanted = there.model.layers[0].mlp.down_proj(x.cuda()), mine(x)
+        assert torch.allclose(found.cpu().float(), wanted.float(), rtol=2e-2, atol=2e-2)
+        graph, given = torch.cuda.CUDAGraph(), x.cuda()
+        with torch.cuda.graph(graph):
+            captured = there.model.layers[0].mlp.down_proj(given)
+        graph.replay()
+        assert torch.equal(captured, found)
+    save_sparse24(there, tmp_path / "again")
+    assert_alike(model, load_into(llama(), tmp_path / "again"))
+
+
+def test_weights_without_a_kernel_on_their_gpu_become_16_bits(monkeypatch, tmp_path):
+    """Asked of an assumed GPU, as no GPU is needed to select."""
+    from sparse24_plans.torch import loading
+
+    layer = Sparse24WeightOnlyLinear(128, 64, stored="s4", group=64, dtype=torch.bfloat16)
+    assert layer.plan_on("h200").kernel == "wgmma_sp"
+    for name, served in (("h200", True), ("a100", False)):
+        monkeypatch.setattr(type(layer), "plan_on", lambda self, _, name=name: _plan_on(self, name))
+        assert loading._has_kernel(layer, torch.device("cuda:0")) is served
+    assert loading._has_kernel(layer, torch.device("cpu"))
+
+
+_plan_on = Sparse24WeightOnlyLinear.plan_on

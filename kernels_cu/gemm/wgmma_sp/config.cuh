@@ -44,9 +44,14 @@ struct Config
   static_assert(!kGated || !kRaw, "gated sums are not stored as integers");
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
+  static constexpr ElementKind kWeight = ElementKind(S24_WEIGHT);  // what W stores; kElement if it isn't quantized
+  static constexpr bool kQuantized = kWeight != kElement;
+  static constexpr ElementKind kWeightScale = ElementKind(S24_WEIGHT_SCALE);
+  static_assert(!kQuantized || (!kSplitTerms && !kPromote && !kEightBit), "elements of quantized weights have 16 bits");
 
   // Tiles and boxes ---------------------------------------------------------------------------------
-  using Tile = WeightTile<kSplitTerms ? 4 : kEightBit ? 1 : 2>;
+  using Tile = TileOf<kQuantized, kSplitTerms ? 4 : kEightBit ? 1 : 2, kWeight == ElementKind::S4 ? 4 : 8,
+                      S24_WEIGHT_GROUP, kWeightScale == ElementKind::F32 ? 4 : 2>::Type;
   static constexpr int kMTiles = kWarpgroups * kMTilesPerWarpgroup, kTileM = kMTiles * Tile::kRows;
   static constexpr int kMTileOutputs = Tile::kRows / kRowsPerOutput;   // results per token of an m64 tile
   static constexpr int kBoxesPerTile = kSplitTerms ? kSplitTerms : 2;  // boxes of X for a K tile of W
@@ -80,11 +85,10 @@ struct Config
   static constexpr int kWeightStages = S24_WEIGHT_STAGES, kXStages = S24_X_STAGES;
   // wgmma reads W under a swizzle, whose pattern begins at multiples of 1024 bytes. Registers read W without one.
   static constexpr int kWeightTileBytes =
-      kSplitTerms && !kWPresplit ? Tile::kBytes : (Tile::kBytes + 1023) / 1024 * 1024;
+      kQuantized || (kSplitTerms && !kWPresplit) ? Tile::kBytes : (Tile::kBytes + 1023) / 1024 * 1024;
   static constexpr int kWeightStageBytes = kMTiles * kWeightTileBytes;
   static constexpr int kXStageBytes = kXColumnMajor ? kTokenGroups * kTokenGroupBytes : kTileN * 128;
-  static constexpr int kXAt = kWeightStages * kWeightStageBytes;
-  static_assert(kXAt % 1024 == 0, "stages of X begin where the swizzle's pattern does");
+  static constexpr int kXAt = (kWeightStages * kWeightStageBytes + 1023) / 1024 * 1024;
   static constexpr int kStagingAt = kXAt + kXStages * kXStageBytes;
   // TMA loads C into the staging buffers, from which the results replace it.
   static constexpr bool kCStaged = S24_C_STAGED;

@@ -1,11 +1,13 @@
 // The mainloop of elements of 16 and 8 bits. A K tile of W is multiplied in two halves, each with one box of X. One
-// half is in flight while the stages of the half before it are released.
+// half is in flight while the stages of the half before it are released. A quantized W becomes elements in registers
+// (quantized_half.cuh) while the half before it is in flight.
 //
 // K may be summed in kKChunks chunks one after the other, which gives the bits of split-K with as many slices. Products
 // of fp8 may be promoted (kPromote): the tensor cores add them with few bits, so their sums move to float32 after every
 // box.
 #pragma once
 #include "gemm/wgmma_sp/mainloop.cuh"
+#include "gemm/wgmma_sp/quantized_half.cuh"
 
 template <class Config> struct SparseMainloop : ConsumerPipeline {
   using Tile = typename Config::Tile;
@@ -36,11 +38,18 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
     else return matrix_descriptor(address);
   }
 
+  // From the descriptor of a box of X to that of the second half of its columns.
+  static constexpr u64 kSecondX = Config::kXColumnMajor ? 4 * Config::kTokenGroup : 4;
+
+  // The address of this warpgroup's tiles in a stage of W.
+  __device__ __forceinline__ u32 weight_address(u32 stage) const {
+    return base + stage * Config::kWeightStageBytes + warpgroup * Config::kMTilesPerWarpgroup * Tile::kBytes;
+  }
+
   // Issues two steps: half a K tile of W with one stage of X. wgmma may read the metadata at any time until it is done,
   // so two halves in flight have different registers for it.
   template <int kHalf> __device__ __forceinline__ void multiply_half(Accumulators& accumulators, Metadata& metadata) {
-    const u32 values =
-        base + weight.stage * Config::kWeightStageBytes + warpgroup * Config::kMTilesPerWarpgroup * Tile::kBytes;
+    const u32 values = weight_address(weight.stage);
 #pragma unroll
     for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
       load_shared_words(metadata[r], values + r * Tile::kBytes + Tile::kValueBytes +
@@ -48,8 +57,6 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
     barrier_wait(barriers.x_full(x.stage), x.parity);
     const u64 a = matrix_descriptor(values);
     const u64 b = x_descriptor(base + Config::kXAt + x.stage * Config::kXStageBytes);
-    constexpr u64 kSecond =
-        Config::kXColumnMajor ? 4 * Config::kTokenGroup : 4;  // the second half of the box's columns
     wgmma_fence();
 #pragma unroll
     for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r) {  // the selector is an immediate; descriptors count 16 bytes
@@ -57,7 +64,7 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
       wgmma_sp<Config::kElement, 0, Config::kPromote ? 0 : 1, Config::kXColumnMajor>(accumulators[r], at, b,
                                                                                      metadata[r][0]);
       wgmma_sp<Config::kElement, Config::kEightBit ? 0 : 1, 1, Config::kXColumnMajor>(
-          accumulators[r], at + 2, b + kSecond, metadata[r][Config::kEightBit ? 1 : 0]);
+          accumulators[r], at + 2, b + kSecondX, metadata[r][Config::kEightBit ? 1 : 0]);
     }
     wgmma_commit();
   }
@@ -69,6 +76,10 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
 
   // Adds the products of the next K tiles to the accumulators.
   __device__ __forceinline__ void accumulate(Accumulators& accumulators, u32 tiles) {
+    if constexpr (Config::kQuantized) accumulate_quantized(accumulators, tiles);
+    else accumulate_elements(accumulators, tiles);
+  }
+  __device__ __forceinline__ void accumulate_elements(Accumulators& accumulators, u32 tiles) {
     Metadata first, second;
     for (u32 at = 0; at < tiles; ++at) {
       barrier_wait(barriers.weight_full(weight.stage), weight.parity);
@@ -86,6 +97,47 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
     wgmma_wait<0>();
     fence(accumulators);
     if (tiles > 0) release_previous();
+  }
+
+  // While wgmma multiplies a half, the threads make the elements of the next one and load the stored values of the one
+  // after it. The issue of wgmma waits for the elements, so a stage of W has been read when it is released.
+  __device__ __forceinline__ void accumulate_quantized(Accumulators& accumulators, u32 tiles) {
+    const typename StoredHalves<Config>::Offsets offsets;
+    StoredHalves<Config> stored;
+    QuantizedHalf<Config> first, second;
+    const auto load_first = [&] {
+      barrier_wait(barriers.weight_full(weight.stage), weight.parity);
+      stored.template load<0>(weight_address(weight.stage), offsets);
+    };
+    const auto multiply = [&](const QuantizedHalf<Config>& half) {
+      barrier_wait(barriers.x_full(x.stage), x.parity);
+      const u64 b = x_descriptor(base + Config::kXAt + x.stage * Config::kXStageBytes);
+      wgmma_fence();
+      half.multiply(accumulators, b, b + kSecondX);
+      wgmma_commit();
+    };
+    if (tiles > 0) load_first();
+    for (u32 at = 0; at < tiles; ++at) {
+      const u32 stage = weight.stage;
+      first.dequantize(stored, opaque_zero(p));
+      stored.template load<1>(weight_address(stage), offsets);
+      multiply(first);
+      wgmma_wait<1>();
+      if (at > 0) release_x(last_x);
+      last_x = x.stage;
+      x.next(), weight.next();
+      second.dequantize(stored, opaque_zero(p));
+      if (at + 1 < tiles) load_first();
+      multiply(second);
+      release_weight(stage);
+      wgmma_wait<1>();
+      release_x(last_x);
+      last_x = x.stage;
+      x.next();
+    }
+    wgmma_wait<0>();
+    fence(accumulators);
+    if (tiles > 0) release_x(last_x);
   }
 
   // Sums all of K in kKChunks chunks. Registers hold as many accumulators of the earlier chunks as they can, the

@@ -97,9 +97,10 @@ template <class Config> struct SplitRegistersMainloop : ConsumerPipeline {
 #pragma unroll
         for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r) {
           const Terms& w = terms[r];
-          if (i == 0) wgmma_sp_bf16<0, 0>(sums[r], w.words[0][term], boxes[i], w.metadata[0]);
-          else wgmma_sp_bf16<0, 1>(sums[r], w.words[0][term], boxes[i], w.metadata[0]);
-          wgmma_sp_bf16<1, 1>(sums[r], w.words[1][term], boxes[i] + 4, w.metadata[0]);
+          constexpr ElementKind kTerm = ElementKind::BF16;
+          if (i == 0) wgmma_sp_registers<kTerm, 0, 0, false>(sums[r], w.words[0][term], boxes[i], w.metadata[0]);
+          else wgmma_sp_registers<kTerm, 0, 1, false>(sums[r], w.words[0][term], boxes[i], w.metadata[0]);
+          wgmma_sp_registers<kTerm, 1, 1, false>(sums[r], w.words[1][term], boxes[i] + 4, w.metadata[0]);
         }
     wgmma_commit();
   }

@@ -12,7 +12,8 @@ __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, WorkTil
 // Prefetches the first K tiles of W to L2 while the kernel before this one may still run. Only as much is prefetched as
 // an SM can read in that time: more would delay what is needed first.
 __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_rank, u32 slice) {
-  constexpr int kTiles = 4 / (Config::kMTiles * Config::kCtasPerSm);
+  constexpr int kSmTiles = Config::kQuantized ? 36864 / Tile::kBytes : 4;
+  constexpr int kTiles = kSmTiles / (Config::kMTiles * Config::kCtasPerSm);
   constexpr int kAhead = Config::kTileN > 64 ? 0 : kTiles > 0 ? kTiles : 1;
   const TileScheduler scheduler(p, slice);
   const WorkTile work(p, scheduler.index, m_rank);

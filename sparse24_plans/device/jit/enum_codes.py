@@ -14,6 +14,7 @@ ELEMENT_CODES = {
     ElementKind.S8: 3,
     ElementKind.FP8_E4M3: 4,
     ElementKind.I32: 5,
+    ElementKind.S4: 6,
 }
 EPILOGUE_CODES = {
     EpilogueKind.IDENTITY: 0,

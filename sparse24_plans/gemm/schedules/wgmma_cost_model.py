@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from ...plan.schedule_choice import constants
-from ...weights.packed_layouts import TILE_M, layout_of
+from ...weights.packed_layouts import TILE_M
 from ..descriptor import GemmSparse24Descriptor
 from .mma_sp import H200_MULTIPROCESSORS
-from .wgmma_sp import MAX_MEMORY_BOUND_N, WIDEST, WgmmaSpSchedule
+from .wgmma_sp import MAX_MEMORY_BOUND_N, WIDEST, WgmmaSpSchedule, tiles_of
 
 Array = Any
 
@@ -154,7 +154,7 @@ def _facts_of_schedule(schedule: WgmmaSpSchedule) -> tuple[int, ...]:
 
 
 def _facts_of_problem(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
-    layout = layout_of(desc.element)
+    layout = tiles_of(desc)
     weight = layout.tile_bytes / (TILE_M * layout.tile_k)  # bytes of W for each of its dense cells
     return desc.n, desc.m, desc.outputs, desc.k, desc.element.itemsize, desc.out_element.itemsize, weight
 
@@ -168,7 +168,8 @@ def predicted(
 
 def model_of(desc: GemmSparse24Descriptor, family: str = "wgmma_sp") -> str:
     """The name of the model of a family whose constants serve such a problem."""
-    return f"{family}_{8 * desc.element.itemsize}bit_{CLASSES[bisect_left(CLASS_LIMITS, desc.n)]}"
+    kind = f"{8 * desc.element.itemsize}bit" if desc.quantization is None else "quantized"
+    return f"{family}_{kind}_{CLASSES[bisect_left(CLASS_LIMITS, desc.n)]}"
 
 
 @cache

@@ -12,6 +12,8 @@ from ..kernel_table import GemmEntry
 from .wgmma_cost_model import predicted
 from .wgmma_sp import WgmmaSpSchedule, narrow_schedules, schedules_for, schedules_in
 
+_GATED_SLICES = 4
+"""Slices that several CTAs an SM reduce for both sums of a gate, where threads have the fewest registers."""
 _SPLITS = (1, 2, 3, 4, 8)
 """Split-K that a batch-invariant kernel may have."""
 
@@ -39,14 +41,17 @@ def allowed_schedules(
     if row.promoted:
         return narrow_schedules(desc.n)
     if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
-        tried = schedules_in(invariant_split_k(whole_m or desc.m, desc.k, desc.element), desc.n, desc.m)
+        slices = invariant_split_k(whole_m or desc.m, desc.k, desc.element)
+        tried = schedules_in(slices, desc.n, desc.m, quantized=desc.quantization is not None)
     else:
-        tried = schedules_for(desc.n, desc.m)
+        tried = schedules_for(desc.n, desc.m, quantized=desc.quantization is not None)
     return tuple(one for one in tried if _leaves_registers(one, desc))
 
 
 def _leaves_registers(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -> bool:
-    """Whether a thread with little room for its sums can round them to s8 without spilling."""
+    """Whether a thread with little room for its sums can finish them without spilling."""
+    if desc.quantization is not None and desc.epilogue.is_gated and schedule.ctas_per_sm > 1:
+        return schedule.split_k <= _GATED_SLICES
     if desc.out_element is not ElementKind.S8:
         return True
     most = 128 if schedule.warpgroups == 3 else 32 if schedule.ctas_per_sm == 4 else schedule.tokens
@@ -55,8 +60,10 @@ def _leaves_registers(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -
 
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
     """The schedules that tuning may try, for every kernel: each refuses what breaks its guarantee."""
-    invariant = schedules_in(invariant_split_k(desc.m, desc.k, desc.element), desc.n, desc.m)
-    return [one._asdict() for one in dict.fromkeys(schedules_for(desc.n, desc.m) + invariant)]
+    quantized, slices = desc.quantization is not None, invariant_split_k(desc.m, desc.k, desc.element)
+    free = schedules_for(desc.n, desc.m, quantized=quantized)
+    invariant = schedules_in(slices, desc.n, desc.m, quantized=quantized)
+    return [one._asdict() for one in dict.fromkeys(free + invariant)]
 
 
 @lru_cache(4096)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...plan.kernel import align_up
 from ...plan.schedule_choice import constants
 from ...vocab import MatrixOrder
-from ...weights.packed_layouts import TILE_M, TileLayout, layout_of
+from ...weights.packed_layouts import TILE_M, TileLayout, layout_of, quantized_tiles
 from ..descriptor import GemmSparse24Descriptor
 from .mma_sp import H200_MULTIPROCESSORS
 
@@ -45,8 +45,16 @@ _SUMS_TWICE = 96
 """Accumulators that a thread can hold twice: for a chunk of K, and for the chunks before it."""
 _CHUNKS_OF_THREE, _SUMS_TWICE_OF_THREE = 56, 36
 """Accumulators of a thread with three warpgroups and chunks of K; and those that it can hold twice."""
+_ELEMENTS_OF_TWO, _ELEMENTS_OF_FOUR, _ELEMENTS_OF_THREE = 48, 40, 144
+"""Most tokens where threads make elements of a quantized W: of two CTAs an SM with two m64 tiles a warpgroup,
+of four CTAs an SM, and of three warpgroups."""
 _HELD, _HELD_OF_THREE = 168, 72
 """Accumulators that registers hold in total where some wait in the workspace."""
+
+
+def tiles_of(desc: GemmSparse24Descriptor) -> TileLayout:
+    """W's packed layout by default: that of its element, or of what it stores if it is quantized."""
+    return layout_of(desc.element) if desc.quantization is None else quantized_tiles(desc.quantization)
 
 
 class OperandLayouts(NamedTuple):
@@ -68,12 +76,12 @@ class OperandLayouts(NamedTuple):
 
     @classmethod
     def of(cls, desc: GemmSparse24Descriptor, layout: TileLayout | None = None) -> OperandLayouts:
-        """``layout`` is W's packed layout, by default that of its element."""
+        """``layout`` is W's packed layout, by default that of what it stores."""
         x_columns, y_columns = (order is MatrixOrder.COLUMN for order in (desc.x_order, desc.y_order))
         size = desc.out_element.itemsize
         # The warps that would load C may load a column-major X.
         stages_c = desc.has_c and desc.c_element.itemsize == size and not x_columns
-        return cls(layout or layout_of(desc.element), size, x_columns, y_columns, desc.groups, stages_c)
+        return cls(layout or tiles_of(desc), size, x_columns, y_columns, desc.groups, stages_c)
 
     @property
     def table_bytes(self) -> int:
@@ -143,6 +151,15 @@ class WgmmaSpSchedule(NamedTuple):
             most = handed if self.stream_k else summed
         return self.m_tiles * self.tokens // 2 <= most and self.tokens % (8 * self.cluster_m) == 0
 
+    def makes_elements(self) -> bool:
+        """Whether threads have registers for the elements that they make of a quantized W."""
+        most = _ELEMENTS_OF_THREE if self.warpgroups == 3 else WIDEST
+        if self.ctas_per_sm == 4:
+            most = _ELEMENTS_OF_FOUR
+        elif self.ctas_per_sm == 2 and self.m_tiles == 2:
+            most = _ELEMENTS_OF_TWO
+        return self.tokens <= most
+
     def step_tokens(self, lines: OperandLayouts) -> int:
         """Tokens of a staging buffer: the tile is stored in equal steps of a multiple of 8 tokens."""
         most = min(self.tokens, _STAGED_BYTES // lines.buffers // (TILE_M * lines.out_bytes))
@@ -196,7 +213,12 @@ class WgmmaSpSchedule(NamedTuple):
                 (w, x) for w, x in pairs if w * weight % _PATTERN == 0 and w * weight + x * source <= room
             ]
             return max(tried, key=lambda stages: (min(parts * stages[0], stages[1]), sum(stages)))
-        fitting = [(w, x) for w in range(2, 9) for x in range(2, 17) if w * weight + x * source <= room]
+        fitting = [
+            (w, x)
+            for w in range(2, 9)
+            for x in range(2, 17)
+            if align_up(w * weight, _PATTERN) + x * source <= room
+        ]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
 
     def shared_bytes(self, lines: OperandLayouts, parts: int = 0) -> int:
@@ -206,7 +228,7 @@ class WgmmaSpSchedule(NamedTuple):
         first and leave others idle.
         """
         (weights, sources), (weight, source) = self.stages(lines, parts), self._stage_bytes(lines)
-        used = weights * weight + sources * source + self._fixed_bytes(lines)
+        used = align_up(weights * weight, _PATTERN) + sources * source + self._fixed_bytes(lines)
         return max(used, _SHARED_BYTES[self.ctas_per_sm + 1] + 1)
 
     def work_tiles(self, n: int, m: int) -> int:
@@ -305,6 +327,14 @@ _OF_FEW = (
     (2, 2, 1, 2, 1),
     (2, 2, 1, 3, 1),
 )
+# Weights of few bytes need more warps at once: beside those above, these are tried.
+_OF_FEW_QUANTIZED = (
+    *((1, 1, 1, split, 4) for split in (1, 2, 4, 5, 6, 7, 8)),
+    *((1, 2, 1, split, 2) for split in (1, 2, 3, 4, 8)),
+    *((2, 1, 1, split, 2) for split in (1, 2, 3, 4, 6)),
+    *((2, 2, 1, split, 2) for split in (1, 2, 3, 4)),
+    *((2, 2, 1, 4, 1), (2, 2, 1, 8, 1), (1, 1, 1, 8, 2)),
+)
 _OF_MANY = ((1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1))
 _OF_SOME = (
     *_OF_MANY,
@@ -337,22 +367,27 @@ def _schedules_of_ranges(
 
 
 @lru_cache(1024)
-def schedules_for(n: int, m: int = 0, min_idle: float | None = None) -> tuple[WgmmaSpSchedule, ...]:
+def schedules_for(
+    n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False
+) -> tuple[WgmmaSpSchedule, ...]:
     """The schedules that are tried for n tokens; with m, also those that depend on the outputs.
 
     ``min_idle`` is the fraction of a last wave that must be idle for stream-K; None takes the fitted one.
+    ``quantized``: W is.
     """
-    shapes = _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
+    few = tuple(dict.fromkeys((*_OF_FEW, *_OF_FEW_QUANTIZED))) if quantized else _OF_FEW
+    shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
     tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
     fitting = tuple(one for one in tried if one.fits() and not (m and one.oversubscribes(n, m)))
-    return fitting + _schedules_of_ranges(n, m, min_idle=min_idle)
+    found = fitting + _schedules_of_ranges(n, m, min_idle=min_idle)
+    return tuple(one for one in found if one.makes_elements()) if quantized else found
 
 
 def schedules_in(
-    slices: int, n: int, m: int = 0, min_idle: float | None = None
+    slices: int, n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False
 ) -> tuple[WgmmaSpSchedule, ...]:
     """Schedules that sum K in ``slices`` slices, along a cluster or in chunks: the bits are the same."""
-    tried = [one for one in schedules_for(n, m, min_idle) if one.split_k == slices]
+    tried = [one for one in schedules_for(n, m, min_idle, quantized) if one.split_k == slices]
     if slices > 1:
         wide = [
             WgmmaSpSchedule(w, r, tokens, cluster_m, k_chunks=slices)
@@ -366,7 +401,7 @@ def schedules_in(
         narrow = narrow_schedules(n)
         tried += [one._replace(k_chunks=slices) for one in narrow]
         tried += [one._replace(split_k=slices) for one in narrow if one.warpgroups == 1]
-    return tuple(dict.fromkeys(tried))
+    return tuple(one for one in dict.fromkeys(tried) if not quantized or one.makes_elements())
 
 
 def narrow_schedules(n: int) -> tuple[WgmmaSpSchedule, ...]:
