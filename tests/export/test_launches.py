@@ -25,6 +25,7 @@ from sparse24_plans.errors import UnsupportedError
 from sparse24_plans.export import export_plans
 from sparse24_plans.export.folder import tokens_of
 from sparse24_plans.export.recording import buffers_of, lines_of
+from sparse24_plans.export.tables import Tables
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.vocab import MatrixOrder
 from tests.export import blocks, products
@@ -184,6 +185,14 @@ def test_every_number_of_tokens_launches_what_python_launches(c, tmp_path, named
         c.find(opened, "another", 1)
     c.library.s24_close(opened)
     assert ctypes.c_uint.in_dll(c.stub, "stub_modules").value == 0
+
+
+def test_numbers_of_tokens_in_groups_share_ranges(tmp_path, named_cubins):
+    """Groups may end anywhere, so the tile of their last tokens is no special one."""
+    descriptor = GemmSparse24Descriptor(n=600, m=1536, k=2048, element="bf16", groups=8)
+    export_plans([descriptor], tmp_path, device="h200")
+    records = Tables.of((tmp_path / "plans.bin").read_bytes()).records
+    assert len(records["ranges"]) < 600 / 20
 
 
 def test_tables_choose_as_select_does(c, tmp_path, named_cubins):
