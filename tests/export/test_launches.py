@@ -195,6 +195,21 @@ def test_numbers_of_tokens_in_groups_share_ranges(tmp_path, named_cubins):
     assert len(records["ranges"]) < 600 / 20
 
 
+def test_plans_of_one_kernel_keep_their_shared_memory(c, tmp_path, named_cubins):
+    """The table of many groups takes more of it, whichever plan is found last."""
+    many, few = (
+        GemmSparse24Descriptor(n=40, m=64, k=128, element="bf16", groups=groups) for groups in (300, 50)
+    )
+    export_plans({"many": many, "few": few}, tmp_path, device="h200")
+    opened, calls = c.open(tmp_path), {}
+    plans = {name: c.find(opened, name, 40) for name in ("many", "few")}
+    for name, plan in plans.items():
+        (calls[name],) = c.run(plan, [((at + 1) << 40, 8192) for at in range(4)], 0, 0)
+    assert calls["many"].code == calls["few"].code
+    assert calls["many"].shared_bytes > calls["few"].shared_bytes
+    c.library.s24_close(opened)
+
+
 def test_tables_choose_as_select_does(c, tmp_path, named_cubins):
     """For some numbers of tokens of one shape; ``python -m tests.export.choices`` asks for all of 40."""
     number = random.randrange(1 << 32)
