@@ -151,7 +151,7 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
         | _fields(_IS_TIME_OR_NONE, "open_ms"),
         "calls": _fields(_is_size, "n")
         | _fields(_is_text, "kernel")
-        | _fields(_is_time, "find_us run_us run_new_args_us"),
+        | _fields(_is_time, "find_us run_us run_new_args_us launch_us"),
     },
     "tests": {},
 }

@@ -1,12 +1,10 @@
 /* export_times FOLDER N: print host times of the exported C code as JSON, for the folder's first product and N tokens. */
-#define _POSIX_C_SOURCE 200809L
+#include "sparse24_export.c" /* Not its header alone: the driver's part of a run is timed by itself. */
+
 #include "cuda_driver.h"
-#include "sparse24_export.h"
 
-#include <string.h>
-#include <time.h>
-
-enum { BATCHES = 41, RUNS = 100, MOST_OPERANDS = 8, OPENINGS = 11, STEP = 256 };
+enum { BATCHES = 41, RUNS = 100, OPENINGS = 11, STEP = 256, MOST_LAUNCHES = 4 };
+enum { KNOWN, NEW, DRIVER, KINDS }; /* Runs of known operands, runs of new ones, the driver's launches of a known run. */
 
 static double now_us(void) {
     struct timespec now;
@@ -24,29 +22,51 @@ static double median(double *times, size_t count) {
     return times[count / 2];
 }
 
-static void check(int code, const s24_error *error) {
+static void expect_ok(int code, const s24_error *error) {
     if (code) {
         fprintf(stderr, "%s\n", error->text);
         exit(2);
     }
 }
 
-/* The median of the microseconds of single runs. Before each one all operands but the first, a weight, move by `step`
- * bytes: runs with the operands of the run before for 0, and else with operands at addresses that no run had. The stream
- * is waited for between batches alone, and no batch fills the driver's queue. */
-static double time_run(const s24_plan *plan, s24_operand *operands, uint64_t step, uint64_t workspace, void *stream) {
-    double times[BATCHES * RUNS];
+typedef struct {
+    s24_plan plan;
+    s24_operand operands[MOST_OPERANDS];
+    uint64_t workspace, nbytes;
+    void *stream;
+    Block prepared[MOST_LAUNCHES];
+} Run;
+
+static const Launch *launches_of(const Run *run) {
+    return (const Launch *)table(run->plan.library, LAUNCHES) + ((const Plan *)run->plan.plan)->first_launch;
+}
+static uint32_t launch_count(const Run *run) { return ((const Plan *)run->plan.plan)->launches; }
+
+static double time_once(int kind, Run *run) {
     s24_error error;
-    uint64_t nbytes = s24_workspace(plan, NULL);
-    for (int run = 0; run < BATCHES * RUNS; run++) {
-        double begin;
-        for (int i = 1; i < MOST_OPERANDS; i++) operands[i].address += step;
-        begin = now_us();
-        check(s24_run(plan, operands, workspace, nbytes, stream, &error), &error);
-        times[run] = now_us() - begin;
-        if (run % RUNS == RUNS - 1) CUDA(cuStreamSynchronize(stream));
-    }
-    return median(times, BATCHES * RUNS);
+    double begin = now_us();
+    if (kind != DRIVER) expect_ok(s24_run(&run->plan, run->operands, run->workspace, run->nbytes, run->stream, &error), &error);
+    for (uint32_t i = 0; kind == DRIVER && i < launch_count(run); i++)
+        expect_ok(enqueue(run->plan.library, launches_of(run) + i, &run->prepared[i].prepared, run->stream, &error), &error);
+    return now_us() - begin;
+}
+
+/* The median of the microseconds of single runs of each kind. The kinds' batches take turns, so that all have the
+ * machine's other work. The stream is waited for between batches alone, and no batch fills the driver's queue. */
+static void time_runs(const Run *given, double found[KINDS]) {
+    static double times[KINDS][BATCHES * RUNS];
+    Run runs[KINDS] = {*given, *given, *given};
+    for (int batch = -1; batch < BATCHES; batch++) /* The first one only warms up. */
+        for (int kind = 0; kind < KINDS; kind++) {
+            for (int i = 0; i < RUNS; i++) {
+                double time;
+                for (uint32_t at = 1; kind == NEW && at < MOST_OPERANDS; at++) runs[kind].operands[at].address += STEP; /* The first is a weight. */
+                time = time_once(kind, runs + kind);
+                if (batch >= 0) times[kind][batch * RUNS + i] = time;
+            }
+            CUDA(cuStreamSynchronize(given->stream));
+        }
+    for (int kind = 0; kind < KINDS; kind++) found[kind] = median(times[kind], BATCHES * RUNS);
 }
 
 static double time_open(const char *folder) {
@@ -55,48 +75,52 @@ static double time_open(const char *folder) {
         s24_library *library;
         s24_error error;
         double begin = now_us();
-        check(s24_open(folder, &library, &error), &error);
+        expect_ok(s24_open(folder, &library, &error), &error);
         times[i] = (now_us() - begin) / 1e3;
         s24_close(library);
     }
     return median(times, OPENINGS);
 }
 
-int main(int count, char **arguments) {
-    enum { NON_BLOCKING = 1, ROOM = 64 << 20 };
-    s24_operand operands[MOST_OPERANDS] = {{0, 0}};
-    void *context, *stream;
-    uint64_t memory[MOST_OPERANDS], workspace = 0;
-    s24_library *library;
+static double time_find(s24_library *library, int64_t n) {
     s24_error error;
     s24_plan plan;
-    double find, known, moving;
+    double begin = now_us();
+    for (int i = 0; i < RUNS; i++) expect_ok(s24_find(library, s24_problem(library, 0, NULL), n, &plan, &error), &error);
+    return (now_us() - begin) / RUNS;
+}
+
+int main(int count, char **arguments) {
+    enum { NON_BLOCKING = 1, ROOM = 64 << 20 };
+    static Run run;
+    void *context;
+    s24_library *library;
+    s24_error error;
+    Call call;
+    double times[KINDS];
     if (count != 3) return fprintf(stderr, "usage: %s FOLDER N\n", arguments[0]), 2;
     CUDA(cuInit(0));
     CUDA(cuDevicePrimaryCtxRetain(&context, 0));
     CUDA(cuCtxSetCurrent(context));
-    CUDA(cuStreamCreate(&stream, NON_BLOCKING));
-    check(s24_open(arguments[1], &library, &error), &error);
-    check(s24_find(library, s24_problem(library, 0, NULL), atol(arguments[2]), &plan, &error), &error);
-    find = now_us();
-    for (int i = 0; i < RUNS; i++) check(s24_find(library, s24_problem(library, 0, NULL), atol(arguments[2]), &plan, &error), &error);
-    find = (now_us() - find) / RUNS;
-    for (uint32_t i = 0; i < s24_operand_count(&plan) && i < MOST_OPERANDS; i++) {
-        CUDA(cuMemAlloc_v2(memory + i, ROOM));
-        CUDA(cuMemsetD8_v2(memory[i], 0x44, ROOM)); /* Metadata that the hardware takes. */
-        operands[i].address = memory[i];
-        operands[i].stride = 16384;
+    CUDA(cuStreamCreate(&run.stream, NON_BLOCKING));
+    expect_ok(s24_open(arguments[1], &library, &error), &error);
+    expect_ok(s24_find(library, s24_problem(library, 0, NULL), atol(arguments[2]), &run.plan, &error), &error);
+    for (uint32_t i = 0; i < s24_operand_count(&run.plan); i++) {
+        CUDA(cuMemAlloc_v2(&run.operands[i].address, ROOM));
+        CUDA(cuMemsetD8_v2(run.operands[i].address, 0x44, ROOM)); /* Metadata that the hardware takes. */
+        run.operands[i].stride = 16384;
     }
-    if (s24_workspace(&plan, NULL)) CUDA(cuMemAlloc_v2(&workspace, s24_workspace(&plan, NULL)));
-    time_run(&plan, operands, 0, workspace, stream);
-    known = time_run(&plan, operands, 0, workspace, stream);
-    moving = time_run(&plan, operands, STEP, workspace, stream);
-    printf("{\"kernel\": \"%s\", \"open_ms\": %.2f, \"find_us\": %.2f, \"run_us\": %.2f, \"run_new_args_us\": %.2f}\n", s24_guarantee(&plan).kernel,
-           time_open(arguments[1]), find, known, moving);
-    for (uint32_t i = 0; i < s24_operand_count(&plan) && i < MOST_OPERANDS; i++) CUDA(cuMemFree_v2(memory[i]));
-    if (workspace) CUDA(cuMemFree_v2(workspace));
+    if ((run.nbytes = s24_workspace(&run.plan, NULL))) CUDA(cuMemAlloc_v2(&run.workspace, run.nbytes));
+    expect_ok(resolve(&call, &run.plan, run.operands, run.workspace, run.nbytes, &error), &error);
+    if (launch_count(&run) > MOST_LAUNCHES) return fprintf(stderr, "expected at most %d launches\n", MOST_LAUNCHES), 2;
+    for (uint32_t i = 0; i < launch_count(&run); i++) expect_ok(prepare(&call, launches_of(&run) + i, &run.prepared[i].prepared, &error), &error);
+    time_runs(&run, times);
+    printf("{\"kernel\": \"%s\", \"open_ms\": %.2f, \"find_us\": %.2f, \"run_us\": %.2f, \"run_new_args_us\": %.2f, \"launch_us\": %.2f}\n",
+           s24_guarantee(&run.plan).kernel, time_open(arguments[1]), time_find(library, run.plan.n), times[KNOWN], times[NEW], times[DRIVER]);
+    for (uint32_t i = 0; i < s24_operand_count(&run.plan); i++) CUDA(cuMemFree_v2(run.operands[i].address));
+    if (run.workspace) CUDA(cuMemFree_v2(run.workspace));
     s24_close(library);
-    CUDA(cuStreamDestroy_v2(stream));
+    CUDA(cuStreamDestroy_v2(run.stream));
     CUDA(cuDevicePrimaryCtxRelease_v2(0));
     return 0;
 }

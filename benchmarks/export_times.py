@@ -31,9 +31,9 @@ MOST_TOKENS = 8192
 def built(plans: Path, folder: Path, driver: str) -> Path:
     """The timing program, with the C code of an exported folder."""
     program, include = folder / "export_times", (f"-I{plans}", f"-I{ROOT / 'examples' / 'export'}")
-    sources = str(Path(__file__).with_suffix(".c")), str(plans / "sparse24_export.c")
+    source = str(Path(__file__).with_suffix(".c"))
     warnings = "-std=c99", "-O2", "-Wall", "-Wextra", "-Werror"
-    command = ["cc", *warnings, *include, *sources, driver, "-ldl", "-lpthread", "-o", str(program)]
+    command = ["cc", *warnings, *include, source, driver, "-ldl", "-lpthread", "-o", str(program)]
     subprocess.run(command, check=True)
     return program
 

@@ -29,6 +29,7 @@ _EXPORTED_CALLS = {
     "find_us": "`s24_find`, again",
     "run_us": "`s24_run`, operands that it has seen",
     "run_new_args_us": "`s24_run`, operands at new addresses",
+    "launch_us": "`cuLaunchKernelEx` alone",
 }
 _TOKENS_OF_EXPERT = ((1, 16), (16, 256), (256, 4097))
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -329,8 +330,8 @@ def _export(record: Record) -> list[str]:
         if folder["open_ms"] is not None:
             rows.append(("`s24_open` of it", f"{folder['open_ms']:.1f} ms"))
     for name, label in _EXPORTED_CALLS.items():
-        times = [call[name] for call in found["calls"]]
-        rows.append((label, f"{min(times):.1f} to {max(times):.1f} us"))
+        times = sorted({f"{call[name]:.1f}" for call in found["calls"]}, key=float)
+        rows.append((label, f"{' to '.join(dict.fromkeys((times[0], times[-1])))} us"))
     return _table(("measured", found["gpu"]), rows)
 
 

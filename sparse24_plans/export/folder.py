@@ -23,7 +23,7 @@ from ..plan.families import plan_of
 from ..plan.plan import Plan, PreferenceLike
 from ..plan.preference import PlanPreference
 from ..prepare.descriptor import PrepareDescriptor
-from ..vocab import BlockSparseOp, EpilogueKind
+from ..vocab import BlockSparseOp, EpilogueKind, GroupTokens
 from .recording import Fill, Launch, MapPlace, OperandUse, Place, Recipe, record
 from .tables import NO_PLAN, WALK, Number, Record, Tables, no_place
 
@@ -65,7 +65,8 @@ def export_plans(
     descriptors
         Problems by their names, or named by :func:`name_of`. A product is exported for 1 to as many tokens
         as its descriptor has as n, with the kernels that ``select`` chooses under the same preference. Of a
-        block-sparse one no kernel may serve some n, which programs then can't find. For ``sdd`` n is fixed.
+        block-sparse one no kernel may serve some n, which programs then can't find. For ``sdd`` n is fixed;
+        with counts of groups it is a multiple of the groups.
     folder
         New or empty.
     preference
@@ -102,13 +103,14 @@ def export_plans(
 def name_of(descriptor: Problem) -> str:
     """The name of a problem: its op, element, sizes, and its epilogue unless that is identity.
 
-    The sizes are M x K, or heads x rows x columns and the blocks' side of a layout.
+    The sizes are M x K, groups x M x K, or heads x rows x columns and the blocks' side of a layout.
     """
     if isinstance(descriptor, BlockSparseDescriptor):
         one = descriptor.layout
         sizes = f"{one.heads}x{one.rows}x{one.cols}-{one.block}"
     else:
-        sizes = f"{descriptor.m}x{descriptor.k}"
+        groups = getattr(descriptor, "groups", 0)
+        sizes = f"{f'{groups}x' if groups else ''}{descriptor.m}x{descriptor.k}"
     name = f"{descriptor.op_name}-{descriptor.element}-{sizes}"
     epilogue = getattr(descriptor, "epilogue", EpilogueKind.IDENTITY)
     return name if epilogue is EpilogueKind.IDENTITY else f"{name}-{epilogue}"
@@ -145,11 +147,14 @@ def _exportable(descriptor: Descriptor) -> Problem:
     return descriptor
 
 
-def most_tokens(descriptor: Problem) -> int | None:
-    """The most tokens that a problem is exported for; None: it has no number of tokens."""
-    if isinstance(descriptor, BlockSparseMatmulDescriptor):
-        return None if descriptor.op is BlockSparseOp.SDD else descriptor.n
-    return descriptor.n if isinstance(descriptor, GemmSparse24Descriptor) else None
+def tokens_of(descriptor: Problem) -> range:
+    """The numbers of tokens that a problem is exported for; 0 alone: it has no number of tokens."""
+    if isinstance(descriptor, GemmSparse24Descriptor):
+        step = descriptor.groups if descriptor.group_tokens is GroupTokens.COUNTS else 1
+        return range(step, descriptor.n + 1, step)
+    if isinstance(descriptor, BlockSparseMatmulDescriptor) and descriptor.op is not BlockSparseOp.SDD:
+        return range(1, descriptor.n + 1)
+    return range(1)
 
 
 class _Writer:
@@ -160,22 +165,22 @@ class _Writer:
 
     def add(self, name: str, descriptor: Problem, preference: PlanPreference, device: Any) -> None:
         """Select and record the plans of a problem."""
-        tokens = most_tokens(descriptor)
-        if tokens == 0:
+        ns = tokens_of(descriptor)
+        if not ns:
             raise InvalidProblemError(f"{name}: expected the most tokens, from 1, as n, got 0")
-        ns = range(1, tokens + 1) if tokens else range(1)
         found: dict[Recipe, dict[int, Row]] = {}
         for n in ns:
             if (plan := self._selected(name, descriptor, n, preference, device)) is not None:
                 recipe, numbers = record(plan)
                 found.setdefault(recipe, {})[n] = numbers
             self._on_steps(1)
-        at: dict[int, tuple[int, Row]] = dict.fromkeys(ns, (NO_PLAN, ()))
+        every_n = range(ns[0], ns[-1] + 1)
+        at: dict[int, tuple[int, Row]] = dict.fromkeys(every_n, (NO_PLAN, ()))
         for recipe, rows in found.items():
             index, columns = self._add_plan(recipe, rows)
             at |= {n: (index, tuple(row[slot] for slot in columns)) for n, row in rows.items()}
         ranges = []
-        for key, group in itertools.groupby(ns, at.__getitem__):
+        for key, group in itertools.groupby(every_n, at.__getitem__):
             row = self._tables.add("numbers", [{"number": number} for number in key[1]])
             ranges.append({"first_n": next(group), "plan": key[0], "row": row})
         problem_record = {

@@ -144,7 +144,6 @@ _WGMMA_SP_GROUPED = replace(
     only_groups=True,
     adds_c=False,
     limits=limits.wgmma_sp_grouped,
-    exportable=False,
 )
 _WGMMA_SP_GROUPED_8BIT = replace(_WGMMA_SP_GROUPED, layout=TILE64X256_LAYOUT, scales=True, quantized=False)
 

@@ -242,7 +242,7 @@ def fixed_parameters(
         beta=desc.beta,
         n_tiles=-(-desc.n // schedule.tokens),
         work_tiles=schedule.work_tiles(desc.n, desc.m),
-        x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else schedule.tail_rows(desc.n),
+        x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else tail_rows(desc, schedule),
         data_parallel_tiles=data_parallel,
         units_per_cluster=units,
         big_units=big_units,
@@ -276,8 +276,8 @@ def source_boxes(
     """
     line = 128
     if desc.x_order is MatrixOrder.ROW:
-        tail = Box(schedule.tail_rows(desc.n), line // size, line)
-        several = desc.n > schedule.tokens or desc.groups > 0
+        tail = Box(tail_rows(desc, schedule), line // size, line)
+        several = desc.n > schedule.tokens
         full = tail._replace(lines=schedule.tokens // schedule.cluster_m) if several else tail
         return full, tail, full, tail
     group, tail_tokens = schedule.group(size), schedule.tail_tokens(desc.n)
@@ -289,6 +289,11 @@ def source_boxes(
     left = schedule.tokens % group, schedule.tail_boxed(desc.n) - tail_tokens // group * group
     rest, tail_rest = (box._replace(elements=tokens or group, groups=1) for tokens in left)
     return full, tail, rest, tail_rest
+
+
+def tail_rows(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> int:
+    """Rows of X that a CTA loads for the last token tile, or of groups for any, as they may end anywhere."""
+    return schedule.tail_rows(schedule.tokens if desc.groups else desc.n)
 
 
 def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts: OperandLayouts) -> Box:

@@ -55,5 +55,5 @@ def args_of(plan: Plan, views: Mapping[str, TensorView | None]) -> Args:
         if layout == CANONICAL_LAYOUT:
             fields[operand.argument] = Sparse24Weight(*buffers, element=desc.element, validate=False)
         else:
-            fields[operand.argument] = PackedWeight(layout, desc.m, desc.k, desc.element, home, buffers)
+            fields[operand.argument] = PackedWeight(layout, *operand.shape, desc.element, home, buffers)
     return plan.args_type(plan.descriptor)(**fields)

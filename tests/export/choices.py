@@ -27,6 +27,7 @@ TYPES = (
     {"element": "fp8_e4m3", "out_element": "bf16", "scale_x": "row", "scale_w": "row"},
     {"element": "s8", "out_element": "bf16", "scale_x": "row", "scale_w": "row"},
     {"element": "f32"},
+    {"element": "bf16", "epilogue": "swiglu", "groups": 8},
 )
 
 

@@ -17,9 +17,9 @@ typedef struct {
     unsigned count;
 } Config;
 typedef struct { char code[1024]; int loaded; } Module;
-typedef struct { char code[1024], symbol[64]; int shared_bytes; } Function;
+typedef struct { void *module; char code[1024], symbol[64]; unsigned shared_bytes; } Function;
 
-enum { MOST_MEMORY = 32, MISUSED = 999, CAPTURING = 900, LEAKED = 98 };
+enum { MOST_MEMORY = 32, MOST_FUNCTIONS = 4096, MISUSED = 999, CAPTURING = 900, LEAKED = 98 };
 BY_THREAD StubCall stub_calls[MOST_CALLS];
 BY_THREAD unsigned stub_count, stub_driver_calls;
 unsigned stub_modules, stub_multiprocessors = 132, stub_major = 9, stub_minor = 0, stub_parameter_bytes = 4096;
@@ -46,21 +46,39 @@ int cuModuleLoadData(void **found, const void *content) {
     *found = module;
     return stub_fails;
 }
-int cuModuleUnload(void *module) { stub_modules--; free(module); return 0; }
+static Function functions[MOST_FUNCTIONS];
+int cuModuleUnload(void *module) {
+    stub_modules--;
+    for (int i = 0; i < MOST_FUNCTIONS; i++)
+        if (functions[i].module == module) functions[i].module = NULL;
+    free(module);
+    return 0;
+}
 int cuModuleGetFunction(void **found, void *module, const char *symbol) {
-    static Function functions[4096];
-    static unsigned used;
-    Function *function = functions + used++ % 4096;
+    Function *function = NULL;
     stub_driver_calls++;
+    for (int i = 0; i < MOST_FUNCTIONS; i++) {
+        Function *one = functions + i;
+        if (one->module == module && !strcmp(one->symbol, symbol)) return *found = one, 0;
+        if (!one->module) function = one;
+    }
+    if (!function || !((Module *)module)->loaded) return MISUSED;
     memset(function, 0, sizeof *function);
+    function->module = module;
+    function->shared_bytes = 48 << 10;
     strcpy(function->code, ((Module *)module)->code);
     strncpy(function->symbol, symbol, sizeof function->symbol - 1);
     *found = function;
-    return ((Module *)module)->loaded ? 0 : MISUSED;
+    return 0;
+}
+int cuFuncGetAttribute(int *value, int attribute, void *function) {
+    stub_driver_calls++;
+    *value = (int)((Function *)function)->shared_bytes;
+    return attribute == 8 ? 0 : MISUSED;
 }
 int cuFuncSetAttribute(void *function, int attribute, int value) {
     stub_driver_calls++;
-    ((Function *)function)->shared_bytes = value;
+    ((Function *)function)->shared_bytes = (unsigned)value;
     return attribute == 8 ? 0 : MISUSED;
 }
 static StubCall *next(void) {
@@ -90,9 +108,8 @@ int cuLaunchKernelEx(const Config *config, void *function, void **parameters, vo
     if (stub_idle) return 0;
     StubCall *call = next();
     Function *kernel = function;
-    unsigned granted = kernel->shared_bytes > 49152 ? (unsigned)kernel->shared_bytes : 49152;
     if (extra || config->grid[1] != 1 || config->grid[2] != 1 || config->block[1] != 1 || config->block[2] != 1) return MISUSED;
-    if (config->count > 1 || config->shared_bytes > granted) return MISUSED;
+    if (config->count > 1 || config->shared_bytes > kernel->shared_bytes) return MISUSED;
     if (config->count && (config->attributes[0].id != 6 || config->attributes[0].value != 1)) return MISUSED;
     call->grid = config->grid[0];
     call->threads = config->block[0];

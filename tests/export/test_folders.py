@@ -8,6 +8,7 @@ import os
 import random
 import struct
 import subprocess
+from itertools import product
 
 import pytest
 
@@ -31,6 +32,7 @@ SHAPE = BlockSparseShape(heads=2, rows=128, cols=192, block=64, blocks=7)
 DESCRIPTORS = {
     "bf16": GemmSparse24Descriptor(n=33, m=128, k=256, element="bf16", epilogue="bias_silu"),
     "f32": GemmSparse24Descriptor(n=20, m=128, k=256, element="f32"),
+    "groups": GemmSparse24Descriptor(n=33, m=64, k=256, element="f16", epilogue="bias_swiglu", groups=3),
     "compress": CompressSparse24Descriptor(m=64, k=64, element="bf16"),
     "blocks": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=24, element="f16"),
     "images": BlockSparseConv2dDescriptor(layout=FILTER, height=8, width=8, kernel=3, element="bf16"),
@@ -135,15 +137,15 @@ def test_a_missing_or_replaced_cubin_is_refused(c, folder):
     one.write_bytes(other.read_bytes())
     for expected, spoil in ((5, lambda: None), (6, one.unlink)):
         spoil()
-        for n in range(1, 34):
+        for name, n in product(("bf16", "groups"), range(1, 34)):
             try:
-                c.find(opened, "bf16", n)
+                c.find(opened, name, n)
             except RefusedError as refused:
                 seen.add((one.name in str(refused), expected, refused.code))
     assert seen == {(True, 5, 5), (True, 6, 6)}
     one.write_bytes(content)
-    for n in range(1, 34):
-        c.find(opened, "bf16", n)
+    for name, n in product(("bf16", "groups"), range(1, 34)):
+        c.find(opened, name, n)
     c.library.s24_close(opened)
     assert ctypes.c_uint.in_dll(c.stub, "stub_modules").value == 0
 

@@ -20,13 +20,13 @@ from sparse24_plans import (
 )
 from sparse24_plans.export import export_plans
 from sparse24_plans.export import folder as export_folder
-from sparse24_plans.export.folder import most_tokens
+from sparse24_plans.export.folder import tokens_of
 from sparse24_plans.export.recording import Kind
 from sparse24_plans.export.tables import Tables
-from tests.export import blocks, own_times
+from tests.export import blocks, own_times, products
 from tests.export.c_library import C, RefusedError, compiled, source_in_one_set
 from tests.export.choices import cubin_text
-from tests.export.test_launches import PREPARED, TYPES
+from tests.export.test_launches import PREPARED
 
 ENTRIES = 1024
 """The calls whose launches a library keeps, as sparse24_export.h says."""
@@ -39,6 +39,7 @@ PROBLEMS = {
     "a pass before": GemmSparse24Descriptor(n=20, m=128, k=256, element="f32"),
     "images": BlockSparseConv2dDescriptor(layout=FILTER, height=8, width=8, kernel=3, element="bf16"),
     "a fill": BlockSparseAttentionDescriptor(layout=SHAPE, head_size=64, element="f16", op="backward"),
+    "groups": GemmSparse24Descriptor(n=30, m=128, k=256, element="bf16", groups=3),
     "pack": PackSparse24Descriptor(m=64, k=64, element="bf16"),
     "decompress": DecompressSparse24Descriptor(m=64, k=64, element="bf16"),
 }
@@ -50,6 +51,7 @@ TOKENS = {
     "another type": (1, 2, 40),
     "launch numbers": (641, 650, 690),
     "a pass before": (1, 20),
+    "groups": (1, 9, 30),
 }
 
 
@@ -218,16 +220,16 @@ def run_twice(c: C, path: Path, name: str, n: int) -> None:
     c.library.s24_close(opened)
 
 
-@pytest.mark.parametrize("kind", [*TYPES, *PREPARED, *blocks.KINDS])
+@pytest.mark.parametrize("kind", [*products.TYPES, *PREPARED, *blocks.KINDS])
 def test_known_runs_make_their_launches_and_no_other_driver_call(c, tmp_path, named_cubins, kind):
     descriptor: Any = PREPARED.get(kind)
-    if kind in TYPES:
-        descriptor = GemmSparse24Descriptor(n=40, m=192, k=320, **TYPES[kind])
+    if kind in products.TYPES:
+        descriptor = products.random_problem(kind, random.Random(), 40)
     elif kind in blocks.KINDS:
         descriptor = blocks.random_problem(kind, random.Random(), 160)
     export_plans({kind: descriptor}, tmp_path, device="h200")
-    most = most_tokens(descriptor) or 0
-    for n in {most, most // 2 // 8 * 8 or most}:
+    ns = tokens_of(descriptor)
+    for n in {ns[-1], *[n for n in ns if n % 8 == 0][:1]}:
         run_twice(c, tmp_path, kind, n)
 
 

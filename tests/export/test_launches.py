@@ -23,47 +23,17 @@ from sparse24_plans.device.jit.launcher import RecordedFill, recording
 from sparse24_plans.device.tensors import TensorView
 from sparse24_plans.errors import UnsupportedError
 from sparse24_plans.export import export_plans
-from sparse24_plans.export.folder import most_tokens
+from sparse24_plans.export.folder import tokens_of
 from sparse24_plans.export.recording import buffers_of, lines_of
+from sparse24_plans.export.tables import Tables
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.vocab import MatrixOrder
-from tests.export import blocks
+from tests.export import blocks, products
 from tests.export.c_library import RefusedError
 from tests.export.choices import cubin_text, differences, random_problem
 
 H200 = absent_gpu("h200")
 MATRIX = {"m": 192, "k": 320}
-TYPES: dict[str, dict[str, Any]] = {
-    "bf16": {"element": "bf16"},
-    "f16 with a bias": {"element": "f16", "epilogue": "bias_silu"},
-    "f16 gated": {"element": "f16", "epilogue": "bias_swiglu"},
-    "bf16 in columns": {"element": "bf16", "x_order": "column", "y_order": "column"},
-    "bf16 from columns": {"element": "bf16", "x_order": "column"},
-    "f32": {"element": "f32"},
-    "f32 in steps": {"element": "f32", "epilogue": "bias_relu"},
-    "s8": {"element": "s8", "out_element": "bf16", "scale_x": "row", "scale_w": "tensor"},
-    "s8 sums": {"element": "s8", "out_element": "i32"},
-    "fp8": {"element": "fp8_e4m3", "out_element": "bf16", "scale_x": "row", "scale_w": "row", "alpha": 0.25},
-    "bf16 backward": {"element": "bf16", "op": "dgrad"},
-    "bf16 and C": {"element": "bf16", "epilogue": "bias_gelu_tanh", "beta": 0.5},
-    "f16 and C in columns": {"element": "f16", "y_order": "column", "beta": -1.0, "c_element": "f32"},
-    "f32 and C": {"element": "f32", "beta": 1.0},
-}
-REQUIRED: dict[str, dict[str, Any]] = {
-    "any": {},
-    "invariant": {"require": {"batch_invariant": True}},
-    "strict": {"require": {"bit_stable_across_hardware": True}},
-    "mma_sp": {"prefer_backend": "mma_sp"},
-}
-ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated", "bf16 and C"
-SERVED = [
-    *((kind, required) for kind in TYPES for required in ("any", "invariant")),
-    *(
-        (kind, "strict")
-        for kind in (*ROWS_OF_HALVES, "f32", "f32 in steps", "s8", "s8 sums", "bf16 backward")
-    ),
-    *((kind, "mma_sp") for kind in ROWS_OF_HALVES),
-]
 PREPARED = {
     "prune": PruneSparse24Descriptor(**MATRIX, element="bf16", scores="f32"),
     "compress": CompressSparse24Descriptor(**MATRIX, element="f16"),
@@ -150,18 +120,31 @@ def compare(
     return plan.kernel
 
 
-@pytest.mark.parametrize(("kind", "required"), SERVED)
+@pytest.mark.parametrize(("kind", "required"), products.SERVED)
 def test_products_launch_what_python_launches(c, tmp_path, named_cubins, kind, required):
     seed = random.Random()
-    most = seed.choice((24, 70, 150))
-    sizes = {"m": 16 * seed.randrange(1, 80), "k": 16 * seed.randrange(1, 120)}
-    descriptor = GemmSparse24Descriptor(n=most, **sizes, **TYPES[kind])
-    preference = REQUIRED[required]
+    descriptor = products.random_problem(kind, seed, seed.choice((24, 70, 150)))
+    preference = products.REQUIRED[required]
     export_plans({"product": descriptor}, tmp_path, preference=preference, device="h200")
-    opened = c.open(tmp_path)
-    ns = {1, 2, most, *(seed.randrange(1, most + 1) for _ in range(20))}
-    for n in ns:
+    opened, ns = c.open(tmp_path), tokens_of(descriptor)
+    for n in {*ns[:2], ns[-1], *(seed.choice(ns) for _ in range(20))}:
         compare(c, opened, "product", descriptor.model_copy(update={"n": n}), preference, n, seed)
+    c.library.s24_close(opened)
+
+
+def test_counts_of_groups_are_found_for_multiples_of_the_groups(c, tmp_path, named_cubins):
+    descriptor = GemmSparse24Descriptor(n=12, m=64, k=64, element="bf16", groups=4, group_tokens="counts")
+    export_plans([descriptor], tmp_path, device="h200")
+    opened, name = c.open(tmp_path), "gemm_sparse24_forward-bf16-4x64x64"
+    for n in (4, 8, 12):
+        assert "counts" in c.names(c.find(opened, name, n))
+    for n, expected in (
+        (3, "4 to 12 tokens"),
+        (6, "a number of tokens that a kernel serves"),
+        (16, "4 to 12"),
+    ):
+        with pytest.raises(RefusedError, match=f"n: expected {expected}.*, got {n}"):
+            c.find(opened, name, n)
     c.library.s24_close(opened)
 
 
@@ -179,8 +162,8 @@ def test_block_sparse_plans_launch_what_python_launches(c, tmp_path, named_cubin
     seed = random.Random()
     descriptor = blocks.random_problem(kind, seed, 160)
     export_plans({"blocks": descriptor}, tmp_path, device="h200")
-    opened, most = c.open(tmp_path), most_tokens(descriptor)
-    for n in [seed.randrange(1, most + 1) for _ in range(10)] if most else [0] * 10:
+    opened, ns = c.open(tmp_path), tokens_of(descriptor)
+    for n in [seed.choice(ns) for _ in range(10)]:
         problem = descriptor.model_copy(update={"n": n} if n else {})
         try:
             compare(c, opened, "blocks", problem, {}, n, seed)
@@ -202,6 +185,29 @@ def test_every_number_of_tokens_launches_what_python_launches(c, tmp_path, named
         c.find(opened, "another", 1)
     c.library.s24_close(opened)
     assert ctypes.c_uint.in_dll(c.stub, "stub_modules").value == 0
+
+
+def test_numbers_of_tokens_in_groups_share_ranges(tmp_path, named_cubins):
+    """Groups may end anywhere, so the tile of their last tokens is no special one."""
+    descriptor = GemmSparse24Descriptor(n=600, m=1536, k=2048, element="bf16", groups=8)
+    export_plans([descriptor], tmp_path, device="h200")
+    records = Tables.of((tmp_path / "plans.bin").read_bytes()).records
+    assert len(records["ranges"]) < 600 / 20
+
+
+def test_plans_of_one_kernel_keep_their_shared_memory(c, tmp_path, named_cubins):
+    """The table of many groups takes more of it, whichever plan is found last."""
+    many, few = (
+        GemmSparse24Descriptor(n=40, m=64, k=128, element="bf16", groups=groups) for groups in (300, 50)
+    )
+    export_plans({"many": many, "few": few}, tmp_path, device="h200")
+    opened, calls = c.open(tmp_path), {}
+    plans = {name: c.find(opened, name, 40) for name in ("many", "few")}
+    for name, plan in plans.items():
+        (calls[name],) = c.run(plan, [((at + 1) << 40, 8192) for at in range(4)], 0, 0)
+    assert calls["many"].code == calls["few"].code
+    assert calls["many"].shared_bytes > calls["few"].shared_bytes
+    c.library.s24_close(opened)
 
 
 def test_tables_choose_as_select_does(c, tmp_path, named_cubins):

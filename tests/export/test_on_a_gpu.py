@@ -26,19 +26,19 @@ from sparse24_plans import (
 from sparse24_plans.blocksparse.descriptor import BlockSparseDescriptor
 from sparse24_plans.device.devices import described
 from sparse24_plans.export import export_plans
-from sparse24_plans.export.folder import most_tokens
+from sparse24_plans.export.folder import tokens_of
 from sparse24_plans.export.recording import Buffer, buffers_of, lines_of
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.plan.plan import Plan
-from sparse24_plans.vocab import MatrixOrder
+from sparse24_plans.vocab import GroupTokens, MatrixOrder
 from sparse24_plans.weights.packed_layouts import layout_called
 from sparse24_plans.weights.packing import pack
-from tests.export import blocks
+from tests.export import blocks, products
 from tests.export.arguments import args_of, views_of
 from tests.export.c_library import C, compiled
-from tests.export.test_launches import PREPARED, REQUIRED, SERVED, TYPES
+from tests.export.test_launches import PREPARED
 from tests.support import GUARD, GUARD_BYTES, HAS_GPU, random_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")]
@@ -58,16 +58,15 @@ def random_wishes(seed: random.Random) -> list[Wish]:
     def sizes() -> dict[str, int]:
         return {"m": 16 * seed.randrange(1, 80), "k": 16 * seed.randrange(1, 120)}
 
-    products = [
+    found = [
         Wish(
-            GemmSparse24Descriptor(n=seed.choice((8, 24, 70, 150, 700)), **sizes(), **TYPES[kind]),
-            REQUIRED[required],
+            products.random_problem(kind, seed, seed.choice((8, 24, 70, 150, 700))),
+            products.REQUIRED[required],
         )
-        for kind, required in SERVED
+        for kind, required in products.SERVED
     ]
-    prepared = [Wish(one.model_copy(update=sizes()), {}) for one in PREPARED.values()]
-    block_sparse = [Wish(blocks.random_problem(kind, seed, 400), {}) for kind in blocks.KINDS]
-    return products + prepared + block_sparse
+    found += [Wish(one.model_copy(update=sizes()), {}) for one in PREPARED.values()]
+    return found + [Wish(blocks.random_problem(kind, seed, 400), {}) for kind in blocks.KINDS]
 
 
 def export(wish: Wish, folder: Path, properties: DeviceProperties) -> None:
@@ -113,6 +112,17 @@ def tables_of(shape: BlockSparseShape, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(BlockSparseTables(BlockSparseLayout(bitmap, shape.block)).view.array())
 
 
+def group_tokens(desc: GemmSparse24Descriptor, rng: np.random.Generator) -> np.ndarray:
+    """Offsets or counts of groups that share no row. Some exceed the rows, and some rows are in no group."""
+    if desc.group_tokens is GroupTokens.COUNTS:
+        found = rng.integers(-1, desc.n // desc.groups + 2, desc.groups)
+        found[rng.integers(desc.groups)] = 1
+    else:
+        found = np.sort(rng.integers(-3, desc.n + 4, desc.groups + 1))
+        found[0], found[-1] = min(found[0], desc.n - 1), max(found[-1], 1, found[0] + 1)
+    return found.astype(np.int32)
+
+
 class Problem:
     """A plan's operands with random contents at random places."""
 
@@ -121,7 +131,8 @@ class Problem:
         self._rng = np.random.default_rng(seed.randrange(1 << 40))
         desc: Any = plan.descriptor
         if not isinstance(desc, BlockSparseDescriptor):
-            dense = random_values(self._rng, (desc.m, desc.k), desc.element)
+            rows = getattr(desc, "weight_rows", desc.m)
+            dense = random_values(self._rng, (rows, desc.k), desc.element)
             self._weight = Sparse24Weight.prune_compress(dense)
         self.memory: dict[str, Memory] = {}
         self.given: list[tuple[int, int]] = []
@@ -148,6 +159,8 @@ class Problem:
             return tables_of(self.plan.descriptor.layout, self._rng)
         if operand.name == "metadata":
             return self._rng.choice(CODES, shape) | self._rng.choice(CODES, shape) << 4
+        if operand.name in tuple(GroupTokens):
+            return group_tokens(self.plan.descriptor, self._rng)
         if element is ElementKind.I32:
             return self._rng.integers(0, self.plan.descriptor.layout.rows + 1, shape).astype(np.int32)
         if element.dtype.kind in "ui":
@@ -199,10 +212,6 @@ def differs(c: C, opened: Any, wish: Wish, n: int, seed: random.Random) -> str |
     return f"{plan!r}: {', '.join(wrong)} differ" if wrong else None
 
 
-def random_tokens(most: int | None, seed: random.Random) -> int:
-    return seed.choice((1, most, seed.randrange(1, most + 1))) if most else 0
-
-
 @pytest.fixture(scope="module")
 def c_on_gpu(tmp_path_factory: pytest.TempPathFactory) -> C:
     if shutil.which("cc") is None:
@@ -226,7 +235,8 @@ def test_c_gives_the_bits_of_python_for_300_random_problems(c_on_gpu, tmp_path):
     for at, (wish, folder) in enumerate(zip(wishes, folders, strict=True)):
         opened = c_on_gpu.open(folder)
         for _ in range(PROBLEMS // len(wishes) + (at < PROBLEMS % len(wishes))):
-            n = random_tokens(most_tokens(wish.descriptor), seed)
+            ns = tokens_of(wish.descriptor)
+            n = seed.choice((ns[0], ns[-1], seed.choice(ns)))
             if isinstance(wish.descriptor, BlockSparseDescriptor):
                 n = -(-n // 8) * 8  # which all of their kernels serve
             failures += [failed for failed in [differs(c_on_gpu, opened, wish, n, seed)] if failed]

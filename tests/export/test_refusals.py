@@ -40,6 +40,10 @@ PROBLEMS = {
     "f32": GemmSparse24Descriptor(n=7, m=64, k=512, element="f32", epilogue="bias"),
     "three narrow rows": GemmSparse24Descriptor(n=3, m=16, k=32, element="bf16"),
     "one token": GemmSparse24Descriptor(n=1, m=64, k=512, element="bf16"),
+    "groups": GemmSparse24Descriptor(n=40, m=64, k=256, element="bf16", groups=3),
+    "groups by counts": GemmSparse24Descriptor(
+        n=40, m=64, k=256, element="f16", groups=4, group_tokens="counts", epilogue="bias"
+    ),
     "backward": GemmSparse24Descriptor(n=9, m=64, k=128, element="bf16", op="dgrad"),
     "prune": PruneSparse24Descriptor(m=64, k=128, element="bf16"),
     "dsd": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=40, element="bf16", epilogue="bias"),

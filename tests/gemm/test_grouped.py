@@ -284,6 +284,17 @@ def test_many_groups_and_large_tiles(row, groups, n, m, k):
 
 
 @gpu
+@pytest.mark.parametrize("row", [marked(name) for name in KERNELS])
+def test_a_plan_of_many_groups_outlives_the_selection_of_fewer(row):
+    """Both launch the same kernel, and the table of many groups takes more shared memory."""
+    many = make(row, [0] + [40] * 300, n=40, groups=300)
+    few = make(row, [0] + [40] * 50, n=40, groups=50)
+    assert few.plan._kernel._function._function.ptr == many.plan._kernel._function._function.ptr
+    for case in (many, few):
+        case.check(case.run())
+
+
+@gpu
 def test_every_schedule_gives_the_same_bits():
     offsets, found = [0, 3, 50, 50, 120, 200], set()
     for schedule in schedules_for(200):

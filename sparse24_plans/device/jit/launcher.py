@@ -20,9 +20,6 @@ from ..streams import driver_error
 from .cache import CompiledKernel, compiled, cubin
 from .structs import KernelParams
 
-_SHARED_BY_DEFAULT = 48 << 10
-"""Bytes of dynamic shared memory that a kernel gets without an attribute."""
-
 
 def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object, at: int = 0) -> None:
     """Write the tensor maps ``make(*given)`` to ``parameters`` from byte ``at`` on. Raises DriverError."""
@@ -40,8 +37,8 @@ class Function:
         self._module, self._threads, self._shared = module, threads, shared_bytes
         self._function = module.get_function(name)  # keeps the module loaded
         driver = import_cupy().cuda.driver
-        if shared_bytes > _SHARED_BY_DEFAULT:
-            most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if driver.funcGetAttribute(most, self._function.ptr) < shared_bytes:  # other plans share the kernel
             driver.funcSetAttribute(self._function.ptr, most, shared_bytes)
         self._launch = driver.launchKernel
         self._overlapping: dict[int, cuda_driver_abi.OverlappingLaunch] = {}

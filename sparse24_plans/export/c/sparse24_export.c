@@ -79,6 +79,7 @@ typedef struct {
     int (*load)(void **, const void *);
     int (*unload)(void *);
     int (*function)(void **, void *, const char *);
+    int (*get)(int *, int, void *);
     int (*set)(void *, int, int);
     int (*launch)(const LaunchConfig *, void *, void **, void **);
     int (*fill)(uint64_t, unsigned char, size_t, void *);
@@ -89,7 +90,7 @@ typedef struct {
 } Driver;
 
 enum { ATTRIBUTE_MULTIPROCESSORS = 16, ATTRIBUTE_MAJOR = 75, ATTRIBUTE_MINOR = 76 };
-enum { FUNCTION_SHARED_BYTES = 8, SHARED_BY_DEFAULT = 48 << 10, EARLY_LAUNCH = 6 };
+enum { FUNCTION_SHARED_BYTES = 8, EARLY_LAUNCH = 6 };
 
 struct s24_library {
     Driver driver;
@@ -257,9 +258,9 @@ static int load_driver(Driver *driver, s24_error *error) {
         {"cuCtxGetCurrent", &driver->context_get}, {"cuCtxGetDevice", &driver->context_device},
         {"cuDeviceGetAttribute", &driver->attribute}, {"cuModuleLoadData", &driver->load},
         {"cuModuleUnload", &driver->unload}, {"cuModuleGetFunction", &driver->function},
-        {"cuFuncSetAttribute", &driver->set}, {"cuLaunchKernelEx", &driver->launch},
-        {"cuMemsetD8Async", &driver->fill}, {"cuTensorMapEncodeTiled", &driver->encode},
-        {"cuTensorMapEncodeIm2col", &driver->encode_im2col}};
+        {"cuFuncGetAttribute", &driver->get}, {"cuFuncSetAttribute", &driver->set},
+        {"cuLaunchKernelEx", &driver->launch}, {"cuMemsetD8Async", &driver->fill},
+        {"cuTensorMapEncodeTiled", &driver->encode}, {"cuTensorMapEncodeIm2col", &driver->encode_im2col}};
     if (!(driver->library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL)))
         return fail(error, S24_DRIVER, "libcuda.so.1: expected NVIDIA's driver, got %s", dlerror());
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
@@ -473,7 +474,7 @@ static int load_function(s24_library *library, uint32_t at, s24_error *error) {
     const Cubin *cubin = (const Cubin *)table(library, CUBINS) + launch->cubin;
     const char *file = text(library, cubin->file);
     void **module = library->modules + launch->cubin, *function;
-    int code;
+    int code, granted;
     if (!*module) {
         uint8_t *content;
         uint64_t length;
@@ -486,7 +487,8 @@ static int load_function(s24_library *library, uint32_t at, s24_error *error) {
         if (code) return code;
     }
     if ((code = driver_call(library->driver.function(&function, *module, text(library, launch->symbol)), "cuModuleGetFunction", error))) return code;
-    if (launch->shared_bytes > SHARED_BY_DEFAULT &&
+    if ((code = driver_call(library->driver.get(&granted, FUNCTION_SHARED_BYTES, function), "cuFuncGetAttribute", error))) return code;
+    if ((int64_t)launch->shared_bytes > granted && /* Other launches share the function. */
         (code = driver_call(library->driver.set(function, FUNCTION_SHARED_BYTES, (int)launch->shared_bytes), "cuFuncSetAttribute", error)))
         return code;
     library->functions[at] = function;

@@ -31,7 +31,6 @@ def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
     return tuple(one for one in tried if one.fits())
 
 
-@lru_cache(4096)
 def best_schedule(desc: GemmSparse24Descriptor) -> WgmmaSpSchedule:
     """The schedule of the least predicted time, for groups of about n / groups tokens.
 
@@ -40,7 +39,13 @@ def best_schedule(desc: GemmSparse24Descriptor) -> WgmmaSpSchedule:
     """
     active = max(1, min(desc.groups, desc.n))
     mean = max(1.0, desc.n / active)
-    sizes = sorted({min(desc.n, max(1, math.ceil(mean * factor))) for factor in _SPREAD})
+    sizes = {min(desc.n, max(1, math.ceil(mean * factor))) for factor in _SPREAD}
+    return _fastest(one_group(desc, 1), active, tuple(sorted(sizes)), min(align_up(desc.n, 8), _TOKENS[-1]))
+
+
+@lru_cache(4096)
+def _fastest(desc: GemmSparse24Descriptor, active: int, sizes: tuple[int, ...], most: int) -> WgmmaSpSchedule:
+    """The fastest schedule of up to ``most`` tokens for ``active`` groups of the product, of each size."""
 
     def predicted(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
         total = [0.0] * len(tried)
@@ -50,7 +55,7 @@ def best_schedule(desc: GemmSparse24Descriptor) -> WgmmaSpSchedule:
             total = [sum(pair) for pair in zip(total, times.tolist(), strict=True)]
         return total
 
-    return fastest(schedules_for(desc.n), predicted)
+    return fastest(schedules_for(most), predicted)
 
 
 def _one_product(

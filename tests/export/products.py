@@ -1,0 +1,70 @@
+"""Products that can be exported."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from sparse24_plans import GemmSparse24Descriptor
+
+TYPES: dict[str, dict[str, Any]] = {
+    "bf16": {"element": "bf16"},
+    "f16 with a bias": {"element": "f16", "epilogue": "bias_silu"},
+    "f16 gated": {"element": "f16", "epilogue": "bias_swiglu"},
+    "bf16 in columns": {"element": "bf16", "x_order": "column", "y_order": "column"},
+    "bf16 from columns": {"element": "bf16", "x_order": "column"},
+    "f32": {"element": "f32"},
+    "f32 in steps": {"element": "f32", "epilogue": "bias_relu"},
+    "s8": {"element": "s8", "out_element": "bf16", "scale_x": "row", "scale_w": "tensor"},
+    "s8 sums": {"element": "s8", "out_element": "i32"},
+    "fp8": {"element": "fp8_e4m3", "out_element": "bf16", "scale_x": "row", "scale_w": "row", "alpha": 0.25},
+    "bf16 backward": {"element": "bf16", "op": "dgrad"},
+    "bf16 and C": {"element": "bf16", "epilogue": "bias_gelu_tanh", "beta": 0.5},
+    "f16 and C in columns": {"element": "f16", "y_order": "column", "beta": -1.0, "c_element": "f32"},
+    "f32 and C": {"element": "f32", "beta": 1.0},
+}
+_SCALES = {"scale_x": "row", "scale_w": "row"}
+GROUPED: dict[str, dict[str, Any]] = {
+    "groups": {"element": "bf16", "groups": 8},
+    "gated groups": {"element": "f16", "epilogue": "bias_swiglu", "groups": 5},
+    "groups by counts": {"element": "bf16", "epilogue": "bias_silu", "groups": 3, "group_tokens": "counts"},
+    "groups of s8": {"element": "s8", "out_element": "bf16", "groups": 4, **_SCALES},
+    "groups of s8 sums": {"element": "s8", "out_element": "i32", "groups": 2},
+    "groups of fp8": {
+        "element": "fp8_e4m3",
+        "epilogue": "geglu",
+        "out_element": "bf16",
+        "groups": 6,
+        **_SCALES,
+    },
+    "groups of fp8 by counts": {
+        "element": "fp8_e4m3",
+        "out_element": "f32",
+        "scale_w": "tensor",
+        "groups": 4,
+        "group_tokens": "counts",
+    },
+}
+TYPES |= GROUPED
+REQUIRED: dict[str, dict[str, Any]] = {
+    "any": {},
+    "invariant": {"require": {"batch_invariant": True}},
+    "strict": {"require": {"bit_stable_across_hardware": True}},
+    "mma_sp": {"prefer_backend": "mma_sp"},
+}
+_ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated", "bf16 and C"
+_STRICT = *_ROWS_OF_HALVES, "f32", "f32 in steps", "s8", "s8 sums", "bf16 backward", "groups of s8 sums"
+SERVED = [
+    *((kind, required) for kind in TYPES for required in ("any", "invariant")),
+    *((kind, "strict") for kind in _STRICT),
+    *((kind, "mma_sp") for kind in _ROWS_OF_HALVES),
+]
+
+
+def random_problem(kind: str, seed: random.Random, most: int) -> GemmSparse24Descriptor:
+    """A product of a kind with random sizes, for as many tokens, or a few fewer with counts of groups."""
+    options = TYPES[kind]
+    rows = 64 if "groups" in options else 16
+    sizes = {"m": rows * seed.randrange(1, 1280 // rows), "k": 16 * seed.randrange(1, 120)}
+    step = options["groups"] if options.get("group_tokens") == "counts" else 1
+    return GemmSparse24Descriptor(n=most - most % step, **sizes, **options)
