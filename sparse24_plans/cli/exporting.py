@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..checkpoints.compressed_form import DEFAULT_GROUP
 from ..device.devices import GPUS
 from ..errors import InvalidProblemError
 from ..export import export_plans
@@ -21,8 +22,10 @@ from .options import (
     BackendOption,
     ElementsOption,
     EpiloguesOption,
+    GroupOption,
     RequireOption,
     WeightShapesOption,
+    WeightsOption,
     named,
     one_of,
     preference_of,
@@ -38,6 +41,8 @@ def export(
     n: Annotated[str, typer.Option("--n", metavar="N", help="The most tokens; all from 1 on are exported.")],
     shape: WeightShapesOption,
     element: ElementsOption = None,
+    weights: WeightsOption = None,
+    group: GroupOption = None,
     epilogue: EpiloguesOption = None,
     device: Annotated[
         Any,
@@ -59,8 +64,13 @@ def export(
     most = tokens_of(n)
     if len(most) != 1:
         raise typer.BadParameter(f"--n: expected one number of tokens, got {n:.80}")
+    stored: dict[str, Any] = {}
+    if weights is not None:
+        stored = {"weight_element": weights, "weight_group": DEFAULT_GROUP if group is None else group}
+    elif group is not None:
+        raise typer.BadParameter("--group: expected --weights beside it")
     descriptors = _descriptors(
-        most[0], shape, element or [ElementKind.BF16], epilogue or [EpilogueKind.IDENTITY]
+        most[0], shape, element or [ElementKind.BF16], epilogue or [EpilogueKind.IDENTITY], stored
     )
     with reported(as_json):
         products = sum(isinstance(one, GemmSparse24Descriptor) for one in descriptors.values())
@@ -87,19 +97,27 @@ def _gpu(text: str) -> str | DeviceProperties:
 
 
 def _descriptors(
-    most: int, shapes: list[str], elements: list[ElementKind], epilogues: list[EpilogueKind]
+    most: int,
+    shapes: list[str],
+    elements: list[ElementKind],
+    epilogues: list[EpilogueKind],
+    stored: dict[str, Any],
 ) -> dict[str, Problem]:
+    """The products, and what packs their weights if these aren't quantized: ``stored`` says how they are."""
     found: dict[str, Problem] = {}
     try:
         for (m, k), element in product(map(shape_of, shapes), elements):
             problems: list[Problem] = [
-                GemmSparse24Descriptor(n=most, m=m, k=k, element=element, epilogue=one) for one in epilogues
+                GemmSparse24Descriptor(n=most, m=m, k=k, element=element, epilogue=one, **stored)
+                for one in epilogues
             ]
-            if element in PACKED_ELEMENTS:
+            if element in PACKED_ELEMENTS and not stored:
                 problems.append(PackSparse24Descriptor(m=m, k=k, element=element))
             found |= {name_of(one): one for one in problems}
     except InvalidProblemError as error:
-        raise typer.BadParameter(f"--n, --shape, --element, --epilogue: {error}") from error
+        raise typer.BadParameter(
+            f"--n, --shape, --element, --weights, --group, --epilogue: {error}"
+        ) from error
     return found
 
 

@@ -103,7 +103,8 @@ def export_plans(
 def name_of(descriptor: Problem) -> str:
     """The name of a problem: its op, element, sizes, and its epilogue unless that is identity.
 
-    The sizes are M x K, groups x M x K, or heads x rows x columns and the blocks' side of a layout.
+    Behind the element stand what a quantized weight stores and the columns of a scale. The sizes are M x K,
+    groups x M x K, or heads x rows x columns and the blocks' side of a layout.
     """
     if isinstance(descriptor, BlockSparseDescriptor):
         one = descriptor.layout
@@ -111,7 +112,9 @@ def name_of(descriptor: Problem) -> str:
     else:
         groups = getattr(descriptor, "groups", 0)
         sizes = f"{f'{groups}x' if groups else ''}{descriptor.m}x{descriptor.k}"
-    name = f"{descriptor.op_name}-{descriptor.element}-{sizes}"
+    by = getattr(descriptor, "quantization", None)
+    stored = f"-{by.element}_{by.group}" if by else ""
+    name = f"{descriptor.op_name}-{descriptor.element}{stored}-{sizes}"
     epilogue = getattr(descriptor, "epilogue", EpilogueKind.IDENTITY)
     return name if epilogue is EpilogueKind.IDENTITY else f"{name}-{epilogue}"
 

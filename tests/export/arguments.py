@@ -19,7 +19,7 @@ def views_of(plan: Plan, given: Sequence[tuple[int, int]]) -> dict[str, TensorVi
     """Views by the names that kernels give them. Optional operands without an address are absent: None."""
     views: dict[str, TensorView | None] = {}
     for buffer, (address, stride) in zip(
-        buffers_of(plan.parts.operands, plan.parts.choice.entry.layout), given, strict=True
+        buffers_of(plan.parts.operands, plan.sku.layout), given, strict=True
     ):
         strides = None
         if buffer.operand.lines is not None:
@@ -44,16 +44,17 @@ def args_of(plan: Plan, views: Mapping[str, TensorView | None]) -> Args:
     """The arguments of these views."""
     fields: dict[str, Any] = {}
     desc: Any = plan.descriptor
-    choice, operands, _, home = plan.parts
+    _, operands, _, home = plan.parts
     for operand in operands:
         if operand.role is not Role.WEIGHT:
             view = views[operand.name]
             fields[operand.argument] = tables_at(desc.layout, view) if operand.role is Role.TABLES else view
             continue
-        layout = operand.layout or choice.entry.layout
+        layout = operand.layout or plan.sku.layout
         buffers = tuple(views[one.view] for one in buffers_of([operand], layout))
         if layout == CANONICAL_LAYOUT:
             fields[operand.argument] = Sparse24Weight(*buffers, element=desc.element, validate=False)
         else:
-            fields[operand.argument] = PackedWeight(layout, *operand.shape, desc.element, home, buffers)
+            about = layout, *operand.shape, desc.element, home, buffers, operand.quantization
+            fields[operand.argument] = PackedWeight(*about)
     return plan.args_type(plan.descriptor)(**fields)

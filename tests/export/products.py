@@ -22,12 +22,21 @@ TYPES: dict[str, dict[str, Any]] = {
     "bf16 and C": {"element": "bf16", "epilogue": "bias_gelu_tanh", "beta": 0.5},
     "f16 and C in columns": {"element": "f16", "y_order": "column", "beta": -1.0, "c_element": "f32"},
     "f32 and C": {"element": "f32", "beta": 1.0},
+    "s4 weights": {"element": "bf16", "weight_element": "s4", "weight_group": 128, "beta": 0.5},
+    "s8 weights": {"element": "f16", "weight_element": "s8", "weight_scale_element": "f32"},
+    "gated fp8 weights": {
+        "element": "bf16",
+        "epilogue": "bias_swiglu",
+        "weight_element": "fp8_e4m3",
+        "weight_group": 32,
+    },
 }
 _SCALES = {"scale_x": "row", "scale_w": "row"}
 GROUPED: dict[str, dict[str, Any]] = {
     "groups": {"element": "bf16", "groups": 8},
     "gated groups": {"element": "f16", "epilogue": "bias_swiglu", "groups": 5},
     "groups by counts": {"element": "bf16", "epilogue": "bias_silu", "groups": 3, "group_tokens": "counts"},
+    "groups of s4 weights": {"element": "bf16", "weight_element": "s4", "weight_group": 64, "groups": 4},
     "groups of s8": {"element": "s8", "out_element": "bf16", "groups": 4, **_SCALES},
     "groups of s8 sums": {"element": "s8", "out_element": "i32", "groups": 2},
     "groups of fp8": {

@@ -49,7 +49,7 @@ PREPARED = {
 def random_operands(plan: Any, seed: random.Random) -> tuple[dict[str, TensorView], list[tuple[int, int]]]:
     """Views of all operands at random places, and the same for C. No two of them touch."""
     views, given = {}, []
-    buffers = buffers_of(plan.parts.operands, plan.parts.choice.entry.layout)
+    buffers = buffers_of(plan.parts.operands, plan.sku.layout)
     for at, buffer in enumerate(buffers):
         name = plan.parts.checks.arguments[buffer.view]
         alignment = plan.parts.checks.alignments[name]

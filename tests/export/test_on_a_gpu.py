@@ -35,11 +35,12 @@ from sparse24_plans.plan.plan import Plan
 from sparse24_plans.vocab import GroupTokens, MatrixOrder
 from sparse24_plans.weights.packed_layouts import layout_called
 from sparse24_plans.weights.packing import pack
+from sparse24_plans.weights.packing_quantized import pack_quantized
 from tests.export import blocks, products
 from tests.export.arguments import args_of, views_of
 from tests.export.c_library import C, compiled
 from tests.export.test_launches import PREPARED
-from tests.support import GUARD, GUARD_BYTES, HAS_GPU, random_values
+from tests.support import GUARD, GUARD_BYTES, HAS_GPU, random_values, weight_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")]
 PROBLEMS = 300
@@ -136,7 +137,7 @@ class Problem:
             self._weight = Sparse24Weight.prune_compress(dense)
         self.memory: dict[str, Memory] = {}
         self.given: list[tuple[int, int]] = []
-        for buffer in buffers_of(plan.parts.operands, plan.parts.choice.entry.layout):
+        for buffer in buffers_of(plan.parts.operands, plan.sku.layout):
             if buffer.operand.optional and len(self.given) % 2 and seed.random() < 0.5:  # never all
                 self.given.append((0, 0))
                 continue
@@ -151,7 +152,10 @@ class Problem:
         if operand.role is Role.WEIGHT:
             if buffer.view != "packed":
                 return np.asarray(getattr(self._weight, f"{buffer.view}_view").bits())
-            layout = layout_called(operand.layout or self.plan.parts.choice.entry.layout)
+            if operand.quantization is not None:
+                stored = weight_of(self._weight.decompress(), self.plan.descriptor)
+                return np.asarray(pack_quantized(stored).buffers[0].bits())
+            layout = layout_called(operand.layout or self.plan.sku.layout)
             return np.asarray(pack(self._weight, layout).buffers[0].bits())
         if isinstance(self.plan.descriptor, CompressSparse24Descriptor):
             return np.asarray(self._weight.decompress()).view(element.bits_dtype)
