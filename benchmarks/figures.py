@@ -15,15 +15,16 @@ from statistics import geometric_mean, median
 
 from sparse24_plans.bench.record import Record, load
 from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
+from sparse24_plans.weights.quantized import STORED
 
-from .bound import expert_ratios
+from .bound import chosen, expert_ratios
 from .guarantee_table import guarantee_table
 from .random_figures import random_summary, with_worst
 
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
-GROUPED_RECORD = "h100-grouped.json"
+GROUPED_RECORD, QUANTIZED_RECORD = "h100-grouped.json", "h200-quantized.json"
 EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
 _EXPORTED_CALLS = {
     "find_us": "`s24_find`, again",
@@ -317,6 +318,23 @@ def _grouped(record: Record) -> list[str]:
     )
 
 
+def _quantized(record: Record) -> list[str]:
+    """Quantized weights over dense cuBLAS and PyTorch's int4, by tokens; none without a record."""
+    found = record.get("records", {}).get(QUANTIZED_RECORD, {}).get("gemm", [])
+    own = [row for row in found if row["backend"] == "auto"]
+
+    def over(peer: str, n: int, stored: str) -> str:
+        rows = chosen(own, (n, n), weight_element=stored)
+        return _with_range([row[peer] / row["us"] for row in rows if row[peer]])
+
+    head = ("N", *(f"`{stored}` over dense" for stored in STORED), "`s4` over PyTorch's int4")
+    rows = [
+        (n, *(over("dense_us", n, stored) for stored in STORED), over("int4_us", n, "s4"))
+        for n in sorted({row["n"] for row in own})
+    ]
+    return _table(head, rows) if rows else []
+
+
 def _export(record: Record) -> list[str]:
     """Host times of the exported C code, and the size of its folder; none without a record."""
     names = [name for name in record.get("records", {}) if name.endswith(EXPORT_RECORD)]
@@ -354,7 +372,7 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def _with_range(values: Sequence[float]) -> str:
-    return f"{_mean(values)} ({min(values):.2f} to {max(values):.2f})" if values else "-"
+    return f"{_mean(values)} ({min(values):.2f}-{max(values):.2f})" if values else "-"
 
 
 def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -375,6 +393,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "decoder": _decoder,
     "blocks24": _blocks24,
     "grouped": _grouped,
+    "quantized": _quantized,
     "export": _export,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }
