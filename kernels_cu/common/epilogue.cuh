@@ -202,20 +202,19 @@ __device__ __forceinline__ float activated(float acc, float alpha, float bias, f
   return activation<Config, Math>(before_activation<Config>(acc, alpha, bias, addend));
 }
 
+// Whether an epilogue's activation is too long to repeat in unrolled code, which would outgrow the instruction cache.
+template <class Config> constexpr bool kLongActivation =
+    Config::kEpilogue == EpilogueKind::BIAS_GELU || Config::kEpilogue == EpilogueKind::BIAS_GEGLU;
+
 template <int kCount> struct Values {
   float v[kCount];
 };
-// Activates several values, whose steps overlap. Inlined, an unrolled epilogue would outgrow the instruction cache.
+// Activates several values in one call, so that their steps overlap.
 template <class Config, int kCount> __device__ __noinline__ Values<kCount> activations(Values<kCount> values) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values.v[i] = activation<Config, InlineMath>(values.v[i]);
   return values;
 }
-
-// Whether an epilogue's activation takes many instructions.
-template <class Config> constexpr bool kLongActivation =
-    Config::kEpilogue != EpilogueKind::IDENTITY && Config::kEpilogue != EpilogueKind::BIAS &&
-    Config::kEpilogue != EpilogueKind::BIAS_RELU && Config::kEpilogue != EpilogueKind::BIAS_RELU2;
 
 // Activates the first kActivated values of each row.
 template <class Config, int kActivated, int kRows> __device__ __forceinline__ void activate(float (&v)[kRows][4]) {

@@ -32,11 +32,9 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
   static constexpr int kBoxOutputs = Config::kMTileOutputs < kLineOutputs ? Config::kMTileOutputs : kLineOutputs;
   static constexpr int kBoxBytes = kBoxOutputs * kOutBytes, kBoxes = Config::kMTileOutputs / kBoxOutputs;
 
-  // The most groups of eight tokens whose results are computed together, and how many are. With three warpgroups, C and
-  // a long activation leave registers for one.
-  static constexpr int kMostTogether = Config::kHasC             ? (Config::kWarpgroups == 3 ? 1 : 4)
-                                       : kLongActivation<Config> ? 2
-                                                                 : 1;
+  // The most groups of eight tokens whose results are computed together, as registers allow, and how many are.
+  static constexpr bool kFewRegisters = Config::kWarpgroups == 3 || Config::kKChunks > 1 || kLongActivation<Config>;
+  static constexpr int kMostTogether = Config::kHasC ? (kFewRegisters ? 1 : 4) : kLongActivation<Config> ? 2 : 1;
   static constexpr int kStepGroups = Config::kStepTokens / 8;
   static constexpr int kTogether = kStepGroups % kMostTogether == 0 ? kMostTogether : kStepGroups % 2 == 0 ? 2 : 1;
 
