@@ -111,16 +111,30 @@ struct FastMath {
     return z < 0.0f ? __fmul_rn(e, inverse) : inverse;
   }
 
-  static __device__ __forceinline__ float silu(float v) { return v < -120.0f ? -0.0f : __fmul_rn(v, sigmoid(v)); }
-  static __device__ __noinline__ float gelu(float v) {
-    return v < -15.0f ? -0.0f : v * (0.5f * erfcf(-0.70710678f * v));
+  // At the least value that an activation computes with, sigmoid is 0 and the result -0, as below it. A comparison of
+  // the argument would become a branch, and no two elements would be computed at once.
+  static __device__ __forceinline__ float silu(float v) {
+    v = at_least(v, -120.0f);
+    return __fmul_rn(v, sigmoid(v));
+  }
+  static __device__ __noinline__ float gelu(float v) { return inline_gelu(v); }
+  static __device__ __forceinline__ float inline_gelu(float v) {
+    v = at_least(v, -15.0f);
+    return v * (0.5f * erfcf(-0.70710678f * v));
   }
   static __device__ __forceinline__ float gelu_tanh(float v) {
+    v = at_least(v, -11.0f);
     const float slope = __fmaf_rn((float)S24_GELU_TANH_CUBIC, __fmul_rn(v, v), (float)S24_GELU_TANH_LINEAR);
-    return v < -11.0f ? -0.0f : __fmul_rn(v, sigmoid(__fmul_rn(v, slope)));
+    return __fmul_rn(v, sigmoid(__fmul_rn(v, slope)));
   }
 
  private:
+  // The greater of the two; NaN stays NaN.
+  static __device__ __forceinline__ float at_least(float v, float least) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(v), "f"(least));
+    return y;
+  }
   // Within 2^-22 of 2^x, and of 1 / x for x from 1 to 2 (PTX ISA, ex2.approx and rcp.approx). Subnormal powers are 0.
   static __device__ __forceinline__ float exp2_approximate(float x) {
     float y;
@@ -132,6 +146,11 @@ struct FastMath {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
+};
+
+// FastMath for a function that computes many values: a call in it would keep their steps from overlapping.
+struct InlineMath : FastMath {
+  static __device__ __forceinline__ float gelu(float v) { return inline_gelu(v); }
 };
 
 // No activation, for the row that a gate multiplies.
@@ -153,14 +172,18 @@ template <class Config> __device__ __forceinline__ float c_at(const void* c, i64
   return Config::C::to_float(((const typename Config::C::Bits*)c)[index]);
 }
 
-// activation(alpha * acc + addend + bias), for a gated epilogue with the gate's activation. The addend is beta * C,
-// rounded. NaN passes through every activation.
-template <class Config, class Math>
-__device__ __forceinline__ float activated(float acc, float alpha, float bias, float addend = 0.0f) {
-  constexpr EpilogueKind kKind = Config::kEpilogue;
+// alpha * acc + addend + bias. The addend is beta * C, rounded.
+template <class Config>
+__device__ __forceinline__ float before_activation(float acc, float alpha, float bias, float addend = 0.0f) {
   float v = __fmul_rn(alpha, acc);
   if constexpr (Config::kHasC) v = __fadd_rn(v, addend);
-  if constexpr (kKind != EpilogueKind::IDENTITY) v = __fadd_rn(v, bias);
+  if constexpr (Config::kEpilogue != EpilogueKind::IDENTITY) v = __fadd_rn(v, bias);
+  return v;
+}
+
+// The activation, for a gated epilogue the gate's. NaN passes through every activation.
+template <class Config, class Math> __device__ __forceinline__ float activation(float v) {
+  constexpr EpilogueKind kKind = Config::kEpilogue;
   if constexpr (kKind == EpilogueKind::BIAS_RELU && Config::kBounded) {
     const float most = __uint_as_float(Config::kReluUpperBound);
     v = v <= __uint_as_float(Config::kReluThreshold) ? 0.0f : v > most ? most : v;
@@ -172,6 +195,43 @@ __device__ __forceinline__ float activated(float acc, float alpha, float bias, f
   if constexpr (kKind == EpilogueKind::BIAS_GELU_TANH || kKind == EpilogueKind::BIAS_GEGLU_TANH) v = Math::gelu_tanh(v);
   if constexpr (kKind == EpilogueKind::BIAS_SILU || kKind == EpilogueKind::BIAS_SWIGLU) v = Math::silu(v);
   return v;
+}
+
+template <class Config, class Math>
+__device__ __forceinline__ float activated(float acc, float alpha, float bias, float addend = 0.0f) {
+  return activation<Config, Math>(before_activation<Config>(acc, alpha, bias, addend));
+}
+
+// Whether an epilogue's activation is too long to repeat in unrolled code, which would outgrow the instruction cache.
+template <class Config> constexpr bool kLongActivation =
+    Config::kEpilogue == EpilogueKind::BIAS_GELU || Config::kEpilogue == EpilogueKind::BIAS_GEGLU;
+
+template <int kCount> struct Values {
+  float v[kCount];
+};
+// Activates several values in one call, so that their steps overlap.
+template <class Config, int kCount> __device__ __noinline__ Values<kCount> activations(Values<kCount> values) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values.v[i] = activation<Config, InlineMath>(values.v[i]);
+  return values;
+}
+
+// Activates the first kActivated values of each row.
+template <class Config, int kActivated, int kRows> __device__ __forceinline__ void activate(float (&v)[kRows][4]) {
+  if constexpr (kLongActivation<Config>) {
+    Values<kRows * kActivated> values;
+#pragma unroll
+    for (int i = 0; i < kRows * kActivated; ++i) values.v[i] = v[i / kActivated][i % kActivated];
+    values = activations<Config>(values);
+#pragma unroll
+    for (int i = 0; i < kRows * kActivated; ++i) v[i / kActivated][i % kActivated] = values.v[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRows * kActivated; ++i) {
+      float& value = v[i / kActivated][i % kActivated];
+      value = activation<Config, FastMath>(value);
+    }
+  }
 }
 
 // `activated` with canonical NaNs. Kernels that convert to 16 bits can omit this: the conversion does it.

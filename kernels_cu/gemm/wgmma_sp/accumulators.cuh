@@ -78,15 +78,13 @@ template <int kKind> __device__ __forceinline__ float scale_at(const float* scal
   return kKind == 0 ? 1.0f : scales[kKind == 1 ? 0 : index];
 }
 
-// The result before it is rounded to its type. For a gated epilogue, FastMath gives the gate and NoMath the other
-// factor.
-template <class Math = FastMath> __device__ __forceinline__ float finished(Accumulator sum, const WgmmaSpParams& p,
-                                                                           float scale_x, float scale_w, float bias,
-                                                                           float c = 0.0f) {
+// The result before its activation.
+__device__ __forceinline__ float unactivated(Accumulator sum, const WgmmaSpParams& p, float scale_x, float scale_w,
+                                             float bias, float c = 0.0f) {
   float v = Config::kIntegers ? __int2float_rn((int)sum) : (float)sum;
   if (Config::kScaleX) v = __fmul_rn(v, scale_x);
   if (Config::kScaleW) v = __fmul_rn(v, scale_w);
-  return activated<Config, Math>(v, p.alpha, bias, Config::kHasC ? __fmul_rn(p.beta, c) : 0.0f);
+  return before_activation<Config>(v, p.alpha, bias, Config::kHasC ? __fmul_rn(p.beta, c) : 0.0f);
 }
 template <class Result> __device__ __forceinline__ typename Result::Bits rounded(float v) {
   if constexpr (Config::kOut == ElementKind::F32) return Result::from_float(canonical_nan(v));
@@ -102,9 +100,14 @@ __device__ __forceinline__ i64 y_offset(const WgmmaSpParams& p, i64 token, i64 o
   return Config::kYColumnMajor ? output * p.y_stride + token : token * p.y_stride + output;
 }
 __device__ __forceinline__ i64 outputs_per_token(const WgmmaSpParams& p) { return p.m / Config::kRowsPerOutput; }
+// The bits of C's element for a result; 0 outside of Y.
+__device__ __forceinline__ u32 c_bits_of(const WgmmaSpParams& p, i64 token, i64 output) {
+  if (token >= p.n || output >= p.m) return 0;
+  return (
+      (const Config::C::Bits*)p.c)[Config::kYColumnMajor ? output * p.c_stride + token : token * p.c_stride + output];
+}
 // The element of C for a result; 0 without C, and outside of Y.
 __device__ __forceinline__ float c_of(const WgmmaSpParams& p, i64 token, i64 output) {
   if constexpr (!Config::kHasC) return 0.0f;
-  if (token >= p.n || output >= p.m) return 0.0f;
-  return c_at<Config>(p.c, Config::kYColumnMajor ? output * p.c_stride + token : token * p.c_stride + output);
+  return Config::C::to_float((Config::C::Bits)c_bits_of(p, token, output));
 }

@@ -74,36 +74,41 @@ struct ClusterReduce {
     return slices[0];
   }
 
-  // The finished sum of the row of W behind `output`, or of the row `offset` further for a gated epilogue's other
-  // factor.
-  template <class Math> __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output,
-                                                               int offset = 0, float c = 0.0f) const {
+  // The result before its activation, from the sum of the row of W behind `output`. The row of a gated epilogue's other
+  // factor is `offset` further.
+  __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output, int offset = 0,
+                                         float c = 0.0f) const {
     const bool inside = kColumns || output < outputs_per_token(p);
     const i64 row = row_of_output<Config>(output) + offset;
     const float bias = p.bias && inside ? bias_at<Config>(p.bias, row) : 0.0f;
     const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, row) : 1.0f;
-    return finished<Math>(total, p, scale_x, scale_w, bias, c);
+    return unactivated(total, p, scale_x, scale_w, bias, c);
   }
 
   __device__ __forceinline__ void store(u32 (&v)[Config::kRowsPerOutput][Config::kSplitK][4], const float (&c)[4],
                                         int token, int output) const {
     const i64 n = work.token + token, m = work.row_tile * Config::kMTileOutputs + output;
-    Config::Out::Bits out[4];
+    Accumulator totals[4];
+    float first[1][4], up[4];
     const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
     u32 nans = 0;  // one bit for each float32 result that must be recomputed
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const Accumulator total = reduced(v[0], j);
-      if constexpr (Config::kSplitTerms > 0) nans |= (u32)(total != total) << j;
-      const float first = value<FastMath>(total, scale_x, kColumns ? m : m + j, 0, c[j]);
+      totals[j] = reduced(v[0], j);
+      if constexpr (Config::kSplitTerms > 0) nans |= (u32)(totals[j] != totals[j]) << j;
+      first[0][j] = value(totals[j], scale_x, kColumns ? m : m + j, 0, c[j]);
       if constexpr (Config::kGated) {
         const Accumulator other = reduced(v[1], j);
         if constexpr (Config::kSplitTerms > 0) nans |= (u32)(other != other) << j;
-        const float up = value<NoMath>(other, scale_x, kColumns ? m : m + j, Config::kGateRows);
-        out[j] = rounded<Config::Out>(__fmul_rn(first, up));
-      } else {
-        out[j] = rounded<Config::Out>(total, first);
+        up[j] = value(other, scale_x, kColumns ? m : m + j, Config::kGateRows);
       }
+    }
+    activate<Config, 4>(first);
+    Config::Out::Bits out[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (Config::kGated) out[j] = rounded<Config::Out>(__fmul_rn(first[0][j], up[j]));
+      else out[j] = rounded<Config::Out>(totals[j], first[0][j]);
     }
     Config::Out::Bits* to = (Config::Out::Bits*)p.y + y_offset(p, n, m);
     if (p.y_aligned && (kColumns ? n + 4 <= p.n : m + 4 <= outputs_per_token(p))) {

@@ -38,10 +38,10 @@ __device__ __noinline__ float dot_in_float64(const WgmmaSpParams& p, i64 token, 
 
 // The result whose first row of W is `row`, with all of its sums computed again.
 __device__ __forceinline__ float finished_again(const WgmmaSpParams& p, i64 token, i64 row, float c) {
-  const float first =
-      finished(dot_in_float64(p, token, row), p, 1.0f, 1.0f, p.bias ? bias_at<Config>(p.bias, row) : 0.0f, c);
+  const auto value = [&](i64 row, float c) {
+    return unactivated(dot_in_float64(p, token, row), p, 1.0f, 1.0f, p.bias ? bias_at<Config>(p.bias, row) : 0.0f, c);
+  };
+  const float first = activation<Config, FastMath>(value(row, c));
   if constexpr (!Config::kGated) return first;
-  const i64 other = row + Config::kGateRows;
-  return __fmul_rn(first, finished<NoMath>(dot_in_float64(p, token, other), p, 1.0f, 1.0f,
-                                           p.bias ? bias_at<Config>(p.bias, other) : 0.0f));
+  return __fmul_rn(first, value(row + Config::kGateRows, 0.0f));
 }

@@ -32,6 +32,12 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
   static constexpr int kBoxOutputs = Config::kMTileOutputs < kLineOutputs ? Config::kMTileOutputs : kLineOutputs;
   static constexpr int kBoxBytes = kBoxOutputs * kOutBytes, kBoxes = Config::kMTileOutputs / kBoxOutputs;
 
+  // The most groups of eight tokens whose results are computed together, as registers allow, and how many are.
+  static constexpr bool kFewRegisters = Config::kWarpgroups == 3 || Config::kKChunks > 1 || kLongActivation<Config>;
+  static constexpr int kMostTogether = Config::kHasC ? (kFewRegisters ? 1 : 4) : kLongActivation<Config> ? 2 : 1;
+  static constexpr int kStepGroups = Config::kStepTokens / 8;
+  static constexpr int kTogether = kStepGroups % kMostTogether == 0 ? kMostTogether : kStepGroups % 2 == 0 ? 2 : 1;
+
   // Completes the initialisation of the aggregate.
   __device__ __forceinline__ void begin(Barriers barriers) {
     if constexpr (Config::kCStaged) this->barriers = barriers;
@@ -93,60 +99,96 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
 
   __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
                                        const float (&bias)[2], const float (&scale_w)[2]) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
-    for (int j = 0; j < Config::kStepTokens / 8; ++j) {
-      const Accumulator* d = sums + 4 * j;
-      float v[4], c[4];
-      if constexpr (Config::kHasC) load_c(c, buffer, row0, token0, 8 * j);
+    for (int first = 0; first < kStepGroups; first += kTogether) {
+      CBits c[kTogether];
+      if constexpr (Config::kHasC) load_c(c, buffer, row0, token0, 8 * first);
+      float v[kTogether][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int k = 0; k < 4 * kTogether; ++k) {
+        const int j = first + k / 4, i = k % 4;
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
         const float scale_x =
             Config::kScaleX && token < work.token_end(p) ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
-        if (Config::kGated && i / 2) v[i] = finished<NoMath>(d[i], p, scale_x, scale_w[i / 2], bias[i / 2]);
-        else v[i] = finished(d[i], p, scale_x, scale_w[i / 2], bias[i / 2], Config::kHasC ? c[i] : 0.0f);
-        // A NaN sum is recomputed behind the store, which leaves C for it where Y is C.
-        if constexpr (Config::kSplitTerms > 0 && Config::kHasC) v[i] = d[i] == d[i] ? v[i] : c[i];
+        v[k / 4][i] = unactivated(sums[4 * j + i], p, scale_x, scale_w[i / 2], bias[i / 2],
+                                  Config::kHasC ? c_value(c[k / 4], i) : 0.0f);
       }
-      if constexpr (Config::kGated) {
-        stage_gated(buffer, 8 * j, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
-      } else if constexpr (Config::kYColumnMajor && kOutBytes == 2) {
-        stmatrix_x2(buffer + staged_at(8 * j, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
-      } else if constexpr (Config::kYColumnMajor) {
+      activate<Config, 4 / Config::kRowsPerOutput>(v);
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          store_shared_x2(buffer + staged_at(8 * j + 2 * t, row + g + i * 8), rounded<Result>(d[2 * i], v[2 * i]),
-                          rounded<Result>(d[2 * i + 1], v[2 * i + 1]));
-      } else if constexpr (kOutBytes == 2) {
-        stmatrix_transposed_x2(buffer + staged_at(8 * j + lane % 8, row + lane / 8 % 2 * 8), Result::pair(v[0], v[1]),
-                               Result::pair(v[2], v[3]));
-      } else {
+      for (int k = 0; k < kTogether; ++k) {
+        const int j = first + k;
+        // A NaN sum is recomputed behind the store, which leaves C for it where Y is C.
+        if constexpr (Config::kSplitTerms > 0 && Config::kHasC)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          store_shared(buffer + staged_at(8 * j + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
+          for (int i = 0; i < 4; ++i) v[k][i] = sums[4 * j + i] == sums[4 * j + i] ? v[k][i] : c_value(c[k], i);
+        stage(buffer, 8 * j, sums + 4 * j, v[k]);
       }
     }
   }
 
-  // Loads C for the results of eight tokens of the step, in the order of the accumulators.
-  __device__ __forceinline__ void load_c(float (&c)[4], u32 buffer, i64 row0, i64 token0, int token) const {
+  // Stages a thread's results of eight tokens from `token` on, of which `d` are the sums.
+  __device__ __forceinline__ void stage(u32 buffer, int token, const Accumulator* d, const float (&v)[4]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
-    if (!Config::kCStaged || !loads_c(p)) {
+    if constexpr (Config::kGated) {
+      stage_gated(buffer, token, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
+    } else if constexpr (Config::kYColumnMajor && kOutBytes == 2) {
+      stmatrix_x2(buffer + staged_at(token, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
+    } else if constexpr (Config::kYColumnMajor) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[i] = c_of(p, token0 + token + 2 * t + i % 2, row0 + row + g + i / 2 * 8);
+      for (int i = 0; i < 2; ++i)
+        store_shared_x2(buffer + staged_at(token + 2 * t, row + g + i * 8), rounded<Result>(d[2 * i], v[2 * i]),
+                        rounded<Result>(d[2 * i + 1], v[2 * i + 1]));
     } else if constexpr (kOutBytes == 2) {
-      u32 pairs[2];
-      if constexpr (Config::kYColumnMajor) load_matrix_x2(pairs, buffer + staged_at(token, row + lane % 16));
-      else load_matrix_transposed_x2(pairs, buffer + staged_at(token + lane % 8, row + lane / 8 % 2 * 8));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) c[i] = Config::C::to_float((typename Config::C::Bits)(pairs[i / 2] >> i % 2 * 16));
+      stmatrix_transposed_x2(buffer + staged_at(token + lane % 8, row + lane / 8 % 2 * 8), Result::pair(v[0], v[1]),
+                             Result::pair(v[2], v[3]));
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        c[i] = Config::C::to_float(
-            load_shared_as<typename Config::C::Bits>(buffer + staged_at(token + 2 * t + i % 2, row + g + i / 2 * 8)));
+        store_shared(buffer + staged_at(token + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
     }
+  }
+
+  // A thread's elements of C for the results of eight tokens: in pairs where they have 16 bits.
+  static constexpr bool kCPairs = kOutBytes == 2 && sizeof(typename Config::C::Bits) == 2;
+  using CBits = u32[kCPairs ? 2 : 4];
+  static __device__ __forceinline__ float c_value(const CBits& bits, int i) {
+    const u32 found = kCPairs ? bits[i / 2] >> i % 2 * 16 : bits[i];
+    return Config::C::to_float((typename Config::C::Bits)found);
+  }
+
+  // Loads C for kTogether groups of eight tokens, from `token` of the step on, in the order of the accumulators. All
+  // loads come before the first result, because no load can pass the store of a result that replaces a C.
+  __device__ __forceinline__ void load_c(CBits (&c)[kTogether], u32 buffer, i64 row0, i64 token0, int token) const {
+    if (Config::kCStaged && loads_c(p)) load_staged_c(c, buffer, token);
+    else load_c_elements(c, row0, token0 + token);
+  }
+  __device__ __forceinline__ void load_staged_c(CBits (&c)[kTogether], u32 buffer, int token) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j, token += 8) {
+      if constexpr (kCPairs && Config::kYColumnMajor) {
+        load_matrix_x2(c[j], buffer + staged_at(token, row + lane % 16));
+      } else if constexpr (kCPairs) {
+        load_matrix_transposed_x2(c[j], buffer + staged_at(token + lane % 8, row + lane / 8 % 2 * 8));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          c[j][i] =
+              load_shared_as<typename Config::C::Bits>(buffer + staged_at(token + 2 * t + i % 2, row + g + i / 2 * 8));
+      }
+    }
+  }
+  __device__ __forceinline__ void load_c_elements(CBits (&c)[kTogether], i64 row0, i64 token) const {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j, token += 8)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 bits = c_bits_of(p, token + 2 * t + i % 2, row0 + row + i / 2 * 8);
+        if constexpr (kCPairs) c[j][i / 2] = i % 2 ? c[j][i / 2] | bits << 16 : bits;
+        else c[j][i] = bits;
+      }
   }
 
   // One thread of the producer warpgroup loads C, step by step in the order in which the consumers store. While a work
