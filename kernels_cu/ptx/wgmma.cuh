@@ -152,16 +152,16 @@ __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 met
 // The same step with A in registers, for 16-bit elements. Warp w, lane 4g + t has four words, each a pair of kept
 // values: row 16w + g, kept columns 2t and 2t + 1; row 16w + g + 8, the same columns; then both rows 8 kept columns
 // further. The registers must keep their values until the step is done.
-#define S24_WGMMA_SP_A_OF(types, transposed, n, accumulators, numbers, a0, a1, a2, a3, b_, m_, s_, f_)                \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                                  \
-               "wgmma.mma_async.sp.sync.aligned.m64n" n "k32.f32." types " {" numbers "}, {" a0 ", " a1 ", " a2       \
-               ", " a3 "}, " b_ ", " m_ ", " s_ ", p, 1, 1, " transposed ";\n\t}"                                     \
-               : accumulators("+f", 0)                                                                                \
+#define S24_WGMMA_SP_A_OF(types, transposed, n, accumulators, numbers, a0, a1, a2, a3, b_, m_, s_, f_)          \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                            \
+               "wgmma.mma_async.sp.sync.aligned.m64n" n "k32.f32." types " {" numbers "}, {" a0 ", " a1 ", " a2 \
+               ", " a3 "}, " b_ ", " m_ ", " s_ ", p, 1, 1, " transposed ";\n\t}"                               \
+               : accumulators("+f", 0)                                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(metadata), "n"(kSelector), "n"(kAdd))
-#define S24_WGMMA_SP_A(...)                                                                                    \
-  if constexpr (kElement == ElementKind::F16 && !kNMajor) S24_WGMMA_SP_A_OF("f16.f16", "0", __VA_ARGS__);      \
-  else if constexpr (kElement == ElementKind::F16) S24_WGMMA_SP_A_OF("f16.f16", "1", __VA_ARGS__);             \
-  else if constexpr (!kNMajor) S24_WGMMA_SP_A_OF("bf16.bf16", "0", __VA_ARGS__);                               \
+#define S24_WGMMA_SP_A(...)                                                                               \
+  if constexpr (kElement == ElementKind::F16 && !kNMajor) S24_WGMMA_SP_A_OF("f16.f16", "0", __VA_ARGS__); \
+  else if constexpr (kElement == ElementKind::F16) S24_WGMMA_SP_A_OF("f16.f16", "1", __VA_ARGS__);        \
+  else if constexpr (!kNMajor) S24_WGMMA_SP_A_OF("bf16.bf16", "0", __VA_ARGS__);                          \
   else S24_WGMMA_SP_A_OF("bf16.bf16", "1", __VA_ARGS__)
 template <ElementKind kElement, int kSelector, int kAdd, bool kNMajor, int kCount>
 __device__ __forceinline__ void wgmma_sp_registers(float (&d)[kCount], const u32 (&a)[4], u64 b, u32 metadata) {

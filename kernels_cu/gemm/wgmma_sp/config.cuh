@@ -50,8 +50,12 @@ struct Config
   static_assert(!kQuantized || (!kSplitTerms && !kPromote && !kEightBit), "elements of quantized weights have 16 bits");
 
   // Tiles and boxes ---------------------------------------------------------------------------------
-  using Tile = TileOf<kQuantized, kSplitTerms ? 4 : kEightBit ? 1 : 2, kWeight == ElementKind::S4 ? 4 : 8,
-                      S24_WEIGHT_GROUP, kWeightScale == ElementKind::F32 ? 4 : 2>::Type;
+  using Tile =
+      TileOf<kQuantized,
+             kSplitTerms ? 4
+             : kEightBit ? 1
+                         : 2,
+             kWeight == ElementKind::S4 ? 4 : 8, S24_WEIGHT_GROUP, kWeightScale == ElementKind::F32 ? 4 : 2>::Type;
   static constexpr int kMTiles = kWarpgroups * kMTilesPerWarpgroup, kTileM = kMTiles * Tile::kRows;
   static constexpr int kMTileOutputs = Tile::kRows / kRowsPerOutput;   // results per token of an m64 tile
   static constexpr int kBoxesPerTile = kSplitTerms ? kSplitTerms : 2;  // boxes of X for a K tile of W
