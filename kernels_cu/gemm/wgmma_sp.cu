@@ -24,6 +24,10 @@
 // float32 (kSplitTerms) is multiplied in bf16 terms: gemm/f32_split.cu is the pre-pass kernel that splits X; W is split
 // into two terms when it is packed (kWPresplit), or into three in registers.
 //
+// A quantized W (kQuantized) stores 4 or 8 bits a value and scales of groups of columns. Each thread makes the elements
+// that it multiplies in its registers, which then are the A operand of wgmma. They are rounded as elements, so the bits
+// are those of the product of a W of such elements.
+//
 //   role               threads                          what it does
 //   load_weights       last warpgroup, thread 0         loads W, kMTiles tiles per stage
 //   load_x             last warpgroup, thread 32        loads this CTA's part of X into all CTAs that share it
