@@ -54,6 +54,16 @@ def test_results_are_those_of_the_weights_that_are_stood_for(stored, group, dtyp
 
 
 @STORED
+def test_gpus_of_compute_capability_90_have_a_kernel(stored):
+    """Asked of assumed GPUs, as no GPU is needed to select."""
+    experts = Sparse24Experts(6, 128, 64, stored=stored)
+    for name in STACKS:
+        assert getattr(experts, name).plan_on("h200", 37).kernel == "wgmma_sp_grouped"
+        with pytest.raises(UnsupportedError, match=f"multiplies no weight of {stored}"):
+            getattr(experts, name).plan_on("a100")
+
+
+@STORED
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
 def test_a_gpu_multiplies_the_stored_values(stored, device):
@@ -263,6 +273,19 @@ def test_stored_experts_become_16_bits_with_a_warning(folder, architectures, mon
         assert all(
             torch.equal(weight, other.dense_weights()[name]) for name, weight in one.dense_weights().items()
         )
+
+
+def test_a_state_dict_in_a_file_is_loaded_into_stored_experts(architectures, tmp_path):
+    case = architectures.CASES["Mixtral"]
+    model, other = (architectures.dense_model(case) for _ in range(2))
+    for one in (model, other):
+        to_sparse24(one, recipe=RECIPE)
+    save_file(model.state_dict(), tmp_path / "state.safetensors")
+    with torch.no_grad():
+        for tensor in other.parameters():
+            tensor.zero_()
+    load_sparse24(other, tmp_path / "state.safetensors")
+    assert torch.equal(architectures.result(other, case), architectures.result(model, case))
 
 
 @pytest.mark.parametrize(
