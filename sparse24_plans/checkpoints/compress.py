@@ -169,7 +169,7 @@ class _Compression(Rewrite[TensorReport]):
         self._place, self._calibrated, self._form = place, calibrated, form
         layers, reasons = selection.split(model)
         for layer in layers:
-            if layer.stack and form.as_written(layer) != layer:
+            if layer.stack and not form.takes_stacks:
                 raise InvalidProblemError(
                     f"include: expected matrices to quantize, got a stack, {layer.name}"
                 )

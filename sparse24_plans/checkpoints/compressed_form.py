@@ -30,6 +30,9 @@ DEFAULT_RULE = ScaleRule.LEAST_SQUARES
 class CompressedForm(Sparse24Checkpoint):
     """Our format, with values in the element of the dense tensor."""
 
+    takes_stacks = True
+    """Whether stacks of matrices can have this form."""
+
     def write_block(self, writer: SafetensorsWriter, name: str, weight: Sparse24Weight) -> Array | None:
         """Append rows of a weight. Returns its dequantized kept values as float32, or None if they are it."""
         write_weight(writer, name, weight)
@@ -56,6 +59,8 @@ class CompressedForm(Sparse24Checkpoint):
 
 class RowForm(CompressedForm):
     """Values of 8 bits, and a scale for each row, for layers that quantize their input too."""
+
+    takes_stacks = False
 
     def __init__(self, element: ElementKind) -> None:
         self._element = element

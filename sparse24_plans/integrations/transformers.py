@@ -44,11 +44,12 @@ from ..torch.checkpoint_names import (
     renamed_by,
     stacks_rows,
 )
+from ..torch.checkpoint_source import scales_of
 from ..torch.conv1d import is_swappable
 from ..torch.elements import DTYPE_OF
-from ..torch.experts import STACKS, Sparse24Experts
+from ..torch.experts import STACKS, ExpertsWeight, Sparse24Experts
 from ..torch.linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear, check_metadata
-from ..torch.loading import check_orientation, fuse_blocks, in_order_of, layer_like, scales_of, sizes_of
+from ..torch.loading import check_orientation, fuse_blocks, in_order_of, layer_like, sizes_of
 from ..torch.quantized_linear import SCALES, Sparse24QuantizedLinear
 from ..torch.saved_experts import StoredExperts, state_of
 from ..torch.saved_form import SavedForm, SavedLayer, form_of, modules_of, saved_state
@@ -116,35 +117,37 @@ class _Parts(nn.Module):
 
 
 class _ExpertParts(nn.Module):
-    """Stands in for a module of experts while transformers loads: it has stacks of values and metadata."""
+    """Stands in for a module of experts while transformers loads: it has the stacked parts of weights."""
 
     def __init__(self, name: str, original: Any, stored: StoredExperts) -> None:
         super().__init__()
-        self._made = [stored.like(name, original, device="meta")]  # in a list, so that it is no submodule
+        made = stored.like(name, original, device="meta", **stored.form_of(name))
+        self._made = [made]  # in a list, so that it is no submodule
         for stack in STACKS:
-            setattr(self, stack, _parts_of(getattr(original, stack)))
+            setattr(self, stack, _parts_of(getattr(made, stack)))
 
     def layer(self) -> Sparse24Experts:
         """The experts with the loaded parts. Raises as :meth:`_Parts.layer`, and moves a hook along."""
         (experts,) = self._made
         for stack in STACKS:
             parts = getattr(self, stack)
-            _fill(getattr(experts, stack), state_of(stack, parts.values24, parts.meta24))
+            _fill(getattr(experts, stack), state_of(stack, parts.state_dict(prefix="weight.")))
         _move_hook(self, experts)
         experts.train(self.training)
         return experts
 
 
-def _parts_of(stack: Tensor) -> nn.Module:
+def _parts_of(weight: ExpertsWeight) -> nn.Module:
     """A module with the parts of a stack [E, M, K], without memory.
 
     Metadata is int16, for PyTorch doesn't join uint16 on every device; valid words are the same. It is a
     parameter, because converters ask for the shape of one.
     """
-    *rows, k = stack.shape
     found = nn.Module()
-    for name, columns, dtype in (("values24", k // 2, stack.dtype), ("meta24", k // 8, torch.int16)):
-        setattr(found, name, nn.Parameter(_on_meta(*rows, columns, dtype=dtype), requires_grad=False))
+    for key, part in weight.state_dict().items():
+        dtype = torch.int16 if key == META_KEY else part.dtype
+        stack = _on_meta(*part.shape, dtype=dtype).unflatten(0, (weight.num_experts, -1))
+        setattr(found, key.rpartition(".")[2], nn.Parameter(stack, requires_grad=False))
     return found
 
 
@@ -253,10 +256,11 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
             names = [*layers, *(name for name in reader.tensors if name not in parts)]
         state = model.state_dict(keep_vars=True)
         direct, merged = placed(model, names, state, weight_conversions)
-        for name in {name for one in merged for name, _ in one.sources if name in layers}:
-            _check_dense(layers[name])
         form = SavedForm(**dict(self.quantization_config))
         experts = StoredExperts(model, form, layers, direct, merged)
+        for place in experts.sources:
+            for name in () if experts.form_of(place) else experts.names_of(place):
+                _check_dense(layers[name])
         uses = Counter(map(id, state.values()))
         renamings = [one for one in weight_conversions if not is_converter(one)]
         converters = []

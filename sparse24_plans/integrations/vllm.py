@@ -34,10 +34,10 @@ from ..checkpoints.layers import META_SUFFIX, SPARSE24, VALUES_SUFFIX
 from ..checkpoints.quantization import check_groups
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..plan.preference import PlanPreference
+from ..torch.checkpoint_source import DTYPES_BY_NAME
 from ..torch.elements import META_DTYPES
 from ..torch.foreign import from_bitmask
 from ..torch.linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
-from ..torch.loading import DTYPES_BY_NAME
 from ..torch.quantized_linear import INPUT_SCALE, LARGEST, WEIGHT_SCALE, Sparse24QuantizedLinear
 from ..torch.saved_form import SavedForm, SavedLayer
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError
+from ..vocab import ElementKind
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
 from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
+from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _ops: Any = torch.ops.sparse24
 STACKS = GATE_UP, DOWN = "gate_up_proj", "down_proj"
@@ -54,9 +56,17 @@ class ExpertsWeight(Sparse24Linear):
         """The product of x [N, K] by groups with the given offsets, int32 [E + 1], and its activation."""
         weight, meta = self.stored()
         y: Tensor = _ops.grouped_mm(
-            x, weight, meta, offsets, m=self.out_features, activation=activation, preference=self.wishes
+            *(x, weight, meta, offsets),
+            m=self.out_features,
+            activation=activation,
+            preference=self.wishes,
+            **self._quantized(),
         )
         return y
+
+    def _quantized(self) -> dict[str, Any]:
+        """The op's arguments for a quantized weight."""
+        return {}
 
     def input_gradient(self, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         """The gradient of x, where dy is that of ``grouped``. It waits for the device."""
@@ -67,8 +77,16 @@ class ExpertsWeight(Sparse24Linear):
         for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
             if end > begin:
                 own = slice(rows * expert, rows * (expert + 1))
-                dx[begin:end] = dy[begin:end] @ _ops.decompress(values[own].detach(), meta[own])
+                kept = self.kept_values(values[own].detach(), own)
+                dx[begin:end] = dy[begin:end] @ _ops.decompress(kept, meta[own])
         return dx
+
+
+class StoredExpertsWeight(ExpertsWeight, Sparse24WeightOnlyLinear):
+    """An ExpertsWeight whose values are stored in 4 or 8 bits."""
+
+    def _quantized(self) -> dict[str, Any]:
+        return {"scales": self.scales, "group": self.group}
 
 
 class _Product(torch.autograd.Function):
@@ -104,8 +122,10 @@ class Sparse24Experts(nn.Module):
         E, H and I. H and 2I are multiples of 64.
     activation : str
         ``swiglu``, ``geglu`` or ``geglu_tanh``.
+    stored, group, scale_dtype
+        Arguments of Sparse24WeightOnlyLinear; without ``stored`` values have the weights' dtype.
     require, preference, device, dtype
-        Arguments of Sparse24Linear.
+        Arguments of Sparse24Linear, or with ``stored`` of Sparse24WeightOnlyLinear.
 
     Raises InvalidProblemError naming the argument, UnsupportedError for other dtypes.
     """
@@ -120,6 +140,9 @@ class Sparse24Experts(nn.Module):
         features: int,
         *,
         activation: str = "swiglu",
+        stored: ElementKind | str | None = None,
+        group: int = 128,
+        scale_dtype: torch.dtype | None = None,
         require: RequirementLike = None,
         preference: PreferenceLike = None,
         device: Any = None,
@@ -132,10 +155,16 @@ class Sparse24Experts(nn.Module):
             raise InvalidProblemError(f"activation: expected a gated one, got {activation!r}")
         self.num_experts = num_experts
         options: dict[str, Any] = {"num_experts": num_experts, "require": require, "preference": preference}
-        options |= {"device": device, "dtype": dtype}
+        options |= {"device": device}
+        kind: type[ExpertsWeight] = ExpertsWeight
+        if stored is not None:
+            kind, by = StoredExpertsWeight, {"stored": stored, "group": group, "scale_dtype": scale_dtype}
+            options |= {**by, "dtype": dtype or torch.bfloat16}
+        else:
+            options["dtype"] = dtype
         rows = num_experts * 2 * features, num_experts * hidden_features
-        self.gate_up_proj = ExpertsWeight(hidden_features, rows[0], False, activation=activation, **options)
-        self.down_proj = ExpertsWeight(features, rows[1], False, **options)
+        self.gate_up_proj = kind(hidden_features, rows[0], False, activation=activation, **options)
+        self.down_proj = kind(features, rows[1], False, **options)
 
     @classmethod
     def from_experts(
@@ -143,6 +172,9 @@ class Sparse24Experts(nn.Module):
         module: nn.Module,
         *,
         scores: Mapping[str, Tensor] | None = None,
+        stored: ElementKind | str | None = None,
+        group: int = 128,
+        scale_dtype: torch.dtype | None = None,
         require: RequirementLike = None,
         preference: PreferenceLike = None,
         **options: Any,
@@ -150,13 +182,18 @@ class Sparse24Experts(nn.Module):
         """The experts of a module that computes the same with dense weights, pruned to 2:4.
 
         ``scores`` has those of ``gate_up_proj`` [E, 2I, H] and ``down_proj`` [E, H, I] by these names.
-        ``options`` are ``method`` and ``rule`` of ``Sparse24Linear.from_linear``. Raises InvalidProblemError,
-        which says why, for a module that isn't one of gated experts with SiLU or GELU, or whose sizes no
-        kernel serves; FormatError for weights that ``method="compress"`` can't take.
+        ``options`` are ``method`` and ``rule`` of ``Sparse24Linear.from_linear``, and with ``stored``
+        ``scale_rule`` of ``Sparse24WeightOnlyLinear.from_linear``. Raises InvalidProblemError, which says
+        why, for a module that isn't one of gated experts with SiLU or GELU, or whose sizes no kernel serves;
+        FormatError for weights that ``method="compress"`` can't take; UnsupportedError for ``stored`` values
+        of float32 weights.
         """
         if (reason := obstacle(module) or other_meaning(module)) is not None:
             raise InvalidProblemError(f"module: {reason}")
-        found = cls.like(module, require=require, preference=preference, device="meta")
+        form = {"stored": stored, "group": group, "scale_dtype": scale_dtype}
+        found = cls.like(module, require=require, preference=preference, device="meta", **form)
+        if stored is not None:
+            options |= form
         for name in STACKS:
             layer, stack = getattr(found, name), getattr(module, name).detach()
             ranks = None if scores is None else scores.get(name)
@@ -164,7 +201,7 @@ class Sparse24Experts(nn.Module):
                 raise InvalidProblemError(
                     f"scores: expected {list(stack.shape)} for {name}, got {list(ranks.shape)}"
                 )
-            whole = ExpertsWeight.from_linear(
+            whole = type(layer).from_linear(
                 as_linear(as_rows(name, stack)),
                 scores=None if ranks is None else as_rows(name, ranks),
                 num_experts=found.num_experts,

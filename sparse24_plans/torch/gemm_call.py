@@ -69,7 +69,7 @@ def sizes(call: Call) -> tuple[int, int]:
         raise InvalidProblemError(
             f"x: expected [..., {wanted}], the weight's {name}, got {list(call.x.shape)}"
         )
-    _check_dtypes(call)
+    check_dtypes(call.x.dtype, call.weight.dtype, None if call.scales is None else call.scales.dtype)
     if call.bias is not None and tuple(call.bias.shape) != (m,):
         raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
     if call.scale_x is not None:
@@ -85,16 +85,16 @@ def sizes(call: Call) -> tuple[int, int]:
     return m, k
 
 
-def _check_dtypes(call: Call) -> None:
-    x, weight, scales = call.x.dtype, call.weight.dtype, call.scales
+def check_dtypes(x: torch.dtype, weight: torch.dtype, scales: torch.dtype | None) -> None:
+    """Raise InvalidProblemError unless x and the weight, or a quantized weight's scales, fit together."""
     if scales is None:
         if x != weight:
             raise InvalidProblemError(f"x: expected {weight}, as the weight, got {x}")
         return
     if x not in (torch.float16, torch.bfloat16):
         raise InvalidProblemError(f"x: expected torch.float16 or torch.bfloat16, got {x}")
-    if scales.dtype not in (x, torch.float32):
-        raise InvalidProblemError(f"scales: expected {x} or torch.float32, got {scales.dtype}")
+    if scales not in (x, torch.float32):
+        raise InvalidProblemError(f"scales: expected {x} or torch.float32, got {scales}")
 
 
 def check_scale(scale: Tensor, rows: int, argument: str) -> None:

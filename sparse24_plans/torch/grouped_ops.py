@@ -1,6 +1,7 @@
 """The op ``grouped_mm``: groups of rows, each multiplied by a 2:4 weight of its own, as experts are.
 
-A weight is that of all groups, stacked to [G*M, K], canonical or packed as elements.py describes.
+A weight is that of all groups, stacked to [G*M, K], canonical or packed as elements.py describes, or
+canonical and quantized.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from . import packed_weight_cache
 from .activations import epilogue_of
-from .elements import DTYPE_OF, allocation, element_of, plan_device, weight_sizes
-from .gemm_call import check_scale, scale_kind
+from .elements import DTYPE_OF, STORED_OF, allocation, element_of, plan_device, weight_sizes
+from .gemm_call import check_dtypes, check_scale, scale_kind
 from .gemm_dispatch import about
 from .library import define
 from .plan_cache import CheckedCall, descriptor, plans, preference_of
@@ -39,6 +40,10 @@ class Grouped(NamedTuple):
     activation: str = "none"
     out_dtype: torch.dtype | None = None
     preference: str = ""
+    scales: Tensor | None = None
+    """Scales of a quantized weight's groups of columns."""
+    group: int = 0
+    """Columns of a quantized weight that share a scale; 0: the whole row."""
 
 
 def _sizes(call: Grouped) -> tuple[int, int, int]:
@@ -51,17 +56,16 @@ def _sizes(call: Grouped) -> tuple[int, int, int]:
             f"offsets: expected torch.int32 [G + 1] with G from 1, got {offsets.dtype} {list(offsets.shape)}"
         )
     groups = offsets.shape[0] - 1
-    rows, k = weight_sizes(call.weight, call.meta, call.m, x.shape[1])
+    rows, k = weight_sizes(call.weight, call.meta, call.m, x.shape[1], call.scales)
     if rows % groups:
         raise InvalidProblemError(f"weight: expected rows in {groups} groups of one size, got {rows} rows")
-    if x.dtype != call.weight.dtype:
-        raise InvalidProblemError(f"x: expected {call.weight.dtype}, as the weight, got {x.dtype}")
+    check_dtypes(x.dtype, call.weight.dtype, None if call.scales is None else call.scales.dtype)
     if call.bias is not None and tuple(call.bias.shape) != (rows,):
         raise InvalidProblemError(f"bias: expected [{rows}], got {list(call.bias.shape)}")
     for name, scale, count in (("scale_x", call.scale_x, x.shape[0]), ("scale_w", call.scale_w, rows)):
         if scale is not None:
             check_scale(scale, count, name)
-    for name in ("weight", "offsets", "bias", "scale_x", "scale_w"):
+    for name in ("weight", "offsets", "bias", "scale_x", "scale_w", "scales"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != x.device:
             raise InvalidProblemError(f"{name}: expected a tensor on {x.device}, got {tensor.device}")
@@ -74,13 +78,16 @@ def _describe(call: Grouped, n: int, groups: int, rows: int, k: int) -> GemmSpar
         n=n,
         m=rows // groups,
         k=k,
-        element=element_of(call.weight.dtype, "weight"),
+        element=element_of(call.x.dtype, "x"),
         epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
         out_element=None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype"),
         bias_element=None if call.bias is None else element_of(call.bias.dtype, "bias"),
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
         groups=groups,
+        weight_element=None if call.scales is None else STORED_OF[call.weight.dtype],
+        weight_group=None if call.scales is None else call.group,
+        weight_scale_element=None if call.scales is None else element_of(call.scales.dtype, "scales"),
     )
     return found
 
@@ -110,9 +117,8 @@ class _CheckedGrouped(CheckedCall):
         self._alignment = self._caller.alignment("x")
 
     def _weight(self, call: Grouped) -> Any:
-        if self._as_it_is:
-            return packed_weight_cache.as_it_is(self._plan, call.weight, call.meta, self._rows, self._k)
-        return packed_weight_cache.converted(self._plan, call.weight, call.meta, self._rows, self._k)
+        found = packed_weight_cache.as_it_is if self._as_it_is else packed_weight_cache.converted
+        return found(self._plan, call.weight, call.meta, self._rows, self._k, call.scales)
 
     def run(self, call: Grouped) -> Tensor:
         x = call.x.contiguous()
@@ -120,7 +126,7 @@ class _CheckedGrouped(CheckedCall):
             x = x.clone()
         y = self._empty()
         if self._as_it_is:
-            found = (call.weight, call.meta)
+            found = (call.weight, call.meta, call.scales)
             weight = tuple(one.data_ptr() for one in found if one is not None)
         else:
             weight = tuple(view.address for view in self._weight(call).buffers)
@@ -132,8 +138,7 @@ class _CheckedGrouped(CheckedCall):
 
 def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
     call = Grouped(*args, **kwargs)
-    tensors = (None if one is None else about(one) for one in call[:7])
-    form = (Grouped, *tensors, *call[7:])
+    form = (Grouped, *(about(one) if isinstance(one, Tensor) else one for one in call))
     found = plans.get(form)
     if found is None:
         found = plans.keep(form, _CheckedGrouped(call))
@@ -153,7 +158,8 @@ def _fake_grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
 define(
     "grouped_mm(Tensor x, Tensor weight, Tensor? meta, Tensor offsets, Tensor? bias=None, "
     "Tensor? scale_x=None, Tensor? scale_w=None, SymInt? m=None, "
-    'str activation="none", ScalarType? out_dtype=None, str preference="") -> Tensor',
+    'str activation="none", ScalarType? out_dtype=None, str preference="", Tensor? scales=None, int group=0) '
+    "-> Tensor",
     _grouped_mm,
     _fake_grouped_mm,
 )

@@ -286,8 +286,8 @@ class Sparse24Linear(nn.Module):
         """The arguments besides sizes and dtype that decide which tensors the layer holds."""
         return {}
 
-    def kept_values(self, stored: Tensor) -> Tensor:
-        """The kept values [M, K/2] of W, from the values of the canonical form."""
+    def kept_values(self, stored: Tensor, rows: slice = slice(None)) -> Tensor:
+        """The kept values [M, K/2] of W, or of some ``rows``, from the values of the canonical form."""
         return stored
 
     def _scaled(self, dense: Tensor) -> Tensor:

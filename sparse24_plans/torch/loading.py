@@ -11,136 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.checkpoint_base import CheckpointFormat
-from ..checkpoints.checkpoint_format import (
-    CONFIG_KEY,
-    DENSE,
-    READ_FORMATS,
-    checkpoint_format,
-)
-from ..checkpoints.folder import ModelReader
-from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
-from ..checkpoints.quantization import check_groups, parts_of, scale_obstacle
-from ..checkpoints.selection import Selection, families_of
+from ..checkpoints.layers import Layer
+from ..checkpoints.quantization import scale_obstacle
+from ..checkpoints.selection import families_of
 from ..device.log import LOAD
 from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
-from ..weights.quantize import SCALE_SUFFIX
+from ..weights.packed_layouts import Quantization
 from .activations import is_gated, row_order, rows_in_order
 from .checkpoint_names import Merged, conversions_of, place_of, placed
+from .checkpoint_source import Source
 from .conv1d import is_conv1d, is_swappable, linear_of
-from .elements import DTYPE_OF, tensor_of, tensors_of
-from .experts import Sparse24Experts, holds_stacks, no_kernel, obstacle
+from .elements import DTYPE_OF
+from .experts import STACKS, Sparse24Experts, holds_stacks, no_kernel, obstacle
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
-from .quantized_linear import LARGEST, SCALES, Sparse24QuantizedLinear
+from .quantized_linear import SCALES, Sparse24QuantizedLinear
 from .saved_experts import Source as ExpertsSource
 from .saved_experts import StoredExperts, stack_of, stack_shapes, state_of
-from .saved_form import SavedForm, SavedLayer, form_in
+from .saved_form import SavedForm, SavedLayer
 from .weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear
 
 _WEIGHT = ".weight"
 _VALUES, _META, _SCALES = (key.rpartition(".")[2] for key in (VALUES_KEY, META_KEY, SCALES_KEY))
-DTYPES_BY_NAME = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_BITMASK = "compressed_tensors"
-
-
-class Source:
-    """A checkpoint: its compressed weights and its other tensors by name."""
-
-    def __init__(self, reader: ModelReader, name: str | None) -> None:
-        self.reader = reader
-        if name is None:
-            name = SPARSE24 if is_compressed(reader) else _BITMASK
-        if name not in READ_FORMATS or name == DENSE:
-            known = ", ".join(one for one in READ_FORMATS if one != DENSE)
-            raise InvalidProblemError(f"format: expected one of {known}, got {name!r}")
-        self._format: CheckpointFormat = checkpoint_format(name, Selection((), ()), None)
-        layers, _ = self._format.find(reader, checkpoint_format(SPARSE24, Selection((), ()), None))
-        if not layers:
-            raise InvalidProblemError(f"path: expected a checkpoint with 2:4 weights, got {reader.path}")
-        self.weights: dict[str, Layer] = {layer.name: layer for layer in layers}
-        config = reader.config() or {}
-        if name == _BITMASK and any(DTYPE_OF[layer.element] in LARGEST for layer in layers):
-            entry = config.get(CONFIG_KEY)
-            check_groups(entry if isinstance(entry, Mapping) else {})
-        parts = {part for layer in layers for part in layer.sources}
-        self.form = form_in(config)
-        marked = any(FORMAT_KEY in shard.reader.metadata for shard in reader.shards)
-        self.is_state = name == SPARSE24 and not marked
-        """Whether this is a layer's state_dict in a file: rows have the layer's order, not the model's."""
-        self.others = [name for name in reader.tensors if name not in parts]
-        self.quantized = {
-            name
-            for name in self.others
-            if name + SCALE_SUFFIX in reader.tensors and DTYPES_BY_NAME.get(self._type(name)) in LARGEST
-        }
-        """Matrices of 8 bits that aren't 2:4. They are loaded dense, as what they stand for."""
-        plain = set(self.others) - self.accessories()
-        floats = Counter(DTYPES_BY_NAME.get(self._type(name)) for name in plain)
-        self._dtype = max(DTYPES, key=lambda dtype: floats[dtype])
-
-    def _type(self, name: str) -> str:
-        return self.reader.tensors[name].dtype
-
-    def accessories(self) -> set[str]:
-        """The names of the scales of all quantized matrices."""
-        return {part for name in (*self.weights, *self.quantized) for part in parts_of(name)}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The dense shape of a tensor."""
-        layer = self.weights.get(name)
-        return self.reader.tensors[name].shape if layer is None else layer.dense_shape
-
-    def scales(self, name: str) -> dict[str, str]:
-        """The names of a quantized 2:4 weight's scales in the checkpoint, by those in a layer."""
-        return scales_of(self.reader, self.weights[name]) if name in self.weights else {}
-
-    def stored(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a quantized weight by their names in a Sparse24WeightOnlyLinear."""
-        weight = self._format.read_stored(self.reader, self.weights[name])
-        parts = (tensor_of(view.bits(), view.element) for view in weight.views)
-        return dict(zip((VALUES_KEY, META_KEY, SCALES_KEY), parts, strict=True))
-
-    def canonical(self, name: str) -> tuple[Tensor, Tensor]:
-        """Values and metadata of a compressed weight, dequantized if it has scales of groups."""
-        return tensors_of(self._format.read(self.reader, self.weights[name]))
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor or compressed weight as a dense tensor; a quantized one as what it stands for."""
-        if name in self.weights:
-            dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
-            if self.scales(name):
-                dense = self._dequantized(name, dense)
-            layer = self.weights[name]
-            return dense.T if layer.transposed else dense.reshape(layer.dense_shape)
-        stored = self._stored(name)
-        return self._dequantized(name, stored) if name in self.quantized else stored
-
-    def _dequantized(self, name: str, stored: Tensor) -> Tensor:
-        scale = self._stored(name + SCALE_SUFFIX).float()
-        whole = scale.reshape(-1) if scale.numel() == 1 else scale.reshape(*stored.shape[:-1], 1)
-        return (stored.float() * whole).to(self._dtype)
-
-    def _stored(self, name: str) -> Tensor:
-        info = self.reader.tensors[name]
-        if info.dtype not in DTYPES_BY_NAME:
-            raise FormatError(f"{name}: expected one of {', '.join(DTYPES_BY_NAME)}, got {info.dtype}")
-        flat = torch.from_numpy(self.reader.read(name).copy())
-        return flat.view(DTYPES_BY_NAME[info.dtype]).reshape(info.shape)
 
 
 class Load:
@@ -240,6 +132,11 @@ class Load:
             if no_dense or tuple(tensor.shape) != self._shape(own):
                 wanted = "no dense weight" if no_dense else list(self._shape(own))
                 raise InvalidProblemError(f"{own}: expected {wanted}, got {list(tensor.shape)}")
+        for place in self._experts.sources:
+            module: Any = self._model.get_submodule(place)
+            if isinstance(getattr(module, STACKS[0]), Sparse24WeightOnlyLinear):
+                for form in self._experts.forms(place):
+                    _check_form(place, getattr(module, STACKS[0]), form)
         for name, layer in self._source.weights.items():
             if DTYPE_OF[layer.element] not in DTYPES:
                 self._check_quantized(name, layer)
@@ -278,12 +175,7 @@ class Load:
             check_orientation(weight, self._model.get_submodule(own.rpartition(".")[0]))
         module = None if weight is None else self._module(own)
         if isinstance(module, Sparse24WeightOnlyLinear):
-            got_form = None if weight is None else weight.quantization
-            if got_form != module.quantization:
-                raise InvalidProblemError(
-                    f"{name}: expected {module.quantization}, as the layer stores, "
-                    f"got {got_form or 'values that are not quantized'}"
-                )
+            _check_form(name, module, None if weight is None else weight.quantization)
         if weight is not None and module is not None:
             wanted: tuple[int, ...] = sizes_of(module)
             got: tuple[int, ...] = (weight.m, weight.k)
@@ -309,7 +201,8 @@ class Load:
         wishes = {name: one for name, one in self._options.items() if name != "trainable"}
         for place in self._experts.sources:
             if not isinstance(known[place], Sparse24Experts):
-                swapped[place] = self._experts.like(place, known[place], **wishes)
+                form = self._form_of_experts(place, known[place], wishes)
+                swapped[place] = self._experts.like(place, known[place], **form, **wishes)
         for place, layer in swapped.items():
             self._model.set_submodule(place, layer)
 
@@ -326,6 +219,15 @@ class Load:
             ):
                 return layer
         return sparse_like(module, options)
+
+    def _form_of_experts(self, place: str, module: Any, wishes: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by which experts store values as the checkpoint does, or none for 16 bits."""
+        form = {} if self._dequantize else self._experts.form_of(place)
+        if form and self._dequantize is None:
+            device = self._device or module.down_proj.device
+            if no_kernel(module, device, **form, **wishes) is not None:
+                return {}
+        return form
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -353,10 +255,17 @@ class Load:
                     self._fill_dense(own, tensor)
         if self.dequantized:
             LOAD.warning("quantized, but loaded dense: %s", ", ".join(families_of(self.dequantized)))
+        kept = {
+            name
+            for place in self._experts.sources
+            if isinstance(self._model.get_submodule(f"{place}.{STACKS[0]}"), Sparse24WeightOnlyLinear)
+            for name in self._experts.names_of(place)
+        }
         wide = [
             name
             for name, one in self._source.weights.items()
             if one.quantization is not None
+            and name not in kept
             and not isinstance(self._module(self._names.get(name, "")), Sparse24WeightOnlyLinear)
         ]
         if wide:
@@ -365,12 +274,16 @@ class Load:
     def _fill_stack(self, place: str, stack: str, source: ExpertsSource) -> None:
         """Load one of the two weights of experts."""
         layer: Any = self._model.get_submodule(f"{place}.{stack}")
-        read = cache(self._source.canonical)
+        is_stored = isinstance(layer, Sparse24WeightOnlyLinear)
+        read = cache(self._source.stored if is_stored else self._source.canonical_parts)
         shape = layer.num_experts, layer.out_features // layer.num_experts
-        values = stack_of(self._model, source, lambda name: read(name)[0], shape)
-        meta = stack_of(self._model, source, lambda name: read(name)[1], shape)
-        values = self._converted(values, layer.stored()[0])
-        self._give(f"{place}.{stack}", state_of(stack, values, meta))
+        parts = {
+            key: stack_of(self._model, source, read, key, shape)
+            for key in (VALUES_KEY, META_KEY, SCALES_KEY)[: 2 + is_stored]
+        }
+        if not is_stored:
+            parts[VALUES_KEY] = self._converted(parts[VALUES_KEY], layer.stored()[0])
+        self._give(f"{place}.{stack}", state_of(stack, parts))
 
     def _fill_dense(self, own: str, tensor: Tensor) -> None:
         home, _, attribute = own.rpartition(".")
@@ -396,6 +309,15 @@ class Load:
     def fuse(self) -> None:
         """Fuse the blocks that were fused when the model was saved."""
         fuse_blocks(self._model, self._form, self._options)
+
+
+def _check_form(name: str, layer: Sparse24WeightOnlyLinear, got: Quantization | None) -> None:
+    """Raise InvalidProblemError for values that are stored otherwise than the layer stores them."""
+    if got != layer.quantization:
+        raise InvalidProblemError(
+            f"{name}: expected {layer.quantization}, as the layer stores, "
+            f"got {got or 'values that are not quantized'}"
+        )
 
 
 def check_orientation(weight: Layer, module: Any) -> None:
@@ -425,14 +347,6 @@ def sizes_of(module: Any) -> tuple[int, int]:
         return module.out_features, module.k
     linear = module if isinstance(module, Sparse24Linear) else linear_of(module)
     return linear.out_features, linear.in_features + -linear.in_features % 8
-
-
-def scales_of(reader: ModelReader, weight: Layer) -> dict[str, str]:
-    """The names of a quantized 2:4 weight's scales in a checkpoint, by those in a layer."""
-    if DTYPE_OF[weight.element] not in LARGEST:
-        return {}
-    home = weight.name.removesuffix("weight")
-    return {key: home + key for key in SCALES if home + key in reader.tensors}
 
 
 def layer_like(

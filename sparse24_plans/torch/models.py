@@ -21,9 +21,10 @@ from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import StrPath, path_of
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from .checkpoint_names import is_transformers_model
+from .checkpoint_source import DTYPES_BY_NAME, Source
 from .elements import host_bytes
 from .linear import PreferenceLike, RequirementLike, Sparse24Linear
-from .loading import DTYPES_BY_NAME, Load, Source
+from .loading import Load
 from .saved_form import form_of, modules_of, saved_state
 
 _STEM = "model"
@@ -81,9 +82,10 @@ def load_sparse24(
         Arguments of Sparse24Linear. Without the last two, layers have what they were saved with. Experts stay
         dense if layers are trainable, or if no kernel serves them on their GPU.
     dequantize : bool, optional
-        Whether weights with scales of groups become 2:4 weights of 16 bits, or Sparse24WeightOnlyLinear
-        layers. By default those do that no kernel serves on their GPU. Trainable ones always do. A warning in
-        the log names them.
+        Whether weights with scales of groups become 2:4 weights of 16 bits, or keep their stored values in
+        Sparse24WeightOnlyLinear and Sparse24Experts. By default those become 16 bits that no kernel serves
+        on their GPU. Trainable layers always do, and experts whose matrices differ in how they are stored. A
+        warning in the log names them.
 
     Raises InvalidProblemError if the checkpoint has no compressed weight or lacks tensors of the model;
     UnsupportedError for quantization that no layer computes; FormatError, naming file and tensor;

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ..checkpoints.layers import Layer
 from ..errors import InvalidProblemError
+from ..weights.packed_layouts import Quantization
 from .activations import GATED_ACTIVATIONS
 from .checkpoint_names import Merged, may_transpose, place_of
 from .elements import DTYPE_OF
 from .experts import STACKS, Sparse24Experts, as_rows, holds_stacks, is_known, obstacle
-from .linear import DTYPES, META_KEY, VALUES_KEY
+from .linear import DTYPES
 from .saved_form import SavedForm, SavedLayer
 
 Source = str | Merged
@@ -46,6 +47,7 @@ class StoredExperts:
         stay_dense: bool = False,
     ) -> None:
         known = dict(model.named_modules())
+        self._weights = weights
         self.saved = {
             own: saved for name, saved in form.experts.items() if (own := place_of(model, name, known))
         }
@@ -94,6 +96,27 @@ class StoredExperts:
             return False
         return obstacle(module) is None and (name in self.saved or is_known(module))
 
+    def forms(self, name: str) -> set[Quantization | None]:
+        """How the checkpoint stores the values of these experts' matrices."""
+        return {self._weights[weight].quantization for weight in self.names_of(name)}
+
+    def names_of(self, name: str) -> list[str]:
+        """The checkpoint's names of these experts' weights."""
+        sources = self.sources[name].values()
+        return [own for one in sources for own in ([one] if isinstance(one, str) else dict(one.sources))]
+
+    def form_of(self, name: str) -> dict[str, Any]:
+        """The arguments by which Sparse24Experts store values as the checkpoint does.
+
+        They are empty for values of 16 bits, and if the experts' matrices differ in how they are stored.
+        """
+        by = next(iter(forms)) if len(forms := self.forms(name)) == 1 else None
+        if by is None:
+            return {}
+        element = self._weights[self.names_of(name)[0]].element
+        form = {"stored": by.element, "group": by.group, "scale_dtype": DTYPE_OF[by.scale_element]}
+        return {**form, "dtype": DTYPE_OF[element]}
+
     def like(self, name: str, module: nn.Module, **options: Any) -> Sparse24Experts:
         """The experts of zeros in place of a module. ``options`` win over those that were saved."""
         about = self.saved[name].options if name in self.saved else {}
@@ -113,20 +136,22 @@ def stack_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def stack_of(model: Any, source: Source, part: Callable[[str], Tensor], shape: tuple[int, ...]) -> Tensor:
-    """A part of a stack: values [E, M, K/2] or metadata [E, M, K/8]. ``part`` reads that of one weight.
+def stack_of(
+    model: Any, source: Source, read: Callable[[str], Mapping[str, Tensor]], key: str, shape: tuple[int, ...]
+) -> Tensor:
+    """A part of a stack, such as metadata [E, M, K/8], by its key in a layer. ``shape`` is E and M.
 
-    ``shape`` is E and M.
+    ``read`` returns the parts of one weight.
     """
     if isinstance(source, str):
-        return part(source).reshape(*shape, -1)
-    (stack,) = source.result(model, part).values()
+        return read(source)[key].reshape(*shape, -1)
+    (stack,) = source.result(model, lambda name: read(name)[key]).values()
     return stack
 
 
-def state_of(stack: str, values: Tensor, meta: Tensor) -> dict[str, Tensor]:
-    """The state of an ExpertsWeight, with its rows in the order of ``from_linear``."""
-    return {VALUES_KEY: as_rows(stack, values), META_KEY: as_rows(stack, meta)}
+def state_of(stack: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of an ExpertsWeight by its stacked parts, with its rows in the order of ``from_linear``."""
+    return {key: as_rows(stack, part) for key, part in parts.items()}
 
 
 def _check(name: str, module: nn.Module, saved: SavedLayer) -> None:

@@ -81,7 +81,7 @@ def form_of(model: nn.Module) -> SavedForm:
         name: saved
         for name, layer in modules_of(model, Sparse24Linear)
         if name not in inside
-        and type(layer) is not ExpertsWeight
+        and not isinstance(layer, ExpertsWeight)
         and (saved := _saved(layer)) != SavedLayer()
     }
     return SavedForm(layers=layers, gated_blocks=blocks, experts=experts)
@@ -141,7 +141,7 @@ def _stack_experts(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Give the weights of experts the names and rows of the dense module's stacks."""
     for name, experts in modules_of(model, Sparse24Experts):
         for stack in STACKS:
-            for key in (VALUES_KEY, META_KEY):
+            for key in (VALUES_KEY, META_KEY, SCALES_KEY):
                 if (whole := f"{name}.{stack}.{key}") in tensors:
                     rows = tensors.pop(whole)
                     found = as_stack(stack, movable(rows), experts.num_experts).view(rows.dtype)

@@ -43,8 +43,8 @@ class Sparse24Recipe:
     """How a layer's weight becomes 2:4. The fields are arguments of Sparse24Linear and ``from_linear``.
 
     ``weight_dtype`` is float8_e4m3fn or int8 for a Sparse24QuantizedLinear, with a scale for each row.
-    ``stored`` is ``s4``, ``s8`` or ``fp8_e4m3`` for a Sparse24WeightOnlyLinear, with a scale for each
-    ``group`` of columns. By default weights keep their dtype.
+    ``stored`` is ``s4``, ``s8`` or ``fp8_e4m3`` for a Sparse24WeightOnlyLinear or Sparse24Experts, with a
+    scale for each ``group`` of columns. By default weights keep their dtype.
 
     ``activation`` is for models that don't apply it themselves. ``scores`` is called with a layer's name and
     the layer, a Conv1D as an nn.Linear; it returns scores [M, K], or None to rank by |value|. Stacked experts
@@ -108,10 +108,19 @@ class Sparse24Recipe:
             found = self._scores(f"{name}.{own}", linear)
             if found is not None:
                 scores[own] = found.reshape(getattr(module, own).shape)
-        wishes: dict[str, Any] = {"require": self.require, "preference": self.preference}
         return Sparse24Experts.from_experts(
-            module, method=self.method, rule=self.rule, scores=scores, **wishes
+            module, method=self.method, rule=self.rule, scores=scores, **self.of_experts
         )
+
+    @property
+    def of_experts(self) -> dict[str, Any]:
+        """The arguments of Sparse24Experts."""
+        return {
+            "stored": self.stored,
+            "group": self.group,
+            "require": self.require,
+            "preference": self.preference,
+        }
 
     def _scores(self, name: str, linear: nn.Linear) -> Tensor | None:
         """The scores of a weight, which is ranked by |value| without any."""
@@ -134,8 +143,8 @@ def to_sparse24(
     """Swap the model's linear layers for Sparse24Linear, in place: nn.Linear, and transformers' Conv1D.
 
     Stacked experts, as transformers holds them, become Sparse24Experts if these compute the same. They stay
-    dense with a reason in the report if the recipe asks for trainable weights or 8 bits, or if their CUDA
-    device has no kernel for them.
+    dense with a reason in the report if the recipe asks for trainable weights or a ``weight_dtype``, or if
+    their CUDA device has no kernel for them.
 
     Parameters
     ----------
@@ -329,8 +338,8 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
         return f"its weight is a {type(weight).__name__}"
     if weight.dtype not in DTYPES:
         return f"its dtype is {weight.dtype}"
-    if recipe.stored is not None and weight.dtype == torch.float32:
-        return f"values in {recipe.stored} need a weight of float16 or bfloat16, got {weight.dtype}"
+    if (reason := _not_storable(recipe, weight.dtype)) is not None:
+        return reason
     if has_hooks(module):
         return "it has hooks, which a swap would lose"
     rows = weight.shape[1 if is_conv1d(module) else 0]
@@ -343,6 +352,13 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
     return "its weight is shared with another module" if owners[id(weight)] > 1 else None
 
 
+def _not_storable(recipe: Sparse24Recipe, dtype: torch.dtype) -> str | None:
+    """Why a weight of this dtype can't have the values that the recipe wants to store, or None."""
+    if recipe.stored is None or dtype != torch.float32:
+        return None
+    return f"values in {recipe.stored} need a weight of float16 or bfloat16, got {dtype}"
+
+
 def _obstacle_of_experts(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int]) -> str | None:
     """Why stacked experts can't be swapped, or None. ``owners`` are the model's."""
     if (reason := obstacle(module)) is not None:
@@ -352,9 +368,11 @@ def _obstacle_of_experts(module: nn.Module, recipe: Sparse24Recipe, owners: Coun
         return "it has hooks, which a swap would lose"
     if any(owners[id(weight)] > 1 for weight in weights):
         return "its weights are shared with another module"
-    if recipe.weight_dtype is not None or recipe.stored is not None or recipe.trainable:
-        kind = "trained" if recipe.trainable else "quantized"
-        return f"stacked experts, whose weights can't be {kind} in Sparse24Experts"
+    if recipe.weight_dtype is not None or recipe.trainable:
+        reason = "weights can't be trained" if recipe.trainable else "inputs can't be quantized"
+        return f"stacked experts, whose {reason} in Sparse24Experts"
+    if (reason := _not_storable(recipe, weights[0].dtype)) is not None:
+        return reason
     if recipe.activation != "none" or recipe.out_dtype not in (None, weights[0].dtype):
         return "stacked experts, which have an activation and an out_dtype of their own"
     if (reason := other_meaning(module)) is not None:
@@ -364,7 +382,7 @@ def _obstacle_of_experts(module: nn.Module, recipe: Sparse24Recipe, owners: Coun
 
 def _no_kernel(module: Any, recipe: Sparse24Recipe) -> str | None:
     """Why no kernel serves the experts on their CUDA device, or None."""
-    return no_kernel(module, module.down_proj.device, require=recipe.require, preference=recipe.preference)
+    return no_kernel(module, module.down_proj.device, **recipe.of_experts)
 
 
 def _not_sparse(linear: nn.Linear) -> str | None:

@@ -192,11 +192,11 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     def _settle(self) -> None:
         """The layer holds the canonical weight on every device."""
 
-    def kept_values(self, stored: Tensor) -> Tensor:
+    def kept_values(self, stored: Tensor, rows: slice = slice(None)) -> Tensor:
         if self.weight_element is ElementKind.S4:
             low, high = stored << 4, stored & 0xF0
             stored = torch.stack([low, high], dim=-1).flatten(1).view(torch.int8) >> 4
-        scales = self.scales.float()
+        scales = self.scales[rows].float()
         if self.group:
             scales = scales.repeat_interleave(self.group // 2, dim=1)[:, : stored.shape[1]]
         return (stored.float() * scales).to(self.dtype)

@@ -82,7 +82,19 @@ def test_other_formats_have_no_stacks(compressed, tmp_path, to_format):
         convert(compressed[1], tmp_path / "other.safetensors", "sparse24", to_format)
 
 
-def test_a_stack_is_not_quantized(files):
+def test_a_stack_takes_values_with_scales_of_groups(files):
+    source, out = files
+    dense_file(source, {"experts": random_array((3, 24, 48), "bf16")})
+    compress_checkpoint(source, out, include=["*"], weights="s4", group=32, device="host")
+    tensors, _ = library_load(out)
+    shapes = {name: tuple(one.shape) for name, one in tensors.items()}
+    assert shapes == {
+        "experts.values24": (3, 24, 12), "experts.meta24": (3, 24, 6), "experts.scales24": (3, 24, 2)
+    }  # fmt: skip
+    assert verify_checkpoint(out, source, device="host").passed
+
+
+def test_a_stack_does_not_take_scales_of_rows(files):
     source, out = files
     dense_file(source, {"experts": random_array((3, 24, 16), "bf16")})
     with pytest.raises(

@@ -83,7 +83,7 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], form: str, element: st
 def dense_of(folder: Path) -> dict[str, torch.Tensor]:
     """The matrices of a checkpoint as the package itself decompresses them, scaled, in float64."""
     from sparse24_plans.checkpoints.folder import ModelReader
-    from sparse24_plans.torch.loading import Source
+    from sparse24_plans.torch.checkpoint_source import Source
 
     with ModelReader(folder) as reader:
         source = Source(reader, None)

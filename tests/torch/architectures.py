@@ -84,10 +84,12 @@ class Case(NamedTuple):
     weight_dtype: torch.dtype | None = None
     include: tuple[str, ...] = ()
     """Patterns for ``compress_checkpoint``, which leaves stacks dense that none matches."""
+    stored: str | None = None
+    group: int = 32
 
     @property
     def recipe(self) -> Sparse24Recipe:
-        return Sparse24Recipe(weight_dtype=self.weight_dtype)
+        return Sparse24Recipe(weight_dtype=self.weight_dtype, stored=self.stored, group=self.group)
 
 
 CASES = {

@@ -612,8 +612,9 @@ def test_a_hostile_configuration_is_refused_by_a_typed_error(folder, tmp_path_fa
 
 def test_experts_without_a_kernel_on_their_gpu_stay_dense(tmp_path, monkeypatch, caplog):
     from sparse24_plans.checkpoints.folder import ModelReader
+    from sparse24_plans.torch.checkpoint_source import Source
     from sparse24_plans.torch.experts import ExpertsWeight
-    from sparse24_plans.torch.loading import Load, Source
+    from sparse24_plans.torch.loading import Load
 
     def no_kernel(self, device, n=1):
         assert device == 3
