@@ -158,7 +158,8 @@ class WgmmaSpSchedule(NamedTuple):
             most = _ELEMENTS_OF_FOUR
         elif self.ctas_per_sm == 2 and self.m_tiles == 2:
             most = _ELEMENTS_OF_TWO
-        return self.tokens <= most
+        holds_chunks = self.saved_accumulators > 0 and not self.stream_k
+        return self.tokens <= most and not (holds_chunks and (self.warpgroups == 3 or self.m_tiles == 2))
 
     def step_tokens(self, lines: OperandLayouts) -> int:
         """Tokens of a staging buffer: the tile is stored in equal steps of a multiple of 8 tokens."""
