@@ -13,6 +13,7 @@ from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import GemmOp, MatrixOrder, ScaleKind
+from ..weights.packed_layouts import Quantization
 from .activations import epilogue_of
 from .elements import DTYPE_OF, STORED_OF, element_of, weight_sizes
 from .plan_cache import descriptor, preference_of
@@ -47,6 +48,8 @@ class Call(NamedTuple):
     beta: float = 1.0
     group: int = 0
     """Columns of a quantized weight that share a scale; 0: the whole row."""
+    scale_dtype: torch.dtype | None = None
+    """The dtype of the scales in a quantized weight that is packed; None for every other weight."""
 
 
 OPERANDS = ("x", "weight", "meta", "scales", "bias", "scale_x", "scale_w", "residual")
@@ -63,13 +66,13 @@ def sizes(call: Call) -> tuple[int, int]:
     m, k = call.m, call.k
     if call.meta is None:
         m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)
-    m, k = weight_sizes(call.weight, call.meta, m, k, call.scales)
+    m, k = weight_sizes(call.weight, call.meta, m, k, by := quantization_of(call))
     wanted, name = (m, "M") if call.dgrad else (k, "K")
     if width != wanted:
         raise InvalidProblemError(
             f"x: expected [..., {wanted}], the weight's {name}, got {list(call.x.shape)}"
         )
-    _check_dtypes(call)
+    _check_dtypes(call, by)
     if call.bias is not None and tuple(call.bias.shape) != (m,):
         raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
     if call.scale_x is not None:
@@ -85,16 +88,27 @@ def sizes(call: Call) -> tuple[int, int]:
     return m, k
 
 
-def _check_dtypes(call: Call) -> None:
-    x, weight, scales = call.x.dtype, call.weight.dtype, call.scales
-    if scales is None:
+def quantization_of(call: Call) -> Quantization | None:
+    """How the weight is quantized; None if it isn't. Raises InvalidProblemError for the weight's dtype."""
+    dtype = call.scale_dtype if call.scales is None else call.scales.dtype
+    if dtype is None:
+        return None
+    if call.weight.dtype not in STORED_OF:
+        known = ", ".join(map(str, STORED_OF))
+        raise InvalidProblemError(f"weight: expected values of {known}, got {call.weight.dtype}")
+    return Quantization(STORED_OF[call.weight.dtype], call.group, element_of(dtype, "scales"))
+
+
+def _check_dtypes(call: Call, by: Quantization | None) -> None:
+    x, weight = call.x.dtype, call.weight.dtype
+    if by is None:
         if x != weight:
             raise InvalidProblemError(f"x: expected {weight}, as the weight, got {x}")
         return
     if x not in (torch.float16, torch.bfloat16):
         raise InvalidProblemError(f"x: expected torch.float16 or torch.bfloat16, got {x}")
-    if scales.dtype not in (x, torch.float32):
-        raise InvalidProblemError(f"scales: expected {x} or torch.float32, got {scales.dtype}")
+    if (scales := DTYPE_OF[by.scale_element]) not in (x, torch.float32):
+        raise InvalidProblemError(f"scales: expected {x} or torch.float32, got {scales}")
 
 
 def check_scale(scale: Tensor, rows: int, argument: str) -> None:
@@ -114,7 +128,7 @@ def scale_kind(scale: Tensor | None) -> ScaleKind | None:
 
 def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
     """The descriptor of the product. Raises InvalidProblemError naming the field."""
-    bias, residual = call.bias, call.residual
+    bias, residual, by = call.bias, call.residual, quantization_of(call)
     element = element_of(call.x.dtype, "x")
     out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
     c = None if residual is None else element_of(residual.dtype, "residual")
@@ -133,9 +147,9 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
         beta=None if residual is None else call.beta,
-        weight_element=None if call.scales is None else STORED_OF[call.weight.dtype],
-        weight_group=None if call.scales is None else call.group,
-        weight_scale_element=None if call.scales is None else element_of(call.scales.dtype, "scales"),
+        weight_element=None if by is None else by.element,
+        weight_group=None if by is None else by.group,
+        weight_scale_element=None if by is None else by.scale_element,
         c_element=c,
         **orders,
     )
