@@ -194,7 +194,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     def hold_packed(self) -> None:
         """Hold the weight as the device's kernels read it, and nothing else: for inference.
 
-        There are no gradients then, and a CUDA-graph capture needs no run before it. ``to`` and loading a
+        There are no gradients then, and products keep no copy in another layout. ``to`` and loading a
         state_dict restore the canonical weight. On the CPU nothing changes: its kernels read that. Raises
         UnsupportedError or BackendUnavailableError if no kernel serves.
         """

