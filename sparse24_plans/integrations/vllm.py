@@ -7,7 +7,7 @@ the parts of a weight; each layer is packed once its parts are loaded. Tested ag
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,25 +24,30 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.parameter import (
     ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
     ModelWeightParameter,
     PerTensorScaleParameter,
 )
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from .._vendor import compressed_tensors
-from ..checkpoints.layers import META_SUFFIX, SPARSE24, VALUES_SUFFIX
+from ..checkpoints.layers import META_SUFFIX, SCALES_SUFFIX, SPARSE24, VALUES_SUFFIX
 from ..checkpoints.quantization import check_groups
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..plan.preference import PlanPreference
 from ..torch.checkpoint_source import DTYPES_BY_NAME
-from ..torch.elements import META_DTYPES
+from ..torch.elements import META_DTYPES, STORED_OF
 from ..torch.foreign import from_bitmask
 from ..torch.linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
 from ..torch.quantized_linear import INPUT_SCALE, LARGEST, WEIGHT_SCALE, Sparse24QuantizedLinear
 from ..torch.saved_form import SavedForm, SavedLayer
+from ..torch.weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear
+from ..vocab import ElementKind
+from ..weights.quantized import GROUPS
 
 _WEIGHT = ".weight"
-_VALUES, _META, _BITMASK_VALUES, _BITMASK = "values24", "meta24", "compressed", "bitmask"
+_VALUES, _META, _SCALES = "values24", "meta24", "scales24"
+_BITMASK_VALUES, _BITMASK = "compressed", "bitmask"
 _KINDS = {
     _WEIGHT + VALUES_SUFFIX: (_VALUES, _META, META_DTYPES[1]),
     f".{_BITMASK_VALUES}": (_BITMASK_VALUES, _BITMASK, torch.uint8),
@@ -59,16 +64,28 @@ class Stored:
     scale_dims: tuple[int, ...] | None = None
     """The dimensions of the scales after the first, if each row has a scale; None if one serves all rows."""
     static_input: bool = False
+    group: int | None = None
+    """Columns that share one of the ``scales24``, 0 if those of a row do; None for a weight without them."""
+    scale_dtype: torch.dtype | None = None
+    """The dtype of the ``scales24``."""
     preference: PlanPreference = field(default_factory=PlanPreference)
 
     @property
-    def is_quantized(self) -> bool:
-        return self.dtype in LARGEST
+    def quantizes_inputs(self) -> bool:
+        """Whether inputs have 8 bits, too."""
+        return self.dtype in LARGEST and self.group is None
+
+    @property
+    def columns_of_a_value(self) -> int:
+        """Columns of W for each element of the values."""
+        return 4 if self.group is not None and STORED_OF[self.dtype] is ElementKind.S4 else 2
 
 
 def _stored(name: str, suffix: str, tensors: Mapping[str, Any], preference: PlanPreference) -> Stored:
     """The form of a weight, named without ``.weight``. Raises UnsupportedError for what no layer takes."""
     dtype = DTYPES_BY_NAME.get(tensors[name + suffix]["dtype"])
+    if (scales := tensors.get(name + _WEIGHT + SCALES_SUFFIX)) is not None:
+        return _stored_with_groups(name, dtype, tensors[name + suffix]["shape"], scales, preference)
     if dtype is None or dtype not in (*DTYPES, *LARGEST):
         raise UnsupportedError(
             f"{name}: expected a 2:4 weight of 32, 16 or 8 bits, got {tensors[name + suffix]['dtype']}"
@@ -83,7 +100,29 @@ def _stored(name: str, suffix: str, tensors: Mapping[str, Any], preference: Plan
     if not is_whole and sizes not in ((rows,), (rows, 1)):
         raise UnsupportedError(f"{name}.{WEIGHT_SCALE}: expected 1 or {rows} scales, got {list(sizes)}")
     static = f"{name}.{INPUT_SCALE}" in tensors
-    return Stored(_KINDS[suffix], dtype, None if is_whole else sizes[1:], static, preference)
+    dims = None if is_whole else sizes[1:]
+    return Stored(_KINDS[suffix], dtype, dims, static, preference=preference)
+
+
+def _stored_with_groups(
+    name: str, dtype: Any, shape: Any, scales: Mapping[str, Any], preference: PlanPreference
+) -> Stored:
+    """The form of a weight whose inputs stay as they are. Its shapes tell the columns that share a scale."""
+    scale_dtype = DTYPES_BY_NAME.get(scales["dtype"])
+    if dtype not in STORED_OF or scale_dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{name}: expected values of 4 or 8 bits and scales24 of 32 or 16, got {dtype} and {scale_dtype}"
+        )
+    parts = _KINDS[_WEIGHT + VALUES_SUFFIX]
+    whole = Stored(parts, dtype, group=0, scale_dtype=scale_dtype, preference=preference)
+    k, count = shape[1] * whole.columns_of_a_value, scales["shape"][1]
+    for group in GROUPS:
+        if count == (-(-k // group) if group else 1):
+            return replace(whole, group=group)
+    known = " or ".join(map(str, GROUPS[1:]))
+    raise UnsupportedError(
+        f"{name}: expected scales24 of groups of {known} columns, got {count} of {k} columns"
+    )
 
 
 def _check_quantization(config: Mapping[str, Any]) -> None:
@@ -183,8 +222,9 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
     @staticmethod
     def get_checkpoint_weight_mapper() -> Any:
         """A parameter's name has no dots, so ``weight.values24`` becomes ``values24``."""
-        parts = {_WEIGHT + VALUES_SUFFIX: f".{_VALUES}", _WEIGHT + META_SUFFIX: f".{_META}", ".shape": None}
-        return WeightsMapper(orig_to_new_suffix=parts)
+        ours = {VALUES_SUFFIX: _VALUES, META_SUFFIX: _META, SCALES_SUFFIX: _SCALES}
+        parts = {_WEIGHT + suffix: f".{part}" for suffix, part in ours.items()}
+        return WeightsMapper(orig_to_new_suffix={**parts, ".shape": None})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a layer. Raises UnsupportedError for a compressed weight that can't be served."""
@@ -233,44 +273,60 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
     ) -> None:
         """Register the parts as vLLM's parameters. Raises UnsupportedError for columns that can't be cut."""
         stored, loader = self._stored, extra_weight_attrs["weight_loader"]
-        m, k = sum(output_partition_sizes), input_size_per_partition
-        if k != input_size and k % 8:
+        m, k, count = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
+        step = max(8, stored.group or 0)
+        if k != input_size and k % step:
             raise UnsupportedError(
-                f"{self._prefix}: expected a multiple of 8 columns on each rank, got {k} of {input_size}"
+                f"{self._prefix}: expected a multiple of {step} columns on each rank, got {k} of {input_size}"
             )
-        wide = k + -k % 8
-        values, meta, meta_dtype = stored.parts
-        dtype = stored.dtype if stored.is_quantized else params_dtype
-        parts = {values: torch.empty(m, wide // 2, dtype=dtype)}
-        parts[meta] = torch.empty(m, wide // 8, dtype=meta_dtype)
-        for name, data in parts.items():
-            parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+
+        def add(name: str, kind: Any, *shape: int, dtype: torch.dtype = torch.float32, **dims: Any) -> None:
+            parameter = kind(data=torch.empty(shape, dtype=dtype), weight_loader=loader, **dims)
             layer.register_parameter(name, parameter)
-        count = len(output_partition_sizes)
-        if stored.is_quantized and stored.scale_dims is not None:
-            scales = torch.empty(m, *stored.scale_dims, dtype=torch.float32)
-            layer.register_parameter(
-                WEIGHT_SCALE, ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=loader)
-            )
-        elif stored.is_quantized:
-            parameter = PerTensorScaleParameter(
-                data=torch.empty(count, dtype=torch.float32), weight_loader=loader
-            )
-            layer.register_parameter(WEIGHT_SCALE, parameter)
+
+        wide = k + -k % 8
+        rows: dict[str, Any] = {"output_dim": 0}
+        whole = {**rows, "input_dim": 1}
+        values, meta, meta_dtype = stored.parts
+        dtype = params_dtype if stored.dtype in DTYPES else stored.dtype
+        add(values, ModelWeightParameter, m, wide // stored.columns_of_a_value, dtype=dtype, **whole)
+        add(meta, ModelWeightParameter, m, wide // 8, dtype=meta_dtype, **whole)
+        # Scales in another 16-bit dtype than the model's become float32, which is exact.
+        scale_dtype = params_dtype if stored.scale_dtype == params_dtype else torch.float32
+        if stored.group:
+            add(_SCALES, GroupQuantScaleParameter, m, -(-wide // stored.group), dtype=scale_dtype, **whole)
+        elif stored.group == 0:
+            add(_SCALES, ChannelQuantScaleParameter, m, 1, dtype=scale_dtype, **rows)
+        elif stored.scale_dims is not None:
+            add(WEIGHT_SCALE, ChannelQuantScaleParameter, m, *stored.scale_dims, **rows)
+        elif stored.quantizes_inputs:
+            add(WEIGHT_SCALE, PerTensorScaleParameter, count)
         if stored.static_input:
-            parameter = PerTensorScaleParameter(
-                data=torch.empty(count, dtype=torch.float32), weight_loader=loader
-            )
-            layer.register_parameter(INPUT_SCALE, parameter)
-        layer.sparse24_sizes = (m, k, tuple(output_partition_sizes))
+            add(INPUT_SCALE, PerTensorScaleParameter, count)
+        layer.sparse24_sizes = (m, k, tuple(output_partition_sizes), params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the parts by the packed weight. Raises FormatError for bad metadata.
 
         Raises UnsupportedError if no kernel serves, or none that is batch-invariant where vLLM asks for it.
         """
+        sparse, state = self._loaded(layer)
+        try:
+            sparse.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise FormatError(f"{self._prefix}: {error}") from error
+        try:
+            sparse.plan()
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self._prefix}: {error}") from error
+        if isinstance(sparse, Sparse24WeightOnlyLinear):
+            sparse.hold_packed()
+        layer.sparse24 = sparse.eval()
+
+    def _loaded(self, layer: Any) -> tuple[Sparse24Linear, dict[str, Tensor]]:
+        """A layer without data, and its state, of the parts that the vLLM layer gives up."""
         stored = self._stored
-        m, k, widths = layer.sparse24_sizes
+        m, k, widths, dtype = layer.sparse24_sizes
         values, meta = (_taken(layer, name) for name in stored.parts[:2])
         if stored.parts[0] == _BITMASK_VALUES:
             values, meta = from_bitmask(values, meta)
@@ -278,29 +334,26 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
         if envs.VLLM_BATCH_INVARIANT:
             require = wishes.require.model_copy(update={"batch_invariant": True})
             wishes = wishes.model_copy(update={"require": require})
-        sparse: Sparse24Linear
-        state: dict[str, Tensor] = {}
-        if stored.is_quantized:
-            quantized = Sparse24QuantizedLinear(
-                k, m, False, dtype=values.dtype, static_input=stored.static_input, preference=wishes,
-                device="meta",
-            )  # fmt: skip
-            values, meta = quantized.padded(values, meta)
-            scale = _taken(layer, WEIGHT_SCALE)
-            if stored.scale_dims is None:  # each of the merged matrices has its scale
-                scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))
-            state[WEIGHT_SCALE] = scale
-            if stored.static_input:
-                state[INPUT_SCALE] = _taken(layer, INPUT_SCALE).max()
-            sparse = quantized
-        else:
-            sparse = Sparse24Linear(k, m, False, dtype=values.dtype, preference=wishes, device="meta")
-        try:
-            sparse.load_state_dict({VALUES_KEY: values, META_KEY: meta, **state}, assign=True)
-        except RuntimeError as error:
-            raise FormatError(f"{self._prefix}: {error}") from error
-        sparse.plan()
-        layer.sparse24 = sparse.eval()
+        about: dict[str, Any] = {"bias": False, "preference": wishes, "device": "meta"}
+        if stored.group is not None:
+            scales = _taken(layer, _SCALES)
+            about |= {"stored": STORED_OF[values.dtype], "group": stored.group, "scale_dtype": scales.dtype}
+            weight_only = Sparse24WeightOnlyLinear(k, m, dtype=dtype, **about)
+            return weight_only, {VALUES_KEY: values, META_KEY: meta, SCALES_KEY: scales}
+        if not stored.quantizes_inputs:
+            sparse = Sparse24Linear(k, m, dtype=values.dtype, **about)
+            return sparse, {VALUES_KEY: values, META_KEY: meta}
+        quantized = Sparse24QuantizedLinear(
+            k, m, dtype=values.dtype, static_input=stored.static_input, **about
+        )
+        values, meta = quantized.padded(values, meta)
+        scale = _taken(layer, WEIGHT_SCALE)
+        if stored.scale_dims is None:  # each of the merged matrices has its scale
+            scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))
+        state = {VALUES_KEY: values, META_KEY: meta, WEIGHT_SCALE: scale}
+        if stored.static_input:
+            state[INPUT_SCALE] = _taken(layer, INPUT_SCALE).max()
+        return quantized, state
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y: Tensor = layer.sparse24.product(x, bias)

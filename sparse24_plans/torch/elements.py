@@ -3,7 +3,8 @@
 A weight W [M, K] has one of two forms. The canonical form is ``weight`` [M, K/2] in the element's dtype and
 ``meta`` [M, K/8] in int16 or uint16; its words are below 2^12, so both dtypes mean the same. The packed form
 is ``weight`` alone, the tiles of weights/packing.py as [Mt, Kt, tile bytes / itemsize] in the element's
-dtype. It doesn't tell M, so ops take ``m`` beside it.
+dtype. It doesn't tell M, so ops take ``m`` beside it. A quantized weight has the dtype of its stored values;
+``scales`` stand beside its canonical form, and in the tiles of its packed form.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.utils.dlpack
 from ..device.tensors import TensorView
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
-from ..weights.packed_layouts import layout_of
+from ..weights.packed_layouts import Quantization, TileLayout, layout_of, quantized_tiles
 from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import PackedWeight, Sparse24Weight
 
@@ -130,21 +131,16 @@ def weight_sizes(
     meta: torch.Tensor | None,
     m: int | None,
     k: int | None,
-    scales: torch.Tensor | None = None,
+    by: Quantization | None = None,
 ) -> tuple[int, int]:
     """M and K of a weight in either form. ``m`` and ``k`` are the caller's values, or None.
 
-    A weight with ``scales`` is quantized. Raises InvalidProblemError if shapes, dtypes or devices don't fit
+    ``by`` says how the weight is quantized. Raises InvalidProblemError if shapes, dtypes or devices don't fit
     together.
     """
     if meta is None:
-        return _packed_sizes(weight, m, k)
-    each = 2
-    if scales is not None:
-        if weight.dtype not in STORED_OF:
-            known = ", ".join(map(str, STORED_OF))
-            raise InvalidProblemError(f"weight: expected values of {known}, got {weight.dtype}")
-        each = 4 if STORED_OF[weight.dtype] is ElementKind.S4 else 2
+        return _packed_sizes(weight, m, k, by)
+    each = 4 if by is not None and by.element is ElementKind.S4 else 2
     if weight.dim() != 2 or weight.shape[1] * each % 8:
         raise InvalidProblemError(
             f"weight: expected values [M, K/{each}] with K a multiple of 8, got {list(weight.shape)}"
@@ -162,10 +158,17 @@ def weight_sizes(
     return rows, columns
 
 
-def _packed_sizes(weight: torch.Tensor, m: int | None, k: int | None) -> tuple[int, int]:
+def packed_layout(weight: torch.Tensor, by: Quantization | None = None) -> TileLayout:
+    """The layout of a packed weight. Raises UnsupportedError for an element without a layout."""
+    return layout_of(element_of(weight.dtype, "weight")) if by is None else quantized_tiles(by)
+
+
+def _packed_sizes(
+    weight: torch.Tensor, m: int | None, k: int | None, by: Quantization | None
+) -> tuple[int, int]:
     if m is None or k is None:
         raise InvalidProblemError("m: expected the rows of a packed weight (one without meta), got None")
-    layout = layout_of(element_of(weight.dtype, "weight"))
+    layout = packed_layout(weight, by)
     down, across, nbytes = layout.packed_shape(m, k)
     wanted = (down, across, nbytes // weight.element_size())
     if tuple(weight.shape) != wanted:
@@ -199,11 +202,17 @@ def quantized_weight(
     )
 
 
-def packed_weight(weight: torch.Tensor, m: int, k: int) -> PackedWeight:
-    """The packed weight that shares the tensor's memory."""
-    element = element_of(weight.dtype, "weight")
+def packed_weight(
+    weight: torch.Tensor,
+    m: int,
+    k: int,
+    by: Quantization | None = None,
+    dtype: torch.dtype | None = None,
+) -> PackedWeight:
+    """The packed weight that shares the tensor's memory. A quantized one has ``dtype`` when multiplied."""
+    element = element_of(dtype or weight.dtype, "weight")
     view = TensorView.of(weight.view(torch.uint8), argument="weight")
-    return PackedWeight(layout_of(element).layout_id, m, k, element, view.device, (view,))
+    return PackedWeight(packed_layout(weight, by).layout_id, m, k, element, view.device, (view,), by)
 
 
 def tensor_of(array: Any, element: ElementKind) -> torch.Tensor:

@@ -13,6 +13,7 @@ from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import GemmOp, MatrixOrder, ScaleKind
+from ..weights.packed_layouts import Quantization
 from .activations import epilogue_of
 from .elements import DTYPE_OF, STORED_OF, element_of, weight_sizes
 from .plan_cache import descriptor, preference_of
@@ -47,6 +48,8 @@ class Call(NamedTuple):
     beta: float = 1.0
     group: int = 0
     """Columns of a quantized weight that share a scale; 0: the whole row."""
+    scale_dtype: torch.dtype | None = None
+    """The dtype of the scales in a quantized weight that is packed; None for every other weight."""
 
 
 OPERANDS = ("x", "weight", "meta", "scales", "bias", "scale_x", "scale_w", "residual")
@@ -63,13 +66,14 @@ def sizes(call: Call) -> tuple[int, int]:
     m, k = call.m, call.k
     if call.meta is None:
         m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)
-    m, k = weight_sizes(call.weight, call.meta, m, k, call.scales)
+    by = quantization_of(call.weight.dtype, call.scales, call.group, call.scale_dtype)
+    m, k = weight_sizes(call.weight, call.meta, m, k, by)
     wanted, name = (m, "M") if call.dgrad else (k, "K")
     if width != wanted:
         raise InvalidProblemError(
             f"x: expected [..., {wanted}], the weight's {name}, got {list(call.x.shape)}"
         )
-    check_dtypes(call.x.dtype, call.weight.dtype, None if call.scales is None else call.scales.dtype)
+    check_dtypes(call.x.dtype, call.weight.dtype, None if by is None else DTYPE_OF[by.scale_element])
     if call.bias is not None and tuple(call.bias.shape) != (m,):
         raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
     if call.scale_x is not None:
@@ -83,6 +87,22 @@ def sizes(call: Call) -> tuple[int, int]:
         if tensor is not None and tensor.device != call.x.device:
             raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
     return m, k
+
+
+def quantization_of(
+    weight: torch.dtype, scales: Tensor | None, group: int, scale_dtype: torch.dtype | None = None
+) -> Quantization | None:
+    """How a weight is quantized; None if it isn't. Raises InvalidProblemError for the weight's dtype.
+
+    ``scale_dtype`` is that of the scales in a packed weight, which come with no tensor.
+    """
+    dtype = scale_dtype if scales is None else scales.dtype
+    if dtype is None:
+        return None
+    if weight not in STORED_OF:
+        known = ", ".join(map(str, STORED_OF))
+        raise InvalidProblemError(f"weight: expected values of {known}, got {weight}")
+    return Quantization(STORED_OF[weight], group, element_of(dtype, "scales"))
 
 
 def check_dtypes(x: torch.dtype, weight: torch.dtype, scales: torch.dtype | None) -> None:
@@ -115,6 +135,7 @@ def scale_kind(scale: Tensor | None) -> ScaleKind | None:
 def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
     """The descriptor of the product. Raises InvalidProblemError naming the field."""
     bias, residual = call.bias, call.residual
+    by = quantization_of(call.weight.dtype, call.scales, call.group, call.scale_dtype)
     element = element_of(call.x.dtype, "x")
     out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
     c = None if residual is None else element_of(residual.dtype, "residual")
@@ -133,9 +154,9 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
         beta=None if residual is None else call.beta,
-        weight_element=None if call.scales is None else STORED_OF[call.weight.dtype],
-        weight_group=None if call.scales is None else call.group,
-        weight_scale_element=None if call.scales is None else element_of(call.scales.dtype, "scales"),
+        weight_element=None if by is None else by.element,
+        weight_group=None if by is None else by.group,
+        weight_scale_element=None if by is None else by.scale_element,
         c_element=c,
         **orders,
     )

@@ -51,7 +51,7 @@ class CheckedProduct(CheckedCall):
         self.shape = tuple(whole[::-1] if call.turned else whole)
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
         self._empty = allocation(self.shape, self._dtype, self._device)
-        self._quantized = call.scales is not None
+        self._has_scales = call.scales is not None
         self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
         self._check_out(out)
         super().__init__(plan, self._first_caller(call, rows, out), x.device)
@@ -116,7 +116,7 @@ class CheckedProduct(CheckedCall):
             return None
         y = self._empty() if out is None else out
         scales = None
-        if self._quantized:
+        if self._has_scales:
             scales, *others = others  # type: ignore[assignment]
         places: tuple[int, ...]
         if not self._as_it_is:
@@ -335,17 +335,30 @@ def scaled_call(
 
 def weight_only_call(
     x: Tensor,
-    values: Tensor,
-    meta: Tensor,
-    scales: Tensor,
+    weight: Tensor,
+    meta: Tensor | None,
+    scales: Tensor | None,
     bias: Tensor | None = None,
     group: int = 0,
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    m: int | None = None,
+    scale_dtype: torch.dtype | None = None,
 ) -> Call:
-    options = None, None, False, activation, out_dtype, preference, False, 1.0, group
-    return Call(x, values, meta, scales, bias, None, None, None, *options)
+    """Raises InvalidProblemError for a weight that is neither canonical nor packed."""
+    forms = {scales is None, meta is None, scale_dtype is not None}
+    if len(forms) > 1:
+        raise InvalidProblemError(
+            "scales: expected meta and scales of stored values, or scale_dtype alone of a packed weight, got "
+            f"meta {_named(meta)}, scales {_named(scales)} and scale_dtype {scale_dtype}"
+        )
+    options = m, None, False, activation, out_dtype, preference, False, 1.0, group, scale_dtype
+    return Call(x, weight, meta, scales, bias, None, None, None, *options)
+
+
+def _named(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def weight_only_dgrad_call(

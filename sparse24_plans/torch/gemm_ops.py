@@ -120,13 +120,17 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _weight_only_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, values, meta, scales, bias, ctx.group, ctx.activation, ctx.out_dtype, ctx.preference = inputs
+    x, weight, meta, scales, bias, ctx.group, ctx.activation, ctx.out_dtype, ctx.preference, *_ = inputs
     ctx.x_dtype = x.dtype
-    ctx.save_for_backward(x if ctx.activation != "none" else None, values, meta, scales, bias)
+    ctx.save_for_backward(x if ctx.activation != "none" else None, weight, meta, scales, bias)
 
 
 def _weight_only_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, values, meta, scales, bias = ctx.saved_tensors
+    if meta is None:
+        raise UnsupportedError(
+            "weight: expected stored values, meta and scales for gradients, got a packed weight"
+        )
     if ctx.activation != "none":  # the activation's argument is computed again rather than kept
         options = {"out_dtype": ctx.out_dtype, "preference": ctx.preference}
         before = _ops.weight_only_linear(x, values, meta, scales, bias, ctx.group, **options)
@@ -136,7 +140,7 @@ def _weight_only_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx = _ops.weight_only_dgrad(dy.to(ctx.x_dtype), values, meta, scales, ctx.group)
     if bias is not None and ctx.needs_input_grad[4]:
         db = _rows(dy).sum(0).to(bias.dtype)
-    return dx, None, None, None, db, None, None, None, None
+    return dx, None, None, None, db, *[None] * 6
 
 
 def autocast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
@@ -220,8 +224,8 @@ define(
     call=scaled_call,
 )
 define(
-    "weight_only_linear(Tensor x, Tensor values, Tensor meta, Tensor scales, Tensor? bias=None, int group=0, "
-    f"{_OPTIONS}) -> Tensor",
+    "weight_only_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scales, Tensor? bias=None, "
+    f"int group=0, {_OPTIONS}, SymInt? m=None, ScalarType? scale_dtype=None) -> Tensor",
     product_of(weight_only_call),
     _fake_of(weight_only_call),
     backward=_weight_only_backward,

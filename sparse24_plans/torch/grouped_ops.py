@@ -18,7 +18,7 @@ from ..gemm.plan import GemmSparse24Plan
 from . import packed_weight_cache
 from .activations import epilogue_of
 from .elements import DTYPE_OF, STORED_OF, allocation, element_of, plan_device, weight_sizes
-from .gemm_call import check_dtypes, check_scale, scale_kind
+from .gemm_call import check_dtypes, check_scale, quantization_of, scale_kind
 from .gemm_dispatch import about
 from .library import define
 from .plan_cache import CheckedCall, descriptor, plans, preference_of
@@ -56,7 +56,8 @@ def _sizes(call: Grouped) -> tuple[int, int, int]:
             f"offsets: expected torch.int32 [G + 1] with G from 1, got {offsets.dtype} {list(offsets.shape)}"
         )
     groups = offsets.shape[0] - 1
-    rows, k = weight_sizes(call.weight, call.meta, call.m, x.shape[1], call.scales)
+    by = quantization_of(call.weight.dtype, call.scales, call.group)
+    rows, k = weight_sizes(call.weight, call.meta, call.m, x.shape[1], by)
     if rows % groups:
         raise InvalidProblemError(f"weight: expected rows in {groups} groups of one size, got {rows} rows")
     check_dtypes(x.dtype, call.weight.dtype, None if call.scales is None else call.scales.dtype)

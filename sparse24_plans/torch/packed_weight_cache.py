@@ -14,13 +14,13 @@ from ..errors import UnsupportedError
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import CANONICAL_LAYOUT
 from ..weights import packing
-from ..weights.packed_layouts import layout_of
+from ..weights.packing_quantized import unpack_quantized
 from ..weights.weight import CanonicalWeight, PackedWeight
 from .elements import (
     DTYPE_OF,
     canonical_weight,
     current_stream,
-    element_of,
+    packed_layout,
     packed_weight,
     quantized_weight,
 )
@@ -43,7 +43,7 @@ def fits(plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None
     """Whether the plan's kernel reads the weight's own layout."""
     if meta is not None:
         return plan.sku.layout == CANONICAL_LAYOUT
-    return plan.sku.layout == layout_of(element_of(weight.dtype, "weight")).layout_id
+    return plan.sku.layout == packed_layout(weight, plan.descriptor.quantization).layout_id
 
 
 def as_it_is(
@@ -56,8 +56,13 @@ def as_it_is(
 ) -> PackedWeight:
     """The weight in its own layout and memory."""
     if meta is None:
-        return packed_weight(weight, m, k)
+        return _packed(plan, weight, m, k)
     return PackedWeight.canonical(_canonical(plan, weight, meta, scales))
+
+
+def _packed(plan: GemmSparse24Plan, weight: torch.Tensor, m: int, k: int) -> PackedWeight:
+    desc = plan.descriptor
+    return packed_weight(weight, m, k, desc.quantization, DTYPE_OF[desc.element])
 
 
 def _canonical(
@@ -119,7 +124,8 @@ def _convert(
         )
     with cupy_on_torch_stream(weight):
         if meta is None:
-            packed = plan.pack(packing.unpack(packed_weight(weight, m, k)))
+            unpack = packing.unpack if plan.descriptor.quantization is None else unpack_quantized
+            packed = plan.pack(unpack(_packed(plan, weight, m, k)))
         else:
             packed = plan.pack(_canonical(plan, weight, meta, scales))
     if weight.is_cuda:

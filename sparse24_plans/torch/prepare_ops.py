@@ -1,6 +1,6 @@
 """The ops that prepare weights: prune, compress, decompress, pack, unpack, tile_prune and apply_mask.
 
-Each runs a plan of ``prepare`` on PyTorch's memory and current stream.
+Each but ``pack_quantized`` runs a plan of ``prepare`` on PyTorch's memory and current stream.
 """
 
 from __future__ import annotations
@@ -14,10 +14,22 @@ from ..device.tensors import TensorView
 from ..errors import InvalidProblemError
 from ..prepare import args as prepare_args
 from ..prepare import plan as prepare_plans
-from ..vocab import MaskLayout
-from ..weights.packed_layouts import layout_of
-from .elements import canonical_weight, element_of, meta_view, packed_weight, stream_argument, weight_sizes
+from ..vocab import ElementKind, MaskLayout
+from ..weights.packed_layouts import Quantization, layout_of, quantized_tiles
+from ..weights.packing_quantized import pack_quantized
+from .elements import (
+    STORED_OF,
+    canonical_weight,
+    element_of,
+    meta_view,
+    packed_weight,
+    quantized_weight,
+    stream_argument,
+    tensor_of,
+    weight_sizes,
+)
 from .library import define
+from .packed_weight_cache import cupy_on_torch_stream
 from .plan_cache import CheckedCall, descriptor, plans, select
 
 _ops: Any = torch.ops.sparse24
@@ -135,6 +147,23 @@ def _pack(values: Tensor, meta: Tensor) -> Tensor:
     weight = canonical_weight(values.contiguous(), meta.contiguous())
     _run(plan, prepare_args.PackSparse24Args(weight, TensorView.of(packed.view(torch.uint8))), values)
     return packed
+
+
+def _pack_quantized(values: Tensor, meta: Tensor, scales: Tensor, group: int = 0) -> Tensor:
+    _quantized_sizes(values, meta, scales, group)
+    values, meta, scales = (one.contiguous() for one in (values, meta, scales))
+    dtype = torch.bfloat16 if scales.dtype == torch.float32 else scales.dtype  # the tiles don't tell W's
+    with cupy_on_torch_stream(values):
+        tiles = pack_quantized(quantized_weight(values, meta, scales, group, dtype)).buffers[0]
+        return tensor_of(tiles.bits(), ElementKind.U8).view(values.dtype).clone()
+
+
+def _quantized_sizes(values: Tensor, meta: Tensor, scales: Tensor, group: int) -> tuple[Any, ...]:
+    """The shape of the tiles of a quantized weight. Raises InvalidProblemError for wrong operands."""
+    if values.dtype not in STORED_OF:
+        raise InvalidProblemError(f"values: expected {', '.join(map(str, STORED_OF))}, got {values.dtype}")
+    by = Quantization(STORED_OF[values.dtype], group, element_of(scales.dtype, "scales"))
+    return quantized_tiles(by).packed_shape(*weight_sizes(values, meta, None, None, by))
 
 
 def _unpack(packed: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
@@ -264,6 +293,10 @@ def _fake_pack(values: Tensor, meta: Tensor) -> Tensor:
     return _empty_packed(values, *weight_sizes(values, meta, None, None))
 
 
+def _fake_pack_quantized(values: Tensor, meta: Tensor, scales: Tensor, group: int = 0) -> Tensor:
+    return values.new_empty(_quantized_sizes(values, meta, scales, group))
+
+
 def _fake_unpack(packed: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
     weight_sizes(packed, None, m, k)
     return empty_canonical(packed, m, k)
@@ -357,6 +390,11 @@ define(
     setup_context=_save_second,
 )
 define("pack(Tensor values, Tensor meta) -> Tensor", _pack, _fake_pack)
+define(
+    "pack_quantized(Tensor values, Tensor meta, Tensor scales, int group=0) -> Tensor",
+    _pack_quantized,
+    _fake_pack_quantized,
+)
 define("unpack(Tensor packed, SymInt m, SymInt k) -> (Tensor, Tensor)", _unpack, _fake_unpack)
 define(
     'tile_prune(Tensor dense, str rule="greedy_magnitude") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',

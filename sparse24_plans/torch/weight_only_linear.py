@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ScaleRule, element_kind
-from ..weights.packed_layouts import Quantization
+from ..weights.packed_layouts import QUANTIZED_LAYOUTS, Quantization
+from ..weights.packing_quantized import unpack_quantized
 from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight, stored_width
-from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, tensor_of
+from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, packed_weight, tensor_of
 from .gemm_dispatch import run, weight_only_call
 from .library import only_dispatches
 from .linear import VALUES_KEY, Sparse24Linear, words_of
@@ -49,7 +50,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     """
 
     _DTYPES = (torch.float16, torch.bfloat16)
-    scales: Tensor
+    scales: Tensor | None
 
     def __init__(
         self,
@@ -77,14 +78,15 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             raise InvalidProblemError(f"scale_dtype: expected {dtype} or torch.float32, got {scale_dtype}")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype, **options)
         self.dtype, self.weight_element, self.group = dtype, kind, group
-        by = Quantization(kind, group, element_of(scale_dtype or dtype, "scale_dtype"))
+        self.scale_dtype = scale_dtype or dtype
+        by = self.quantization
         values = torch.zeros(
             out_features, stored_width(self.k, by), dtype=_DTYPE_OF_STORED[kind], device=device
         )
         self.values = nn.Parameter(values, requires_grad=False)
         groups = by.scales_of_a_row(self.k)
         self.register_buffer(
-            "scales", torch.ones(out_features, groups, dtype=scale_dtype or dtype, device=device)
+            "scales", torch.ones(out_features, groups, dtype=self.scale_dtype, device=device)
         )
 
     @classmethod
@@ -178,35 +180,72 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
 
     @property
     def weight_bytes(self) -> int:
-        nbytes: int = super().weight_bytes + self.scales.nbytes
+        nbytes: int = super().weight_bytes + (0 if self.scales is None else self.scales.nbytes)
         return nbytes
 
     @property
     def quantization(self) -> Quantization:
         """How the layer stores its values."""
-        return Quantization(self.weight_element, self.group, element_of(self.scales.dtype, "scales"))
+        return Quantization(self.weight_element, self.group, element_of(self.scale_dtype, "scale_dtype"))
 
     def form(self) -> dict[str, Any]:
-        return {"stored": self.weight_element.value, "group": self.group, "scale_dtype": self.scales.dtype}
+        return {"stored": self.weight_element.value, "group": self.group, "scale_dtype": self.scale_dtype}
+
+    def hold_packed(self) -> None:
+        """Hold the weight as the device's kernels read it, and nothing else: for inference.
+
+        There are no gradients then, and products keep no copy in another layout. ``to`` and loading a
+        state_dict restore the canonical weight. On the CPU nothing changes: its kernels read that. Raises
+        UnsupportedError or BackendUnavailableError if no kernel serves.
+        """
+        if self.packed is None and self.plan().sku.layout == QUANTIZED_LAYOUTS[self.weight_element]:
+            self._pack()
+
+    def _pack(self) -> None:
+        with torch.no_grad():
+            self.packed = _ops.pack_quantized(*self._parts(), self.group)
+        self.values = self.metadata = self.scales = None
 
     def _settle(self) -> None:
-        """The layer holds the canonical weight on every device."""
+        """The layer holds the canonical weight on every device, until ``hold_packed``."""
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Stored values, metadata int16 and scales; a packed weight is unpacked on the host."""
+        if self.packed is None:
+            assert self.values is not None
+            assert self.scales is not None
+            return self.values, words_of(self.metadata), self.scales
+        packed = packed_weight(self.packed.cpu(), *self._shape, self.quantization, self.dtype)
+        views = unpack_quantized(packed).views
+        values, meta, scales = (tensor_of(view.bits(), view.element).to(self.packed.device) for view in views)
+        return values, meta, scales
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        return self._parts()[:2]
+
+    def _hold_canonical(self) -> None:
+        """Restore the canonical weight of a layer that holds it packed."""
+        if self.packed is not None:
+            values, meta, self.scales = self._parts()
+            self._unpack(values, meta)
 
     def kept_values(self, stored: Tensor, rows: slice = slice(None)) -> Tensor:
         if self.weight_element is ElementKind.S4:
             low, high = stored << 4, stored & 0xF0
             stored = torch.stack([low, high], dim=-1).flatten(1).view(torch.int8) >> 4
-        scales = self.scales[rows].float()
+        scales = self._parts()[2][rows].float()
         if self.group:
             scales = scales.repeat_interleave(self.group // 2, dim=1)[:, : stored.shape[1]]
         return (stored.float() * scales).to(self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Sparse24WeightOnlyLinear:
+        self._hold_canonical()
         super()._apply(keeping_dtypes(fn), recurse)
         return self
 
     def _clear(self) -> None:
         super()._clear()
+        assert self.scales is not None
         self.scales.fill_(1.0)
 
     @classmethod
@@ -215,7 +254,8 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + SCALES_KEY] = self.scales if keep_vars else self.scales.detach()
+        scales = self._parts()[2]
+        destination[prefix + SCALES_KEY] = scales if keep_vars else scales.detach()
 
     def _taken(self, key: str, given: Tensor, own: Tensor) -> Tensor:
         if key == VALUES_KEY and given.dtype != own.dtype:
@@ -225,6 +265,8 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
         _, strict, missing_keys, _, error_msgs = about
         key = prefix + SCALES_KEY
+        self._hold_canonical()
+        assert self.scales is not None
         given = state_dict.get(key)
         rest = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(rest, prefix, *about)
@@ -245,20 +287,24 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
 
         Raises InvalidProblemError for another width or dtype. Under autocast x is converted to W's dtype.
         """
-        assert self.values is not None
         if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             x = x.to(self.dtype)
         if x.dtype != self.dtype:
             raise InvalidProblemError(f"x: expected {self.dtype}, as the weight, got {x.dtype}")
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
-        _, activation, out_dtype, wishes, *_ = self._direct_options
-        given = (
-            x, self.values, words_of(self.metadata), self.scales, bias, self.group, activation, out_dtype,
-            wishes,
-        )  # fmt: skip
+        m, activation, out_dtype, wishes, *_, k = self._direct_options
+        if x.dim() and x.shape[-1] != k:  # another K may fill as many tiles
+            raise InvalidProblemError(f"x: expected [..., {k}], the weight's K, got {list(x.shape)}")
+        weight: Any = self._buffers["packed"]
+        form: tuple[Any, ...] = None, m, self.scale_dtype
+        if weight is None:
+            weight, form = self._parameters["values"], (words_of(self._buffers["metadata"]), None, None)
+        meta, *packed = form
+        scales = self._buffers["scales"]
+        given = x, weight, meta, scales, bias, self.group, activation, out_dtype, wishes, *packed
         # The dispatcher would take as long as everything else that the host does.
-        if not torch.compiler.is_compiling() and only_dispatches(x, self.values, bias):
+        if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias):
             return run(weight_only_call(*given))
         y: Tensor = _ops.weight_only_linear(*given)
         return y

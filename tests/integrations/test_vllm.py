@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -26,13 +27,29 @@ from vllm.model_executor.layers.quantization import (  # noqa: E402
 )
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper  # noqa: E402
 
-from sparse24_plans import FormatError, UnsupportedError, compress_checkpoint, convert_checkpoint  # noqa: E402
-from sparse24_plans.torch import Sparse24Linear, Sparse24QuantizedLinear, save_sparse24, to_sparse24  # noqa: E402
+from sparse24_plans import (  # noqa: E402
+    FormatError,
+    PlanPreference,
+    Sparse24QuantizedWeight,
+    Sparse24Weight,
+    UnsupportedError,
+    compress_checkpoint,
+    convert_checkpoint,
+    to_foreign,
+)
+from sparse24_plans.torch import (  # noqa: E402
+    Sparse24Linear,
+    Sparse24QuantizedLinear,
+    Sparse24Recipe,
+    Sparse24WeightOnlyLinear,
+    save_sparse24,
+    to_sparse24,
+)
 
 next(iter(entry_points(group="vllm.general_plugins", name="sparse24"))).load()()
 from sparse24_plans.integrations.vllm import Sparse24VllmConfig  # noqa: E402
 
-HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 64, 4, 2, 16, 96
+HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 64, 4, 2, 32, 384
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 SIZES = {
     "qkv_proj": {"q_proj": HEADS * HEAD, "k_proj": KV_HEADS * HEAD, "v_proj": KV_HEADS * HEAD},
@@ -67,13 +84,15 @@ def tensors_of_a_model(dtype=BF16) -> dict[str, torch.Tensor]:
     }
 
 
-def saved(folder: Path, tensors: dict[str, torch.Tensor], form: str, element: str | None = None) -> Path:
+def saved(
+    folder: Path, tensors: dict[str, torch.Tensor], form: str, element: str | None = None, **by
+) -> Path:
     """A compressed checkpoint of the tensors in a form, by the package's own command."""
     dense, ours, theirs = (folder / name for name in ("dense", "sparse24", "theirs"))
     dense.mkdir()
     save_file(tensors, dense / "model.safetensors")
     (dense / "config.json").write_text("{}")
-    compress_checkpoint(dense, ours, **({"element": element} if element else {}))
+    compress_checkpoint(dense, ours, element=element, **by)
     if form == "sparse24":
         return ours
     convert_checkpoint(ours, theirs, from_format="sparse24", to_format=form)
@@ -87,8 +106,11 @@ def dense_of(folder: Path) -> dict[str, torch.Tensor]:
 
     with ModelReader(folder) as reader:
         source = Source(reader, None)
-        found = {name: source.tensor(name).double() for name in (*source.weights, *source.others)}
-    return {name: tensor * found.get(f"{name}_scale", torch.ones(())) for name, tensor in found.items()}
+        found = {name: source.tensor(name).double() for name in source.others}
+        for name in source.weights:  # not by Source.tensor, which rounds what it has scaled
+            dense = torch.ops.sparse24.decompress(*source.canonical(name)).double()
+            found[name] = dense * found.get(f"{name}_scale", torch.ones(()))
+    return found
 
 
 @pytest.fixture
@@ -191,6 +213,88 @@ def test_each_rank_computes_with_its_part_of_the_weight(tmp_path, at_rank, form,
             assert off < (0.05 if element else 0.004)
 
 
+STORED = pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
+PARTS = {"values24", "meta24", "scales24"}
+"""Parameters of a layer while a weight with scales of groups is loaded."""
+
+
+@STORED
+@pytest.mark.parametrize("group", [0, 32, 64])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+def test_each_rank_has_its_part_of_stored_values(tmp_path, at_rank, stored, group, rank, size):
+    folder = saved(tmp_path, tensors_of_a_model(), "sparse24", weights=stored, group=group)
+    at_rank(rank, size)
+    model, dense = load(folder), dense_of(folder)
+    for name, layer in model.block.named_children():
+        assert type(layer.sparse24) is Sparse24WeightOnlyLinear
+        assert layer.sparse24.weight_element == stored
+        assert not PARTS & set(dict(layer.named_parameters(recurse=False)))
+        weight, bias = own_part(dense, name, rank, size)
+        assert torch.equal(layer.sparse24.dense_weight().double(), weight)
+        groups = -(-weight.shape[1] // group) if group else 1
+        assert layer.sparse24.quantization.scales_of_a_row(weight.shape[1]) == groups
+        x = torch.randn(7, weight.shape[1], dtype=BF16)
+        for given in (layer.bias, None):
+            y = layer.quant_method.apply(layer, x, given)
+            wanted = x.double() @ weight.T + (0 if given is None else bias)
+            assert (y.dtype, y.shape) == (BF16, wanted.shape)
+            assert (y.double() - wanted).norm() < 0.004 * wanted.norm()
+
+
+@STORED
+@pytest.mark.parametrize("group", [0, 128])
+def test_stored_values_are_held_packed_where_kernels_read_them_so(
+    tmp_path, at_rank, monkeypatch, stored, group
+):
+    """As on a GPU: kernels of the CPU read the canonical weight, of which the op makes it."""
+    folder = saved(tmp_path, tensors_of_a_model(), "sparse24", weights=stored, group=group)
+    plain = load(folder).block
+    monkeypatch.setattr(Sparse24WeightOnlyLinear, "hold_packed", Sparse24WeightOnlyLinear._pack)
+    for layer, other in zip(load(folder).block.children(), plain.children(), strict=True):
+        held = layer.sparse24
+        assert (held.values, held.metadata, held.scales) == (None, None, None)
+        assert held.weight_bytes == held.packed.nbytes
+        x = torch.randn(5, held.in_features, dtype=BF16)
+        assert torch.equal(layer(x), other(x))
+
+
+def test_scales_of_groups_are_kept_exactly_in_a_model_of_another_dtype(tmp_path, at_rank):
+    from safetensors.torch import load_file
+
+    folder = saved(tmp_path, tensors_of_a_model(), "sparse24", weights="s4", group=64)
+    stored = load_file(folder / "model.safetensors")["block.down_proj.weight.scales24"]
+    layer = load(folder, torch.float16).block.down_proj
+    assert (stored.dtype, layer.sparse24.scales.dtype) == (BF16, torch.float32)
+    assert torch.equal(layer.sparse24.scales, stored.float())
+    assert layer(torch.randn(3, INNER, dtype=torch.float16)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+def test_a_converted_marlin_24_checkpoint_is_served(tmp_path, at_rank, dtype):
+    theirs, tensors = tmp_path / "theirs", tensors_of_a_model(torch.float16)
+    theirs.mkdir()
+    for name in [name for name in tensors if name.endswith(".weight")]:
+        weight = Sparse24Weight.prune_compress(tensors.pop(name))
+        group = 128 if weight.k == INNER else 0
+        parts = to_foreign("marlin_24", Sparse24QuantizedWeight.quantize(weight, stored="s4", group=group))
+        home = name.removesuffix("weight")
+        tensors |= {f"{home}{part}": torch.from_numpy(array) for part, array in parts.items()}
+    save_file(tensors, theirs / "model.safetensors")
+    section = {"quant_method": "compressed-tensors", "format": "marlin-24"}
+    config = {"torch_dtype": str(dtype).removeprefix("torch."), "quantization_config": section}
+    (theirs / "config.json").write_text(json.dumps(config))
+    ours = tmp_path / "ours"
+    convert_checkpoint(theirs, ours, from_format="marlin_24", to_format="sparse24")
+    dense = dense_of(ours)
+    for name, layer in load(ours, dtype).block.named_children():
+        weight, bias = own_part(dense, name, 0, 1)
+        assert layer.sparse24.weight_element == "s4"
+        assert torch.equal(layer.sparse24.dense_weight().double(), weight)
+        x = torch.randn(3, weight.shape[1], dtype=dtype)
+        wanted = x.double() @ weight.T + bias
+        assert (layer(x).double() - wanted).norm() < 0.004 * wanted.norm()
+
+
 def add_groups(folder: Path, group: dict, **more) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -223,7 +327,8 @@ def test_one_scale_for_each_merged_matrix(tmp_path, at_rank, static):
         assert qkv.input_scale is None
 
 
-def test_a_saved_model_with_layers_left_dense(tmp_path, at_rank):
+@pytest.mark.parametrize("by", [{}, {"stored": "s8", "group": 32}], ids=["bf16", "s8"])
+def test_a_saved_model_with_layers_left_dense(tmp_path, at_rank, by):
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +338,7 @@ def test_a_saved_model_with_layers_left_dense(tmp_path, at_rank):
             )
 
     whole = Whole().to(BF16)
-    to_sparse24(whole, exclude=["*.o_proj"])
+    to_sparse24(whole, exclude=["*.o_proj"], recipe=Sparse24Recipe(**by))
     save_sparse24(whole, tmp_path / "saved")
     model = load(tmp_path / "saved", process=False)
     assert type(model.block.o_proj.quant_method) is vllm_linear.UnquantizedLinearMethod
@@ -244,9 +349,9 @@ def test_a_saved_model_with_layers_left_dense(tmp_path, at_rank):
     assert torch.equal(layer(x), whole.block["down_proj"](x))
 
 
-@pytest.mark.parametrize("element", [None, "fp8_e4m3"], ids=["bf16", "fp8"])
-def test_batch_invariance_is_required_of_the_kernels(tmp_path, at_rank, monkeypatch, element):
-    folder = saved(tmp_path, tensors_of_a_model(), "sparse24", element)
+@pytest.mark.parametrize("by", [{}, {"element": "fp8_e4m3"}, {"weights": "s4"}], ids=["bf16", "fp8", "s4"])
+def test_batch_invariance_is_required_of_the_kernels(tmp_path, at_rank, monkeypatch, by):
+    folder = saved(tmp_path, tensors_of_a_model(), "sparse24", **by)
     assert not load(folder).block.qkv_proj.sparse24.preference.require.batch_invariant
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
     layer = load(folder).block.qkv_proj
@@ -256,8 +361,9 @@ def test_batch_invariance_is_required_of_the_kernels(tmp_path, at_rank, monkeypa
     assert torch.equal(layer(x)[:1], layer(x[:1]))
 
 
-def test_a_compiled_graph_holds_the_op(tmp_path, at_rank):
-    layer = load(saved(tmp_path, tensors_of_a_model(), "sparse24")).block.down_proj
+@pytest.mark.parametrize("by", [{}, {"weights": "s4"}], ids=["bf16", "s4"])
+def test_a_compiled_graph_holds_the_op(tmp_path, at_rank, by):
+    layer = load(saved(tmp_path, tensors_of_a_model(), "sparse24", **by)).block.down_proj
     x = torch.randn(5, INNER, dtype=BF16)
     compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
     assert torch.equal(compiled(x), layer(x))
@@ -318,13 +424,46 @@ def test_compressed_weights_outside_linear_layers_are_refused(tmp_path, at_rank)
 
 def test_columns_that_cannot_be_cut_are_refused(tmp_path, at_rank):
     config = config_for(saved(tmp_path, tensors_of_a_model(), "sparse24"))
-    at_rank(0, 16)
-    with pytest.raises(UnsupportedError, match="expected a multiple of 8 columns on each rank, got 6 of 96"):
+    at_rank(0, 64)
+    with pytest.raises(UnsupportedError, match="expected a multiple of 8 columns on each rank, got 6 of 384"):
         vllm_linear.RowParallelLinear(INNER, HIDDEN, quant_config=config, prefix="block.down_proj")
 
 
-def test_a_group_without_two_positions_is_refused(tmp_path, at_rank):
-    model = load(saved(tmp_path, tensors_of_a_model(), "sparse24"), process=False)
+def test_columns_that_share_scales_cannot_be_cut(tmp_path, at_rank):
+    config = config_for(saved(tmp_path, tensors_of_a_model(), "sparse24", weights="s4", group=128))
+    at_rank(0, 2)
+    with pytest.raises(UnsupportedError, match="a multiple of 128 columns on each rank, got 192 of 384"):
+        vllm_linear.RowParallelLinear(INNER, HIDDEN, quant_config=config, prefix="block.down_proj")
+
+
+def test_scales_of_no_known_groups_are_refused(tmp_path, at_rank):
+    from safetensors.torch import load_file
+
+    folder = saved(tmp_path, tensors_of_a_model(), "sparse24", weights="s4", group=32)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["block.down_proj.weight.scales24"] = torch.ones(HIDDEN, 5)
+    save_file(tensors, file, {"sparse24_format": "1"})
+    with pytest.raises(UnsupportedError, match=r"block\.down_proj: expected scales24 of groups of 32 or 64"):
+        config_for(folder)
+
+
+@pytest.mark.parametrize("by", [{}, {"weights": "s4"}], ids=["bf16", "s4"])
+def test_a_layer_that_no_kernel_serves_is_refused_by_name(tmp_path, at_rank, by):
+    config = config_for(saved(tmp_path, tensors_of_a_model(), "sparse24", **by))
+    wish = PlanPreference(prefer_kernel="wgmma_sp")
+    config.sparse = {name: replace(one, preference=wish) for name, one in config.sparse.items()}
+    layer = vllm_linear.RowParallelLinear(
+        INNER, HIDDEN, quant_config=config, prefix="block.down_proj", params_dtype=BF16
+    )
+    layer.meta24.data.fill_(0x0404)
+    with pytest.raises(UnsupportedError, match=r"block\.down_proj: .*wgmma_sp"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("by", [{}, {"weights": "s4"}], ids=["bf16", "s4"])
+def test_a_group_without_two_positions_is_refused(tmp_path, at_rank, by):
+    model = load(saved(tmp_path, tensors_of_a_model(), "sparse24", **by), process=False)
     layer = model.block.down_proj
     layer.meta24.data.view(torch.int16)[3, 2] = 0
     with pytest.raises(FormatError, match=r"(?s)block\.down_proj: .*\(row 3, group 4\)"):

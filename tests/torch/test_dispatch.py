@@ -37,7 +37,7 @@ def samples() -> dict[str, tuple]:
     wide = [wanting(t) for t in (x, values, bias)]
     experts = S.prune_compress(randn(128, 64).bfloat16())
     offsets = torch.tensor([0, 3, 5], dtype=torch.int32, device=DEVICE)
-    # No kernel of a GPU multiplies stored values yet.
+    # No kernel of a GPU computes the gradients of stored values.
     nibbles = torch.arange(96 * 16).remainder(251).to(torch.uint8).reshape(96, 16)
     stored = nibbles, words.cpu(), randn(96, 2).abs().bfloat16().cpu()
     some, rows, addend = (wanting(one.bfloat16().cpu()) for one in (x, randn(2, 5, 96), bias))
@@ -60,6 +60,21 @@ def samples() -> dict[str, tuple]:
         "grouped_mm": (S.grouped_mm, randn(5, 64).bfloat16(), *experts, offsets),
         "weight_only_linear": (S.weight_only_linear, some, *stored, addend, 32),
         "weight_only_linear with an activation": (S.weight_only_linear, some, *stored, None, 32, "silu"),
+        "weight_only_linear, packed": (
+            S.weight_only_linear,
+            some.detach(),
+            S.pack_quantized(*stored, 32),
+            None,
+            None,
+            addend.detach(),
+            32,
+            "none",
+            None,
+            "",
+            96,
+            torch.bfloat16,
+        ),
+        "pack_quantized": (S.pack_quantized, *stored, 32),
         "weight_only_dgrad": (S.weight_only_dgrad, rows.detach(), *stored, 32),
         "dgrad": (S.dgrad, wanting(randn(2, 5, 96)), wide[1], meta),
         "dgrad, packed": (S.dgrad, randn(5, 96).bfloat16(), packed, None, 96, 64),

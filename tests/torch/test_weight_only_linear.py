@@ -18,6 +18,7 @@ from sparse24_plans.torch import (  # noqa: E402
     fuse_gated,
     to_sparse24,
 )
+from sparse24_plans.torch.packed_weight_cache import kept_copies  # noqa: E402
 
 STRICT = {"prefer_kernel": "host_strict"}
 """The kernel whose bits are the same whenever its operands are."""
@@ -122,6 +123,87 @@ def test_state_dicts_copies_and_pickles_hold_the_bits(stored):
             assert torch.equal(one(x), wanted)
 
 
+def held_packed(layer: Sparse24WeightOnlyLinear) -> Sparse24WeightOnlyLinear:
+    """The layer as on a GPU whose kernels read a layout of their own; those of the CPU do not."""
+    layer._pack()
+    assert (layer.values, layer.metadata, layer.scales) == (None, None, None)
+    return layer
+
+
+@STORED
+@pytest.mark.parametrize("group", [0, 64])
+@pytest.mark.parametrize("scale_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["none", "swiglu"])
+def test_a_packed_layer_gives_the_same_bits(stored, group, scale_dtype, activation):
+    by = {"stored": stored, "group": group, "scale_dtype": scale_dtype, "activation": activation}
+    layer = Sparse24WeightOnlyLinear.from_linear(a_linear(), preference=STRICT, **by)
+    packed = held_packed(copy.deepcopy(layer))
+    x = torch.randn(2, 5, 203, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(packed(x), layer(x))
+    assert torch.equal(packed.dense_weight(), layer.dense_weight())
+    tile = {"s4": 2048, "s8": 4096, "fp8_e4m3": 4096}[stored] + 1024
+    scales = 64 * (2 if group else 1) * (4 if scale_dtype else 2)
+    assert packed.weight_bytes == 2 * (tile + scales)  # 48 rows, 208 columns
+
+
+@STORED
+def test_a_packed_layer_is_saved_loaded_and_moved_as_any_other(stored):
+    layer = Sparse24WeightOnlyLinear.from_linear(a_linear(), stored=stored, preference=STRICT)
+    packed, state = held_packed(copy.deepcopy(layer)), layer.state_dict()
+    assert packed.state_dict().keys() == state.keys()
+    for key, tensor in packed.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), state[key].view(torch.uint8))
+    moved, loaded = held_packed(copy.deepcopy(layer)).to("cpu"), held_packed(copy.deepcopy(layer))
+    loaded.load_state_dict(state)
+    x = torch.randn(3, 203, dtype=torch.bfloat16)
+    for one in (moved, loaded):
+        assert one.packed is None
+        assert torch.equal(one(x), layer(x))
+
+
+def test_a_packed_layer_refuses_what_it_cannot_compute():
+    packed = held_packed(Sparse24WeightOnlyLinear.from_linear(a_linear(200)))
+    with pytest.raises(InvalidProblemError, match=r"x: expected \[\.\.\., 200\], the weight's K"):
+        packed(torch.randn(3, 208, dtype=torch.bfloat16))
+    x = torch.randn(3, 200, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="for gradients, got a packed weight"):
+        packed(x).sum().backward()
+
+
+def test_kernels_of_the_cpu_read_the_canonical_weight():
+    layer = Sparse24WeightOnlyLinear.from_linear(a_linear())
+    layer.hold_packed()
+    assert layer.packed is None
+    assert layer.values is not None
+
+
+@pytest.mark.gpu
+@STORED
+def test_a_packed_layer_is_captured_without_a_copy_of_its_weight(stored):
+    layer = Sparse24WeightOnlyLinear.from_linear(a_linear(256, 192), stored=stored, group=64)
+    x = torch.randn(5, 256, dtype=torch.bfloat16, device="cuda")
+    layer = layer.cuda()
+    if torch.cuda.get_device_capability() != (9, 0):
+        with pytest.raises(UnsupportedError):
+            layer.hold_packed()
+        return
+    packed = copy.deepcopy(layer)
+    packed.hold_packed()
+    assert packed.values is None
+    kept = kept_copies()
+    with torch.no_grad():
+        packed(x)  # selects the plan
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = packed(x)
+    graph.replay()
+    assert kept_copies() == kept
+    with torch.no_grad():
+        assert torch.equal(y, layer(x))
+    assert torch.equal(packed.dense_weight(), layer.dense_weight())
+
+
 def test_a_layer_without_data_becomes_zero():
     layer = Sparse24WeightOnlyLinear(203, 48, device="meta").to_empty(device="cpu")
     assert not layer.dense_weight().any()
@@ -153,11 +235,15 @@ def test_dtypes_stay():
         assert layer(torch.randn(1, 203)).dtype == torch.bfloat16
 
 
-def test_compiled_layers_give_the_same_bits():
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_layers_give_the_same_bits(packed):
     layer = Sparse24WeightOnlyLinear.from_linear(a_linear(), activation="silu", preference=STRICT)
     x = torch.randn(4, 203, dtype=torch.bfloat16)
     with torch.no_grad():
-        assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+        wanted = layer(x)
+        if packed:
+            held_packed(layer)
+        assert torch.equal(torch.compile(layer, fullgraph=True)(x), wanted)
 
 
 @pytest.mark.parametrize(
