@@ -48,6 +48,8 @@ _CHUNKS_OF_THREE, _SUMS_TWICE_OF_THREE = 56, 36
 _ELEMENTS_OF_TWO, _ELEMENTS_OF_FOUR, _ELEMENTS_OF_THREE = 48, 40, 144
 """Most tokens where threads make elements of a quantized W: of two CTAs an SM with two m64 tiles a warpgroup,
 of four CTAs an SM, and of three warpgroups."""
+_ELEMENTS_BESIDE_CHUNKS = 144
+"""Most tokens where threads make such elements beside sums of earlier chunks of K."""
 _HELD, _HELD_OF_THREE = 168, 72
 """Accumulators that registers hold in total where some wait in the workspace."""
 
@@ -158,8 +160,9 @@ class WgmmaSpSchedule(NamedTuple):
             most = _ELEMENTS_OF_FOUR
         elif self.ctas_per_sm == 2 and self.m_tiles == 2:
             most = _ELEMENTS_OF_TWO
-        holds_chunks = self.saved_accumulators > 0 and not self.stream_k
-        return self.tokens <= most and not (holds_chunks and (self.warpgroups == 3 or self.m_tiles == 2))
+        if self.k_chunks > 1 and not self.stream_k:
+            most = 0 if self.warpgroups == 3 or self.m_tiles == 2 else _ELEMENTS_BESIDE_CHUNKS
+        return self.tokens <= most
 
     def step_tokens(self, lines: OperandLayouts) -> int:
         """Tokens of a staging buffer: the tile is stored in equal steps of a multiple of 8 tokens."""
