@@ -205,6 +205,7 @@ def problem_of(
 ) -> dict[str, object]:
     entry = row_of(row)
     element = entry.elements[-1]
+    k -= k % 16 if element.itemsize == 1 else 0  # rows of 8-bit elements are multiples of 16 bytes
     fields = {"n": tokens(row, n), "m": m, "k": k, "element": element, "alpha": 0.75, "beta": -0.5}
     fields |= variant | more
     if element == "s8" and variant:
