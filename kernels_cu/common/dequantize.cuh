@@ -5,31 +5,18 @@
 #include "ptx/fp8.cuh"
 
 // Arithmetic of pairs, each result rounded to nearest even.
-template <ElementKind kElement> struct PairMath;
-template <> struct PairMath<ElementKind::F16> {
-  static __device__ __forceinline__ u32 subtract(u32 a, u32 b) {
-    u32 d;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-  }
-  static __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
-    u32 d;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-  }
-};
-template <> struct PairMath<ElementKind::BF16> {
-  static __device__ __forceinline__ u32 subtract(u32 a, u32 b) {
-    u32 d;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-  }
-  static __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
-    u32 d;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-  }
-};
+template <ElementKind kElement> __device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b) {
+  u32 d;
+  if constexpr (kElement == ElementKind::F16) asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+template <ElementKind kElement> __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
+  u32 d;
+  if constexpr (kElement == ElementKind::F16) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 
 // The two elements of a pair as float32.
 template <ElementKind kElement> __device__ __forceinline__ float low_of(u32 pair) {
@@ -54,12 +41,12 @@ template <ElementKind kStored, ElementKind kElement, int kPart> __device__ __for
   constexpr bool kIsF16 = kElement == ElementKind::F16;
   if constexpr (kStored == ElementKind::S4) {
     constexpr u32 kUnit = kIsF16 ? 0x64006400 : 0x43004300;  // 2^10 or 2^7, whose last bit is 1
-    return PairMath<kElement>::subtract(masked_or<0x000f000f, kUnit>(word >> 4 * kPart), kUnit + 0x00080008);
+    return subtract_pairs<kElement>(masked_or<0x000f000f, kUnit>(word >> 4 * kPart), kUnit + 0x00080008);
   } else if constexpr (kStored == ElementKind::S8) {
     const u32 bytes = word >> 8 * kPart;
-    if constexpr (kIsF16) return PairMath<kElement>::subtract(masked_or<0x00ff00ff, 0x64006400>(bytes), 0x64806480);
+    if constexpr (kIsF16) return subtract_pairs<kElement>(masked_or<0x00ff00ff, 0x64006400>(bytes), 0x64806480);
     // bf16 has seven bits: 128 + the low bits of q + 128, less 128 if its high bit is set and else 256.
-    return PairMath<kElement>::subtract(masked_or<0x007f007f, 0x43004300>(bytes), (bytes & 0x00800080) ^ 0x43804380);
+    return subtract_pairs<kElement>(masked_or<0x007f007f, 0x43004300>(bytes), (bytes & 0x00800080) ^ 0x43804380);
   } else {
     static_assert(kStored == ElementKind::FP8_E4M3);
     const u32 pair = f16_pair_of_e4m3((u16)__byte_perm(word, 0, kPart ? 0x4431 : 0x4420));
@@ -90,7 +77,7 @@ template <ElementKind kElement, ElementKind kScale> struct RowScales {
       return Element<kElement>::pair(__fmul_rn(low_of<kElement>(pair), scale),
                                      __fmul_rn(high_of<kElement>(pair), scale));
     } else {
-      return PairMath<kElement>::multiply(pair, rows[kRow]);
+      return multiply_pairs<kElement>(pair, rows[kRow]);
     }
   }
 };

@@ -230,11 +230,7 @@ def _plan(
 ) -> GemmSparse24Plan:
     element = weight.element
     out = ElementKind.F32 if element in LARGEST else element
-    fields: dict[str, Any] = {}
-    if (by := weight.quantization) is not None:
-        fields = {
-            "weight_element": by.element, "weight_group": by.group, "weight_scale_element": by.scale_element
-        }  # fmt: skip
+    fields = {} if weight.quantization is None else weight.quantization.problem
     desc = GemmSparse24Descriptor(
         n=tokens, m=weight.m, k=weight.k, element=element, out_element=out, **fields
     )

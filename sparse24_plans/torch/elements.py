@@ -126,6 +126,12 @@ def host_bytes(tensor: torch.Tensor) -> Any:
 # Weights ------------------------------------------------------------------------------------------
 
 
+def stored_form(by: Quantization, element: ElementKind) -> dict[str, Any]:
+    """The arguments of a module that stores its values by ``by`` and multiplies them as ``element``."""
+    scale_dtype = DTYPE_OF[by.scale_element]
+    return {"stored": by.element, "group": by.group, "scale_dtype": scale_dtype, "dtype": DTYPE_OF[element]}
+
+
 def weight_sizes(
     weight: torch.Tensor,
     meta: torch.Tensor | None,

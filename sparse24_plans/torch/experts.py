@@ -338,10 +338,15 @@ def no_kernel(module: nn.Module, device: torch.device, **options: Any) -> str | 
     if device.type != "cuda":
         return None
     found = Sparse24Experts.like(module, **{**options, "device": "meta"})
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    return next(filter(None, (kernel_obstacle(getattr(found, name), device) for name in STACKS)), None)
+
+
+def kernel_obstacle(layer: Sparse24Linear, device: torch.device) -> str | None:
+    """Why no kernel serves the layer on a CUDA device; None if one does, or for the CPU."""
+    if device.type != "cuda":
+        return None
     try:
-        for name in STACKS:
-            getattr(found, name).plan_on(ordinal)
+        layer.plan_on(torch.cuda.current_device() if device.index is None else device.index)
     except (UnsupportedError, BackendUnavailableError) as error:
         return str(error)
     return None

@@ -154,10 +154,8 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
         beta=None if residual is None else call.beta,
-        weight_element=None if by is None else by.element,
-        weight_group=None if by is None else by.group,
-        weight_scale_element=None if by is None else by.scale_element,
         c_element=c,
+        **({} if by is None else by.problem),
         **orders,
     )
     return found

@@ -17,7 +17,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from . import packed_weight_cache
 from .activations import epilogue_of
-from .elements import DTYPE_OF, STORED_OF, allocation, element_of, plan_device, weight_sizes
+from .elements import DTYPE_OF, allocation, element_of, plan_device, weight_sizes
 from .gemm_call import check_dtypes, check_scale, quantization_of, scale_kind
 from .gemm_dispatch import about
 from .library import define
@@ -74,6 +74,7 @@ def _sizes(call: Grouped) -> tuple[int, int, int]:
 
 
 def _describe(call: Grouped, n: int, groups: int, rows: int, k: int) -> GemmSparse24Descriptor:
+    by = quantization_of(call.weight.dtype, call.scales, call.group)
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
         n=n,
@@ -86,9 +87,7 @@ def _describe(call: Grouped, n: int, groups: int, rows: int, k: int) -> GemmSpar
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
         groups=groups,
-        weight_element=None if call.scales is None else STORED_OF[call.weight.dtype],
-        weight_group=None if call.scales is None else call.group,
-        weight_scale_element=None if call.scales is None else element_of(call.scales.dtype, "scales"),
+        **({} if by is None else by.problem),
     )
     return found
 

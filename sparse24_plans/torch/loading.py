@@ -15,14 +15,14 @@ from ..checkpoints.layers import Layer
 from ..checkpoints.quantization import scale_obstacle
 from ..checkpoints.selection import families_of
 from ..device.log import LOAD
-from ..errors import BackendUnavailableError, FormatError, InvalidProblemError, UnsupportedError
+from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..weights.packed_layouts import Quantization
 from .activations import is_gated, row_order, rows_in_order
 from .checkpoint_names import Merged, conversions_of, place_of, placed
 from .checkpoint_source import Source
 from .conv1d import is_conv1d, is_swappable, linear_of
-from .elements import DTYPE_OF
-from .experts import STACKS, Sparse24Experts, holds_stacks, no_kernel, obstacle
+from .elements import DTYPE_OF, stored_form
+from .experts import STACKS, Sparse24Experts, holds_stacks, kernel_obstacle, no_kernel, obstacle
 from .gated import Sparse24GatedMLP, fuse_saved
 from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
@@ -214,9 +214,8 @@ class Load:
             return layer_like(module, weight, shapes, options)
         if not (self._dequantize or options.get("trainable")):
             layer = layer_like(module, weight, shapes, options)
-            if self._dequantize is False or _has_kernel(
-                layer, self._device or linear_of(module).weight.device
-            ):
+            device = self._device or linear_of(module).weight.device
+            if self._dequantize is False or kernel_obstacle(layer, device) is None:
                 return layer
         return sparse_like(module, options)
 
@@ -330,17 +329,6 @@ def check_orientation(weight: Layer, module: Any) -> None:
         )
 
 
-def _has_kernel(layer: Sparse24Linear, device: torch.device) -> bool:
-    """Whether a kernel serves the layer on the device. The CPU has kernels for all."""
-    if device.type != "cuda":
-        return True
-    try:
-        layer.plan_on(torch.cuda.current_device() if device.index is None else device.index)
-    except (UnsupportedError, BackendUnavailableError):
-        return False
-    return True
-
-
 def sizes_of(module: Any) -> tuple[int, int]:
     """M and the padded K of a layer's weight."""
     if isinstance(module, Sparse24Linear) and not isinstance(module, Sparse24QuantizedLinear):
@@ -354,8 +342,7 @@ def layer_like(
 ) -> Sparse24Linear:
     """The layer of zeros for a stored weight. ``scales`` has the shapes of its scales by their names."""
     if (by := stored.quantization) is not None:
-        form = {"stored": by.element, "group": by.group, "scale_dtype": DTYPE_OF[by.scale_element]}
-        form["dtype"] = DTYPE_OF[stored.element]
+        form = stored_form(by, stored.element)
         return sparse_like(module, {**form, **options}, kind=Sparse24WeightOnlyLinear)
     if not scales:
         return sparse_like(module, options)

@@ -16,7 +16,7 @@ from ..errors import InvalidProblemError
 from ..weights.packed_layouts import Quantization
 from .activations import GATED_ACTIVATIONS
 from .checkpoint_names import Merged, may_transpose, place_of
-from .elements import DTYPE_OF
+from .elements import DTYPE_OF, stored_form
 from .experts import STACKS, Sparse24Experts, as_rows, holds_stacks, is_known, obstacle
 from .linear import DTYPES
 from .saved_form import SavedForm, SavedLayer
@@ -113,9 +113,7 @@ class StoredExperts:
         by = next(iter(forms)) if len(forms := self.forms(name)) == 1 else None
         if by is None:
             return {}
-        element = self._weights[self.names_of(name)[0]].element
-        form = {"stored": by.element, "group": by.group, "scale_dtype": DTYPE_OF[by.scale_element]}
-        return {**form, "dtype": DTYPE_OF[element]}
+        return stored_form(by, self._weights[self.names_of(name)[0]].element)
 
     def like(self, name: str, module: nn.Module, **options: Any) -> Sparse24Experts:
         """The experts of zeros in place of a module. ``options`` win over those that were saved."""

@@ -314,9 +314,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             **super()._problem(n),
             "element": element_of(self.dtype, "dtype"),
             "out_element": element_of(self.out_dtype or self.dtype, "out_dtype"),
-            "weight_element": self.weight_element,
-            "weight_group": self.group,
-            "weight_scale_element": self.quantization.scale_element,
+            **self.quantization.problem,
         }
 
     def extra_repr(self) -> str:

@@ -36,6 +36,15 @@ class Quantization(NamedTuple):
     scale_element: ElementKind
     """Type of the scales."""
 
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The fields of GemmSparse24Descriptor by their names."""
+        return {
+            "weight_element": self.element,
+            "weight_group": self.group,
+            "weight_scale_element": self.scale_element,
+        }
+
     def scales_of_a_row(self, k: int) -> int:
         """Number of scales of a row of k columns."""
         return -(-k // self.group) if self.group else 1

@@ -198,14 +198,14 @@ def test_a_gpu_multiplies_the_values_that_a_folder_stores(tmp_path, stored):
 
 def test_weights_without_a_kernel_on_their_gpu_become_16_bits(monkeypatch, tmp_path):
     """Asked of an assumed GPU, as no GPU is needed to select."""
-    from sparse24_plans.torch import loading
+    from sparse24_plans.torch.experts import kernel_obstacle
 
     layer = Sparse24WeightOnlyLinear(128, 64, stored="s4", group=64, dtype=torch.bfloat16)
     assert layer.plan_on("h200").kernel == "wgmma_sp"
     for name, served in (("h200", True), ("a100", False)):
         monkeypatch.setattr(type(layer), "plan_on", lambda self, _, name=name: _plan_on(self, name))
-        assert loading._has_kernel(layer, torch.device("cuda:0")) is served
-    assert loading._has_kernel(layer, torch.device("cpu"))
+        assert (kernel_obstacle(layer, torch.device("cuda:0")) is None) is served
+    assert kernel_obstacle(layer, torch.device("cpu")) is None
 
 
 _plan_on = Sparse24WeightOnlyLinear.plan_on

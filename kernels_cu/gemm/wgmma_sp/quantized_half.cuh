@@ -13,8 +13,8 @@ template <class Config> struct StoredHalf {
   u32 words[2 * kWordsPerStep], metadata[1];
   Scales scales[Tile::kGroups == 4 ? 2 : 1];
 
-  // Where a thread finds its part of each kind in a tile. The compiler must not merge these offsets with constants,
-  // which loads add for nothing.
+  // The offsets in a tile at which a thread finds its part of each kind. The compiler must not merge them with
+  // constants, which loads add for nothing.
   struct Offsets {
     u32 values, metadata, scales;
 
@@ -64,7 +64,8 @@ template <class Config> struct StoredHalves {
   }
 };
 
-// What wgmma reads of such a part. It may read registers until it is done, so two halves in flight have different ones.
+// The operands that wgmma reads of such a part. It may read registers until it is done, so two halves in flight have
+// different ones.
 template <class Config> struct QuantizedHalf {
   u32 elements[Config::kMTilesPerWarpgroup][2][4], metadata[Config::kMTilesPerWarpgroup];
 
