@@ -2,12 +2,13 @@
 
 The decoder is that of Llama in everything that costs time: RMS norms, grouped-query attention over a KV
 cache, SwiGLU, residuals; random weights, no rotary embedding. Both contenders have the same values: the dense
-one's weights are pruned. SwiGLU follows the dense product in two kernels, as F.silu(gate) * up is in PyTorch;
-the sparse one has it in its epilogue. A step of ``n`` sequences adds a token to each; a prefill is one
-sequence. Each contender is checked against the dense one, then timed alone: eager, in a CUDA graph, and in a
-CUDA graph of layers that torch.compile made. The compiled dense decoder is the faster one of two modes of
-torch.compile. On several GPUs (torch_ranks.py) each holds its heads and its share of the feed-forward's
-features, and nothing is compiled.
+one's weights are pruned, and rounded as the sparse one stores them: as bf16, or for decoding as s4 with a
+scale for each 128 columns. In the dense one SwiGLU and residuals follow their products in kernels of their
+own, which torch.compile fuses with norms; the sparse one has them in its epilogues. A step of ``n`` sequences
+adds a token to each; a prefill is one sequence. Each contender is checked against the dense one, then timed
+alone: eager, in a CUDA graph, and in a CUDA graph of layers that torch.compile made. The compiled dense
+decoder is the faster one of two modes of torch.compile. On several GPUs (torch_ranks.py) each holds its heads
+and its share of the feed-forward's features, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as cache_results
 from typing import Any
 
@@ -36,7 +37,7 @@ from sparse24_plans.torch.swap import Sparse24Recipe, to_sparse24
 
 F = nn.functional
 LISTS: Lists = {"decoder": ("kind", "n", "tokens", "weights", "gpus")}
-STEPS = (1, 8, 16, 32, 64, 128)
+STEPS = (1, 8, 16, 32, 64, 128, 256)
 PREFILLS = (2048, 8192)
 HOST_CALLS, HOST_ROUNDS = 200, 15
 _WORST_ERROR = 0.05
@@ -125,9 +126,15 @@ class Layer(nn.Module):
             values[:, :, -1:] = v
             k, v = keys, values
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=keys is None, enable_gqa=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(sequences, tokens, heads * size))
-        mixed: Tensor = x + self.down(self.gated(F.rms_norm(x, (shape.hidden,))))
-        return mixed
+        attended = attended.transpose(1, 2).reshape(sequences, tokens, heads * size)
+        x = self.added(x, self.out, attended)
+        return self.added(x, self.down, self.gated(F.rms_norm(x, (shape.hidden,))))
+
+    def added(self, x: Tensor, layer: nn.Module, inner: Tensor) -> Tensor:
+        """x + layer(inner); a sparse layer of one GPU adds x itself."""
+        is_fused = self.shape.ranks == 1 and isinstance(layer, Sparse24Linear)
+        y: Tensor = layer(inner, residual=x) if is_fused else x + layer(inner)
+        return y
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up, which a sparse layer gives itself."""
@@ -139,29 +146,43 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers with 2:4 weights held densely; ``sparse`` makes the contender."""
+    """Layers with 2:4 weights held densely; ``sparse`` makes the contender.
+
+    The layers are copies of one, each in memory of its own, so that a weight is pruned and rounded once.
+    """
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
         self.shape = shape
-        self.layers = nn.ModuleList(Layer(shape, dtype, device) for _ in range(shape.layers))
+        layer = Layer(shape, dtype, device)
         with torch.no_grad():
-            for parameter in self.parameters():
+            for parameter in layer.parameters():
                 parameter.copy_(torch.ops.sparse24.prune(parameter.normal_(std=1 / math.sqrt(shape.hidden))))
+        self.layers = _copies(layer, shape.layers)
         self.requires_grad_(False).eval()
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         return through(self.layers, x, cache)
 
-    def sparse(self, **require: bool) -> Decoder:
-        """A copy of the decoder with sparse layers."""
-        other = copy.deepcopy(self)
-        recipes = {
-            "*.gate_up": Sparse24Recipe("compress", activation="swiglu", require=require or None),
-            "*": Sparse24Recipe("compress", require=require or None),
-        }
-        to_sparse24(other, recipe=recipes, progress=False)
+    def sparse(self, stored: str | None = None, **require: bool) -> Decoder:
+        """A copy of the decoder with sparse layers, which store their values as ``stored``."""
+        other, layer = copy.deepcopy(self), copy.deepcopy(self.layers[0])
+        recipe = Sparse24Recipe("compress", stored=stored, require=require or None)
+        recipes = {"gate_up": replace(recipe, activation="swiglu"), "*": recipe}
+        to_sparse24(layer, recipe=recipes, progress=False)
+        other.layers = _copies(layer, self.shape.layers)
         return other
+
+    def take_weights(self, sparse: Decoder) -> None:
+        """Give the dense layers the weights that the sparse ones have, rounded."""
+        for name, layer in sparse.named_modules():
+            if isinstance(layer, Sparse24Linear):
+                dense: Any = self.get_submodule(name)
+                dense.weight.copy_(layer.dense_weight())
+
+
+def _copies(layer: nn.Module, count: int) -> nn.ModuleList:
+    return nn.ModuleList(copy.deepcopy(layer) for _ in range(count))
 
 
 def through(layers: Iterable[Callable[..., Tensor]], x: Tensor, cache: Cache) -> Tensor:
@@ -297,16 +318,30 @@ def _row(models: Models, x: Tensor, cache: Cache, block_us: float) -> Fields:
 
 
 def contenders(
-    shape: DecoderShape, dtype: torch.dtype, device: torch.device, kind: type[Decoder] = Decoder
+    shape: DecoderShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: type[Decoder] = Decoder,
+    stored: str | None = None,
 ) -> Models:
     """The dense decoder, the sparse one, and that of batch-invariant kernels."""
     torch.manual_seed(0)
     dense = kind(shape, dtype, device)
-    return {"dense": dense, "sparse": dense.sparse(), "invariant": dense.sparse(batch_invariant=True)}
+    models = {"dense": dense, "sparse": dense.sparse(stored)}
+    models["invariant"] = dense.sparse(stored, batch_invariant=True)
+    if stored is not None:
+        dense.take_weights(models["sparse"])
+    return models
 
 
 def decoder_row(
-    models: Models, kind: str, count: int, sources: set[str], *, block_us: float = BLOCK_US
+    models: Models,
+    kind: str,
+    count: int,
+    sources: set[str],
+    *,
+    weights: str = "bf16",
+    block_us: float = BLOCK_US,
 ) -> Record:
     """The row of a decode step of ``count`` sequences, or of a prefill of ``count`` tokens.
 
@@ -320,7 +355,7 @@ def decoder_row(
     cache = cache_of(shape, n, dtype, device) if kind == "decode" else None
     times = _row(models, x, cache, block_us)
     sources.update(launched(models.values(), count))
-    about = {"kind": kind, "n": n, "tokens": tokens, "weights": "bf16", "gpus": shape.ranks}
+    about = {"kind": kind, "n": n, "tokens": tokens, "weights": weights, "gpus": shape.ranks}
     return {**about, **times}
 
 
@@ -329,21 +364,29 @@ def steps(shape: DecoderShape = LLAMA_8B, device: str = "cuda", **options: Any) 
     place = torch.device(device)
 
     @cache_results
-    def models() -> Models:
-        return contenders(shape, torch.bfloat16, place)
+    def models(weights: str) -> Models:
+        stored = None if weights == "bf16" else weights
+        return contenders(shape, torch.bfloat16, place, stored=stored)
 
     def host(sources: set[str]) -> Record:
         return {"host": host_us(place, torch.bfloat16)}
 
     found = [Step("host", {}, host)]
-    for kind, counts in (("decode", STEPS), ("prefill", PREFILLS)):
+    for kind, weights, counts in (
+        ("decode", "bf16", STEPS),
+        ("prefill", "bf16", PREFILLS),
+        ("decode", "s4", STEPS),
+    ):
         for count in counts:
             n, tokens = (count, 1) if kind == "decode" else (1, count)
 
-            def measure(sources: set[str], kind: str = kind, count: int = count) -> Record:
-                return {"decoder": [decoder_row(models(), kind, count, sources, **options)]}
+            def measure(
+                sources: set[str], kind: str = kind, count: int = count, weights: str = weights
+            ) -> Record:
+                row = decoder_row(models(weights), kind, count, sources, weights=weights, **options)
+                return {"decoder": [row]}
 
-            fields = {"kind": kind, "n": n, "tokens": tokens, "weights": "bf16", "gpus": 1}
+            fields = {"kind": kind, "n": n, "tokens": tokens, "weights": weights, "gpus": 1}
             found.append(Step("decoder", fields, measure))
     return found
 

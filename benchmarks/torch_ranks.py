@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from sparse24_plans.bench.record import Record, Step
-from sparse24_plans.torch.linear import Sparse24Linear
 from sparse24_plans.torch.parallel import ColwiseSparse24, RowwiseSparse24
+from sparse24_plans.torch.swap import Sparse24Recipe
 
 from .torch_end_to_end import LLAMA_8B, PREFILLS, STEPS, Decoder, DecoderShape, contenders, decoder_row
 
@@ -34,7 +34,7 @@ _POLL_S = 0.2
 class RankedDecoder(Decoder):
     """One rank's part of a decoder."""
 
-    def sparse(self, **require: bool) -> RankedDecoder:
+    def sparse(self, stored: str | None = None, **require: bool) -> RankedDecoder:
         """A copy of the decoder with sparse layers."""
         ranks = self.shape.ranks
         mesh = init_device_mesh(next(self.parameters()).device.type, (ranks,))
@@ -49,13 +49,13 @@ class RankedDecoder(Decoder):
             for name, style in styles.items():
                 columns = isinstance(style, ColwiseSparse24)
                 weight = _whole(getattr(layer, name).weight.detach(), ranks, dim=0 if columns else 1)
-                options: dict[str, Any] = {"method": "compress", "require": require or None}
+                recipe = Sparse24Recipe("compress", stored=stored, require=require or None)
                 if name == "gate_up":  # each rank's gate and up: the whole gate comes first
                     weight = weight.view(ranks, 2, -1, weight.shape[1]).transpose(0, 1).flatten(0, 2)
-                    options["activation"] = "swiglu"
+                    recipe = replace(recipe, activation="swiglu")
                 linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
                 linear.weight = nn.Parameter(weight, requires_grad=False)
-                sparse = Sparse24Linear.from_linear(linear, **options)
+                sparse = recipe.layer(name, linear)
                 setattr(layer, name, parallelize_module(sparse, mesh, style, src_data_rank=None))
         return other
 

@@ -44,7 +44,7 @@ class ExpertsWeight(Sparse24Linear):
         super().__init__(*sizes, **options)
         self.num_experts = num_experts
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Raise UnsupportedError: each token is multiplied by the experts of its own."""
         raise UnsupportedError("x: expected a call of the Sparse24Experts, got one of its stacked weight")
 

@@ -325,12 +325,13 @@ def scaled_call(
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
     preference: str = "",
+    residual: Tensor | None = None,
 ) -> Call:
     """Raises InvalidProblemError for elements that have no scales."""
     if element_of(weight.dtype, "weight") not in (ElementKind.S8, ElementKind.FP8_E4M3):
         raise InvalidProblemError(f"weight: expected int8 or float8_e4m3fn, got {weight.dtype}")
     options = None, False, activation, out_dtype, preference
-    return Call(x, weight, meta, None, bias, scale_x, scale_w, None, m, *options)
+    return Call(x, weight, meta, None, bias, scale_x, scale_w, residual, m, *options)
 
 
 def weight_only_call(
@@ -345,6 +346,7 @@ def weight_only_call(
     preference: str = "",
     m: int | None = None,
     scale_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
 ) -> Call:
     """Raises InvalidProblemError for a weight that is neither canonical nor packed."""
     forms = {scales is None, meta is None, scale_dtype is not None}
@@ -354,7 +356,7 @@ def weight_only_call(
             f"meta {_named(meta)}, scales {_named(scales)} and scale_dtype {scale_dtype}"
         )
     options = m, None, False, activation, out_dtype, preference, False, 1.0, group, scale_dtype
-    return Call(x, weight, meta, scales, bias, None, None, None, *options)
+    return Call(x, weight, meta, scales, bias, None, None, residual, *options)
 
 
 def _named(tensor: Tensor | None) -> str:

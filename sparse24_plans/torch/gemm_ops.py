@@ -120,27 +120,34 @@ def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _weight_only_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, meta, scales, bias, ctx.group, ctx.activation, ctx.out_dtype, ctx.preference, *_ = inputs
-    ctx.x_dtype = x.dtype
-    ctx.save_for_backward(x if ctx.activation != "none" else None, weight, meta, scales, bias)
+    x, weight, meta, scales, bias, ctx.group, ctx.activation, ctx.out_dtype, ctx.preference = inputs[:9]
+    residual = inputs[-1]
+    is_activated = ctx.activation != "none"
+    ctx.x_dtype, ctx.residual_dtype = x.dtype, None if residual is None else residual.dtype
+    kept = (x, residual) if is_activated else (None, None)
+    ctx.save_for_backward(*kept, weight, meta, scales, bias)
 
 
 def _weight_only_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, values, meta, scales, bias = ctx.saved_tensors
+    x, residual, values, meta, scales, bias = ctx.saved_tensors
     if meta is None:
         raise UnsupportedError(
             "weight: expected stored values, meta and scales for gradients, got a packed weight"
         )
     if ctx.activation != "none":  # the activation's argument is computed again rather than kept
         options = {"out_dtype": ctx.out_dtype, "preference": ctx.preference}
-        before = _ops.weight_only_linear(x, values, meta, scales, bias, ctx.group, **options)
+        before = _ops.weight_only_linear(
+            x, values, meta, scales, bias, ctx.group, residual=residual, **options
+        )
         dy = activations.GRADIENTS[ctx.activation](dy, before)
-    dx = db = None
+    dx = db = dr = None
     if ctx.needs_input_grad[0]:
         dx = _ops.weight_only_dgrad(dy.to(ctx.x_dtype), values, meta, scales, ctx.group)
     if bias is not None and ctx.needs_input_grad[4]:
         db = _rows(dy).sum(0).to(bias.dtype)
-    return dx, None, None, None, db, *[None] * 6
+    if ctx.residual_dtype is not None and ctx.needs_input_grad[-1]:
+        dr = dy.to(ctx.residual_dtype)
+    return dx, None, None, None, db, *[None] * 6, dr
 
 
 def autocast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
@@ -218,14 +225,15 @@ define(
 )
 define(
     "scaled_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scale_x=None, Tensor? scale_w=None, "
-    f"Tensor? bias=None, SymInt? m=None, {_OPTIONS}) -> Tensor",
+    f"Tensor? bias=None, SymInt? m=None, {_OPTIONS}, Tensor? residual=None) -> Tensor",
     product_of(scaled_call),
     _fake_of(scaled_call),
     call=scaled_call,
 )
 define(
     "weight_only_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scales, Tensor? bias=None, "
-    f"int group=0, {_OPTIONS}, SymInt? m=None, ScalarType? scale_dtype=None) -> Tensor",
+    f"int group=0, {_OPTIONS}, SymInt? m=None, ScalarType? scale_dtype=None, Tensor? residual=None) "
+    "-> Tensor",
     product_of(weight_only_call),
     _fake_of(weight_only_call),
     backward=_weight_only_backward,

@@ -75,13 +75,17 @@ def define(
             _library.impl(name, _autocast(op, autocast, device), f"Autocast{device}")
 
 
-def only_dispatches(x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def only_dispatches(
+    x: Any, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+) -> bool:
     """Whether the dispatcher would do nothing with these operands but call the device's kernel.
 
     That is so for plain tensors of one device type without a gradient, mode, transform, tracer, autocast or
     profiler.
     """
     if type(x) is not torch.Tensor or _grad_enabled() or x.is_neg():
+        return False
+    if residual is not None and not only_dispatches(residual, weight, bias):
         return False
     if x.is_cuda:
         together = weight.is_cuda and (bias is None or bias.is_cuda)

@@ -195,7 +195,7 @@ class Sparse24Linear(nn.Module):
         wishes = self.preference.model_dump_json(exclude_defaults=True)
         options = self._shape[0], self.activation, self.out_dtype, "" if wishes == "{}" else wishes
         self._options: tuple[Any, ...] = options if options[1:] != ("none", None, "") else options[:1]
-        self._direct_options = (*options, None, 1.0, self.k)  # no residual
+        self._direct_options: tuple[Any, ...] = (*options, None, 1.0, self.k)  # no residual
 
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
         """Make these tensors the layer's own."""
@@ -405,14 +405,15 @@ class Sparse24Linear(nn.Module):
 
     # Use ----------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Map x [..., in_features] to [..., out_features], or half of it if the activation is gated.
 
-        Raises InvalidProblemError for another width.
+        ``residual`` [..., out_features], in the result's dtype or float32, is added before the activation and
+        before anything is rounded; a gated layer takes none. Raises InvalidProblemError for another width.
         """
-        return self.product(x, self._parameters["bias"])
+        return self.product(x, self._parameters["bias"], residual)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Compute what ``forward`` does, with the given bias [out_features] or none, not the layer's."""
         if self._padding:
             x = nn.functional.pad(x, (0, self._padding))
@@ -420,12 +421,16 @@ class Sparse24Linear(nn.Module):
         meta = None
         if weight is None:
             weight, meta = self._parameters["values"], words_of(self._buffers["metadata"])
+        options, direct = self._options, self._direct_options
+        if residual is not None:
+            options = (*direct[:4], residual)
+            direct = (*options, 1.0, self.k)
         # The dispatcher would take as long as everything else that the host does.
-        if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias):
-            return linear(x, weight, meta, bias, *self._direct_options)
+        if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias, residual):
+            return linear(x, weight, meta, bias, *direct)
         if x.dim() and x.shape[-1] != self.k:  # another K may fill as many tiles
             raise InvalidProblemError(f"x: expected [..., {self.k}], the weight's K, got {list(x.shape)}")
-        y: Tensor = _linear(x, weight, meta, bias, *self._options)
+        y: Tensor = _linear(x, weight, meta, bias, *options)
         return y
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:

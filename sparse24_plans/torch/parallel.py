@@ -116,8 +116,9 @@ class ColwiseSparse24Linear(_ShardedLinear):
     def _shape(self) -> tuple[int, int]:
         return self.out_features // self._mesh.size(), self.k
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Map x, placed by ``input_layouts``, to the result, placed by ``output_layouts``."""
+        _refuse_residual(residual)
         y = super().forward(self._incoming(x, Replicate(), Partial()))
         (wanted,) = self._style.output_layouts
         return self._outgoing(y, Shard(y.dim() - 1), _counted(wanted, y))
@@ -149,8 +150,9 @@ class RowwiseSparse24Linear(_ShardedLinear):
     def _as_held(self, values: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
         return _below(values, self._parts), _below(meta, self._parts)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Map x, placed by ``input_layouts``, to [..., out_features] placed by ``output_layouts``."""
+        _refuse_residual(residual)
         partial = summed_in_pairs(self._products(self._incoming(x, Shard(x.dim() - 1), None)))
         (wanted,) = self._style.output_layouts
         placed = _counted(wanted, partial)
@@ -207,6 +209,11 @@ class RowwiseSparse24Linear(_ShardedLinear):
 def _tensor(value: Any) -> Tensor:
     made: Tensor = value
     return made
+
+
+def _refuse_residual(residual: Tensor | None) -> None:
+    if residual is not None:
+        raise UnsupportedError("residual: expected None for a layer of several ranks, got a tensor")
 
 
 def _below(matrix: Tensor, parts: int) -> Tensor:

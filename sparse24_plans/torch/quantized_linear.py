@@ -210,7 +210,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
                 found = given.detach().float().reshape(own.shape)
                 setattr(self, name, found if own.is_meta else found.to(own.device))
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Compute what ``forward`` does, with the given bias [out_features] or none instead of the layer's.
 
         x is bfloat16, float16 or float32. Raises InvalidProblemError for another width or dtype, and
@@ -224,7 +224,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         if x.dtype not in DTYPES:
             raise InvalidProblemError(f"x: expected one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
         # The dispatcher would take as long as everything else that the host does.
-        alone = not torch.compiler.is_compiling() and only_dispatches(x, self._weight, bias)
+        alone = not torch.compiler.is_compiling() and only_dispatches(x, self._weight, bias, residual)
         rows, scale = self._quantized(x, alone)
         meta = None if self.metadata is None else words_of(self.metadata)
         m, activation, out_dtype, wishes, *_, k = self._direct_options
@@ -232,7 +232,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
         given = (
             rows, self._weight, meta, scale, self.weight_scale, bias, m, activation,
-            out_dtype or x.dtype, wishes,
+            out_dtype or x.dtype, wishes, residual,
         )  # fmt: skip
         y: Tensor = run(scaled_call(*given)) if alone else _ops.scaled_linear(*given)
         return y

@@ -282,7 +282,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
 
     # Use ----------------------------------------------------------------------------------------------
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Compute what ``forward`` does, with the given bias [out_features] or none instead of the layer's.
 
         Raises InvalidProblemError for another width or dtype. Under autocast x is converted to W's dtype.
@@ -302,9 +302,9 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             weight, form = self._parameters["values"], (words_of(self._buffers["metadata"]), None, None)
         meta, *packed = form
         scales = self._buffers["scales"]
-        given = x, weight, meta, scales, bias, self.group, activation, out_dtype, wishes, *packed
+        given = x, weight, meta, scales, bias, self.group, activation, out_dtype, wishes, *packed, residual
         # The dispatcher would take as long as everything else that the host does.
-        if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias):
+        if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias, residual):
             return run(weight_only_call(*given))
         y: Tensor = _ops.weight_only_linear(*given)
         return y

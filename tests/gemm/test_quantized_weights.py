@@ -238,3 +238,11 @@ def test_hopper_serves_each_kind_of_stored_values(stored, more, kernel):
     plan = GemmSparse24Plan.select(desc, device=HOPPER)
     assert (plan.kernel, plan.sku.layout) == (kernel, QUANTIZED_LAYOUTS[ElementKind(stored)])
     assert plan.guarantee.arithmetic.startswith("hopper_tc/slices=")
+
+
+@pytest.mark.parametrize("empty", ["n", "m"])
+def test_an_empty_result_of_a_quantized_weight_launches_nothing(empty):
+    desc = DESC.model_copy(update={"weight_element": ElementKind.S4, empty: 0})
+    plan = GemmSparse24Plan.select(desc, device=HOPPER)
+    assert (plan.kernel, plan.workspace_size()) == ("wgmma_sp", 0)
+    assert GemmSparse24Plan.compile(desc, device=HOPPER) == ()

@@ -11,7 +11,7 @@ from benchmarks import torch_end_to_end, torch_ranks
 from benchmarks.torch_end_to_end import LISTS, Decoder, DecoderShape, cache_of, contenders, decoder_row
 from sparse24_plans import UnsupportedError
 from sparse24_plans.bench import record
-from sparse24_plans.torch import Sparse24Linear
+from sparse24_plans.torch import Sparse24Linear, Sparse24WeightOnlyLinear
 
 from .cases import DEVICE
 
@@ -47,15 +47,18 @@ def measured(steps: list[record.Step], gpus: int) -> dict:
     assert record.is_current(found)
     assert all(row.keys() == FIELDS for row in found["decoder"])
     assert all(row["eager_dense_ms"] > 0 and row["eager_sparse_ms"] > 0 for row in found["decoder"])
-    where = [(row["kind"], row["n"], row["tokens"], row["gpus"]) for row in found["decoder"]]
-    assert where == [("decode", 1, 1, gpus), ("decode", 3, 1, gpus), ("prefill", 1, 5, gpus)]
+    where = [(row["kind"], row["n"], row["tokens"], row["weights"]) for row in found["decoder"]]
+    of_bf16 = [("decode", 1, 1, "bf16"), ("decode", 3, 1, "bf16"), ("prefill", 1, 5, "bf16")]
+    of_s4 = [("decode", 1, 1, "s4"), ("decode", 3, 1, "s4")] if gpus == 1 else []
+    assert where == of_bf16 + of_s4
+    assert all(row["gpus"] == gpus for row in found["decoder"])
     assert all(step.is_done(found) for step in steps)
     return found
 
 
 def test_a_record_has_the_contracts_fields():
     steps = torch_end_to_end.steps(SMALL, DEVICE, block_us=BLOCK_US)
-    assert len(steps) == 4
+    assert len(steps) == 6
     found = measured(steps, 1)
     assert tuple(found["host"]) == HOST
     assert all(value is None or value > 0 for value in found["host"].values())
@@ -108,11 +111,24 @@ def test_the_contenders_hold_the_same_weights():
     assert all(ours.plan().guarantee.batch_invariant for ours, _ in pairs)
 
 
+def test_a_dense_decoder_holds_what_s4_rounds_to():
+    models = contenders(SMALL, torch.bfloat16, torch.device(DEVICE), stored="s4")
+    layers = {
+        name: layer
+        for name, layer in models["sparse"].named_modules()
+        if type(layer) is Sparse24WeightOnlyLinear
+    }
+    assert len(layers) == 4 * SMALL.layers
+    for name, layer in layers.items():
+        assert layer.weight_element == "s4"
+        assert torch.equal(layer.dense_weight(), models["dense"].get_submodule(name).weight)
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch):
     spoiled = Decoder.sparse
 
-    def wrong(self: Decoder, **require: bool) -> Decoder:
-        model = spoiled(self, **require)
+    def wrong(self: Decoder, stored: str | None = None, **require: bool) -> Decoder:
+        model = spoiled(self, stored, **require)
         model.layers[0].down = Sparse24Linear(96, 64, bias=False, dtype=torch.bfloat16, device=DEVICE)
         return model
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from sparse24_plans import InvalidProblemError
+from sparse24_plans.torch import Sparse24Linear, Sparse24QuantizedLinear, Sparse24WeightOnlyLinear
+from sparse24_plans.torch.library import only_dispatches
 
-from .cases import FLOATS, S, close, randn, wanting, weight
+from .cases import DEVICE, FLOATS, S, close, randn, wanting, weight
 
 F = torch.nn.functional
 WAYS = {
@@ -96,3 +98,44 @@ def test_fake_tensors_and_compiled_code():
     x = randn(5, 96)
     close(torch.compile(block)(x), wanted(x[:, :64], dense, bias, x) + 1)
     torch.library.opcheck(S.linear.default, (x[:, :64], values, meta, bias), {"residual": x, "beta": 0.5})
+
+
+LAYERS = {
+    "16 bits": lambda linear, **options: Sparse24Linear.from_linear(linear, **options),
+    "float8": lambda linear, **options: Sparse24QuantizedLinear.from_linear(
+        linear, dtype=torch.float8_e4m3fn, **options
+    ),
+    "s4": lambda linear, **options: Sparse24WeightOnlyLinear.from_linear(linear, group=32, **options),
+}
+layers = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+
+
+@layers
+@pytest.mark.parametrize("learns", [False, True], ids=["direct", "dispatched"])
+def test_layers_add_a_residual_before_they_round(make, learns):
+    linear = torch.nn.Linear(64, 96, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    layer, unrounded = make(linear), make(linear, out_dtype=torch.float32)
+    x, residual = randn(5, 64, dtype=torch.bfloat16), randn(5, 96, dtype=torch.bfloat16)
+    with torch.set_grad_enabled(learns):
+        assert only_dispatches(x, residual, None) != learns
+        y = layer(x, residual=residual)
+        assert torch.equal(y, (unrounded(x) + residual.float()).to(torch.bfloat16))
+
+
+@layers
+def test_a_layers_residual_is_checked_as_the_ops_is(make):
+    layer = make(torch.nn.Linear(64, 96, device=DEVICE, dtype=torch.bfloat16))
+    with pytest.raises(InvalidProblemError, match=r"residual: expected \[5, 96\], got \[96\]"):
+        layer(randn(5, 64, dtype=torch.bfloat16), residual=randn(96, dtype=torch.bfloat16))
+
+
+def test_a_weight_only_layers_residual_has_gradients():
+    linear = torch.nn.Linear(64, 96, device=DEVICE, dtype=torch.bfloat16)
+    layer = Sparse24WeightOnlyLinear.from_linear(linear, activation="silu")
+    x, residual = (wanting(randn(5, width, dtype=torch.bfloat16)) for width in (64, 96))
+    layer(x, residual=residual).sum().backward()
+    others = [wanting(one.detach().double()) for one in (x, residual)]
+    before = F.linear(others[0], layer.dense_weight().double(), layer.bias.double()) + others[1]
+    F.silu(before).sum().backward()
+    for one, other in zip((x, residual), others, strict=True):
+        close(one.grad, other.grad)

@@ -12,7 +12,7 @@ from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...errors import UnsupportedError
 from ...plan.arithmetic import Arithmetic
-from ...plan.kernel import Choice, launch_in_order
+from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..arithmetic.tensor_core import named
@@ -29,6 +29,8 @@ class Kernel(WgmmaKernel):
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
+        if _is_empty(self.descriptor):
+            return
         desc, device, schedule = self.descriptor, choice.device, _schedule_of(choice)
         self.workspace_size = schedule.workspace_bytes()
         self._transpose = None
@@ -41,6 +43,8 @@ class Kernel(WgmmaKernel):
         self._load(desc, schedule, device, x_bytes=desc.element.itemsize, prepass=prepass)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
+        if _is_empty(self.descriptor):
+            return nothing
         x = views["source"]
         if self._transpose is None:
             return self._multiply(self._parameters(views, x, workspace))
@@ -69,7 +73,7 @@ class Kernel(WgmmaKernel):
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         desc = choice.descriptor
-        if choice.entry.promoted or desc.element is ElementKind.S8:
+        if choice.entry.promoted or desc.element is ElementKind.S8 or _is_empty(desc):
             return super().arithmetic(choice)  # the bits don't depend on the schedule
         schedule = _schedule_of(choice)
         return named(desc, str(Arithmetic.hopper(desc.element, schedule.split_k * schedule.k_chunks)))
@@ -81,6 +85,11 @@ class Kernel(WgmmaKernel):
     @classmethod
     def tuning_version(cls, device: DeviceProperties) -> str:
         return f"sources {digest(SOURCE)}"
+
+
+def _is_empty(desc: GemmSparse24Descriptor) -> bool:
+    """Return whether Y has no elements, so that nothing is launched."""
+    return desc.n == 0 or desc.m == 0
 
 
 def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
