@@ -265,17 +265,23 @@ def _torch_host(record: Record) -> list[str]:
 
 
 def _decoder(record: Record) -> list[str]:
-    """Steps of a decoder, captured and eager, over dense. No table where none was measured."""
+    """Steps of a decoder over dense: compiled, captured, eager. No table where none was measured."""
     rows = []
     for row in _torch_record(record)["decoder"]:
         step = (f"decode, n {row['n']}", f"prefill of {row['tokens']}")[row["kind"] == "prefill"]
-        cells = [f"{row['graph_dense_ms']:.2f} ms", f"{row['graph_sparse_ms']:.2f} ms"]
-        cells += [
-            f"{row['graph_dense_ms'] / row[f'graph_{kind}_ms']:.2f}" for kind in ("sparse", "invariant")
-        ]
-        cells += [f"{row['eager_dense_ms']:.2f} ms", f"{row['eager_dense_ms'] / row['eager_sparse_ms']:.2f}"]
-        rows.append((step, row["gpus"], *cells))
-    head = ("step", "GPUs", "dense", "sparse", "speed-up", "batch-invariant", "eager: dense", "speed-up")
+        times = [row[f"compiled_{who}_ms"] for who in ("dense", "sparse")]
+        rows.append(
+            (
+                step,
+                f"`{row['weights']}`",
+                row["gpus"],
+                *("-" if ms is None else f"{ms:.2f} ms" for ms in times),
+                "-" if None in times else f"{times[0] / times[1]:.2f}",
+                *(f"{row['graph_dense_ms'] / row[f'graph_{who}_ms']:.2f}" for who in ("sparse", "invariant")),
+                f"{row['eager_dense_ms'] / row['eager_sparse_ms']:.2f}",
+            )
+        )
+    head = ("step", "weights", "GPUs", "dense", "sparse", "speed-up", "captured", "batch-invariant", "eager")
     return _table(head, rows) if rows else []
 
 

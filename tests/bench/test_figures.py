@@ -84,6 +84,8 @@ STEP = {
     "graph_invariant_ms": 2.5,
     "eager_dense_ms": 9.0,
     "eager_sparse_ms": 10.0,
+    "compiled_dense_ms": None,
+    "compiled_sparse_ms": None,
 }
 HOST = {
     "f_linear_us": 10.0,
@@ -102,11 +104,14 @@ def torch_tables(**parts: object) -> dict[str, list[str]]:
 
 def test_steps_of_a_decoder_are_over_dense():
     prefill = {**STEP, "kind": "prefill", "n": 1, "tokens": 2048, "gpus": 1}
+    prefill |= {"compiled_dense_ms": 2.8, "compiled_sparse_ms": 2.0}
     head, _, *rows = torch_tables(decoder=[STEP, prefill])["decoder"]
-    assert head.startswith("| step | GPUs | dense | sparse | speed-up | batch-invariant | eager: dense |")
+    assert head == (
+        "| step | weights | GPUs | dense | sparse | speed-up | captured | batch-invariant | eager |"
+    )
     assert rows == [
-        "| decode, n 8 | 2 | 3.00 ms | 2.00 ms | 1.50 | 1.20 | 9.00 ms | 0.90 |",
-        "| prefill of 2048 | 1 | 3.00 ms | 2.00 ms | 1.50 | 1.20 | 9.00 ms | 0.90 |",
+        "| decode, n 8 | `bf16` | 2 | - | - | - | 1.50 | 1.20 | 0.90 |",
+        "| prefill of 2048 | `bf16` | 1 | 2.80 ms | 2.00 ms | 1.40 | 1.50 | 1.20 | 0.90 |",
     ]
 
 
