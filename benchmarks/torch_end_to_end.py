@@ -34,6 +34,7 @@ from sparse24_plans.bench.steady import BLOCK_US, MANY_TOKENS, Steady, Work, ste
 from sparse24_plans.errors import UnsupportedError
 from sparse24_plans.torch.linear import Sparse24Linear
 from sparse24_plans.torch.swap import Sparse24Recipe, to_sparse24
+from sparse24_plans.torch.weight_only_linear import Sparse24WeightOnlyLinear
 
 F = nn.functional
 LISTS: Lists = {"decoder": ("kind", "n", "tokens", "weights", "gpus")}
@@ -331,6 +332,9 @@ def contenders(
     models["invariant"] = dense.sparse(stored, batch_invariant=True)
     if stored is not None:
         dense.take_weights(models["sparse"])
+        for layer in (*models["sparse"].modules(), *models["invariant"].modules()):
+            if isinstance(layer, Sparse24WeightOnlyLinear):
+                layer.hold_packed()
     return models
 
 

@@ -335,3 +335,12 @@ def test_swapping_works_without_data():
     to_sparse24(model, recipe=Sparse24Recipe(stored="s4"))
     assert type(model[0]) is Sparse24WeightOnlyLinear
     assert model[0].values.is_meta
+
+
+def test_a_call_without_scales_is_refused_whatever_ran_before():
+    """A packed weight of 16 bits has the form of another op's call, whose plan must not serve this one."""
+    values, meta, _ = weight(dtype=torch.bfloat16)
+    x = randn(5, 64, dtype=torch.bfloat16)
+    S.linear(x, values, meta)
+    with pytest.raises(InvalidProblemError, match="scales: expected meta and scales of stored values"):
+        S.weight_only_linear(x, values, meta, None)
