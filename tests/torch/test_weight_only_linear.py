@@ -20,6 +20,8 @@ from sparse24_plans.torch import (  # noqa: E402
 )
 from sparse24_plans.torch.packed_weight_cache import kept_copies  # noqa: E402
 
+from .cases import S, randn, weight  # noqa: E402
+
 STRICT = {"prefer_kernel": "host_strict"}
 """The kernel whose bits are the same whenever its operands are."""
 STORED = pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
