@@ -57,7 +57,8 @@ def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Elem
     """The report of a run, in a list."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", expression]
+        # The project's own options would set the number of processes, which undoes --tx.
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--strict-markers", "-m", expression]
         subprocess.run([*command, f"--junitxml={report}", *arguments], env={**os.environ, **_ONE_THREAD})
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     return [suite]
