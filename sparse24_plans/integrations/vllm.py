@@ -140,6 +140,14 @@ def _stored_with_groups(
     )
 
 
+def _may_be_sparse(name: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a stored matrix, named without ``.weight``, is of a form that 2:4 ones with zeros have."""
+    stored = tensors[name + _WEIGHT]
+    dtype = DTYPES_BY_NAME.get(stored["dtype"])
+    is_served = dtype in DTYPES or (dtype in LARGEST and f"{name}.{WEIGHT_SCALE}" in tensors)
+    return is_served and len(stored["shape"]) == 2
+
+
 def _check_quantization(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for what compressed-tensors' configuration asks for and no layer does."""
     for key in ("kv_cache_scheme", "transform_config"):
@@ -246,7 +254,7 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
             if name.endswith(_WEIGHT):
                 place = name.removesuffix(_WEIGHT)
                 self.dense[place] = tensor["dtype"]
-                if self._stores_zeros and len(tensor["shape"]) == 2:
+                if self._stores_zeros and _may_be_sparse(place, tensors):
                     self.sparse[place] = _stored(place, _WEIGHT, tensors, PlanPreference())
         if not self.sparse:
             raise InvalidProblemError(f"model: expected a checkpoint with 2:4 weights, got {model_name}")

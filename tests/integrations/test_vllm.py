@@ -1,4 +1,4 @@
-"""The plugin in vLLM's own layers and loaders, on CPU tensors: what it claims, loads, computes, refuses."""
+"""The plugin in vLLM's own layers and loaders, on CPU tensors: what it loads, computes, refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -472,79 +471,6 @@ def test_a_compiled_graph_holds_the_op(tmp_path, at_rank, by):
     assert torch.equal(compiled(x), layer(x))
 
 
-@pytest.mark.parametrize("user", [None, "sparse24", "compressed-tensors"])
-@pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
-@pytest.mark.parametrize("structure", ["2:4", "unstructured"])
-@pytest.mark.parametrize("form", ["sparse-24-bitmask", "dense"])
-def test_2_4_checkpoints_of_compressed_tensors_are_claimed(user, method, structure, form):
-    sparsity = {"format": form, "sparsity_structure": structure, "targets": ["Linear"]}
-    entry = {"quant_method": method, "sparsity_config": sparsity}
-    claims = (method, structure) == ("compressed-tensors", "2:4") and user != "compressed-tensors"
-    found = Sparse24VllmConfig.override_quantization_method(entry, user, hf_config=None)
-    assert found == ("sparse24" if claims else None)
-
-
-REFUSED = pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ({"transform_config": {"a": 1}}, "transform_config"),
-        (
-            {"sparsity_config": {"format": "sparse-bitmask"}},
-            "sparsity_config.format: expected sparse-24-bitmask or dense",
-        ),
-        ({"config_groups": {"g": GROUP | {"input_activations": None}}}, "config_groups.g.input_activations"),
-        ({"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"num_bits": 4}}}}, "g.weights"),
-        (
-            {"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"strategy": "block"}}}},
-            "g.weights",
-        ),
-        ({"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"type": "int"}}}}, "one type"),
-    ],
-)
-
-
-@REFUSED
-def test_what_cannot_be_served_is_refused_by_name(change, words):
-    entry = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
-    Sparse24VllmConfig.from_config(entry | {"config_groups": {"g": GROUP}})
-    with pytest.raises(UnsupportedError, match=words):
-        Sparse24VllmConfig.from_config(entry | change)
-
-
-@REFUSED
-@pytest.mark.parametrize("form", ["sparse-24-bitmask", "dense"])
-def test_what_cannot_be_served_is_not_claimed(caplog, change, words, form):
-    sparsity = {"format": form, "sparsity_structure": "2:4", "targets": ["Linear"]}
-    entry = {"quant_method": "compressed-tensors", "config_groups": {"g": GROUP}, "sparsity_config": sparsity}
-    assert Sparse24VllmConfig.override_quantization_method(entry, None) == "sparse24"
-    entry |= {**change, "sparsity_config": sparsity | change.get("sparsity_config", {})}
-    assert Sparse24VllmConfig.override_quantization_method(entry, None) is None
-    assert words in caplog.text
-
-
-@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(
-    ("form", "groups", "claims"),
-    [("sparse-24-bitmask", {}, False), ("dense", {"g": GROUP}, False), ("dense", {}, True)],
-)
-def test_experts_are_claimed_only_where_vllm_serves_them_as_they_are(name, nested, form, groups, claims):
-    sparsity = {"format": form, "sparsity_structure": "2:4", "targets": ["Linear"]}
-    entry = {"quant_method": "compressed-tensors", "config_groups": groups, "sparsity_config": sparsity}
-    for count in (8, 0, None):
-        hf_config = SimpleNamespace(**{name: count})
-        hf_config = SimpleNamespace(text_config=hf_config) if nested else hf_config
-        found = Sparse24VllmConfig.override_quantization_method(entry, None, hf_config)
-        assert found == ("sparse24" if claims or not count else None)
-
-
-@pytest.mark.parametrize("entry", [{"activation": "silu"}, {"out_dtype": "float32"}])
-def test_layers_that_fuse_more_than_a_product_are_refused(entry):
-    with pytest.raises(UnsupportedError, match=r"model\.a: expected a layer without"):
-        Sparse24VllmConfig.from_config({"quant_method": "sparse24", "layers": {"model.a": entry}})
-
-
 def test_merged_matrices_of_different_forms_are_refused(tmp_path, at_rank):
     config = config_for(saved(tmp_path, tensors_of_a_model(), "sparse24"))
     del config.sparse["block.up_proj"]
@@ -569,6 +495,16 @@ def test_stored_zeros_outside_linear_layers_are_vllms_if_they_have_16_bits(tmp_p
             continue
         with pytest.raises(UnsupportedError, match=r"block\.\w+_proj: expected a 2:4 weight of a linear"):
             config.get_quant_method(nn.Embedding(4, 4), "block")
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(4, dtype=BF16), torch.ones(4, 1, 8), torch.ones(4, 8, dtype=torch.int8)], ids=str
+)
+def test_what_is_no_matrix_of_a_layer_takes_no_part_in_stored_zeros(tmp_path, at_rank, other):
+    folder = saved(tmp_path, tensors_of_a_model() | {"block.other.weight": other}, "zeros")
+    config = config_for(folder)
+    assert set(config.dense) - set(config.sparse) == {"block.other"}
+    assert config.get_quant_method(nn.Embedding(4, 4), "block.other") is None
 
 
 def test_columns_that_cannot_be_cut_are_refused(tmp_path, at_rank):
