@@ -370,6 +370,24 @@ _TORCH = [
     Bound("compiled layer / dense, host", host("compiled_sparse_us", "compiled_dense_us"), most=1.1),
 ]
 
+_TORCHAO = {4096: 7.15, 11008: 13.3}
+"""Microseconds of torchao's CUTLASS product of fp8 and 2:4 for 64 tokens on an H100, by M, with K = 4096."""
+_LAYERS = [
+    *(
+        Bound(
+            f"fp8 product of 64 tokens, M {m}, us",
+            figure("layers", "linear_us", m=m, n=64, dtype="fp8"),
+            most=most,
+        )
+        for m, most in _TORCHAO.items()
+    ),
+    *(
+        Bound(f"{name}, {dtype} over bf16", ratios("layers", "dense_us", field, dtype=dtype))
+        for name, field in (("product", "linear_us"), ("layer", "layer_us"))
+        for dtype in ("fp8", "int8")
+    ),
+]
+
 _TESTS = [
     *(Bound(name, top(name), most=0) for name in ("failed", "fuzz_failures", "replay_mismatches")),
     Bound("passed", top("passed"), 2001),
@@ -405,6 +423,7 @@ BOUNDS = {
     "blocksparse": BLOCKSPARSE,
     "blocksparse-random": RANDOM_BLOCKS,
     "torch": _TORCH,
+    "layers": _LAYERS,
     "tests": _TESTS,
     "export": _EXPORT,
 }

@@ -120,6 +120,12 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
             **_fields(_IS_TIME_OR_NONE, "compiled_dense_ms compiled_sparse_ms"),
         }
     },
+    "layers": {
+        "layers": _fields(_is_text, "dtype")
+        | _fields(_is_size, "m k n")
+        | _fields(_is_time, "linear_us quantize_us layer_us dense_us")
+        | _fields(_is_number, "rel_error")
+    },
     "blocksparse": {
         "products": _BLOCKS | _fields(_is_text, "pattern") | _fields(_IS_TIME_OR_NONE, "torch_bsr_us"),
         "sparse24": _BLOCKS | _fields(_is_time, "blocks_us"),

@@ -102,6 +102,19 @@ def _random_blocks(options: argparse.Namespace) -> list[Step]:
     return random_blocks.steps(options.seed)
 
 
+def _layer_lists() -> Lists:
+    from . import fp8_layers
+
+    return fp8_layers.LISTS
+
+
+def _layers(options: argparse.Namespace) -> list[Step]:
+    """Layers of 8 bits in PyTorch."""
+    from . import fp8_layers
+
+    return fp8_layers.steps()
+
+
 def _torch_lists() -> Lists:
     from . import torch_end_to_end
 
@@ -123,6 +136,7 @@ KINDS = {
     "quantized": Kind(_quantized_lists, _quantized, is_seeded=True),
     "blocksparse-random": Kind(_random_block_lists, _random_blocks, is_seeded=True),
     "torch": Kind(_torch_lists, _torch),
+    "layers": Kind(_layer_lists, _layers),
 }
 SEEDED = tuple(name for name, kind in KINDS.items() if kind.is_seeded)
 """Kinds of records with random cells, which a seed draws."""

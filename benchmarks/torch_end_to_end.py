@@ -245,7 +245,7 @@ def _alone(calls: Calls, device: torch.device, block_us: float) -> dict[str, Ste
         return steady(works, ruler, agree, block_us=block_us)
 
 
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
+def captured(call: Callable[[], object]) -> Callable[[], object]:
     """A CUDA graph of the call, which has run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
@@ -278,7 +278,7 @@ def _compiled_ms(models: Models, x: Tensor, cache: Cache, wanted: Tensor, block_
         for name, call in calls.items():
             _checked(f"compiled {name}", call(), wanted)
             call()
-        times = _alone({name: _captured(call) for name, call in calls.items()}, x.device, block_us)
+        times = _alone({name: captured(call) for name, call in calls.items()}, x.device, block_us)
     dense = min((times[f"dense {mode}"] for mode in _MODES), key=lambda one: one.us)
     return _fields("compiled_dense_ms", dense, x) | _fields("compiled_sparse_ms", times["sparse"], x)
 
@@ -301,7 +301,7 @@ def _row(models: Models, x: Tensor, cache: Cache, block_us: float) -> Fields:
             _checked(name, model(x, cache), wanted)
         eager = _alone({name: calls[name] for name in ("dense", "sparse")}, x.device, block_us)
         row: Fields = {f"eager_{name}_ms": round(one.us / 1e3, 4) for name, one in eager.items()}
-        replays = {name: _captured(call) for name, call in calls.items()} if on_gpu else {}
+        replays = {name: captured(call) for name, call in calls.items()} if on_gpu else {}
         graphs = _alone(replays, x.device, block_us)
     for name in models:
         row |= _fields(f"graph_{name}_ms", graphs.get(name), x)

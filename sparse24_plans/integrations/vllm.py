@@ -1,4 +1,4 @@
-"""vLLM serves compressed checkpoints: ours, and compressed-tensors' ``sparse-24-bitmask``.
+"""vLLM serves 2:4 checkpoints: ours, and compressed-tensors', in ``sparse-24-bitmask`` or with their zeros.
 
 Importing this registers the quantisation method ``sparse24``. vLLM's own parameters and loaders cut and merge
 the parts of a weight; each layer is packed once its parts are loaded. Tested against vLLM 0.33.0.
@@ -6,6 +6,7 @@ the parts of a weight; each layer is packed once its parts are loaded. Tested ag
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from .._vendor import compressed_tensors
 from ..checkpoints.layers import META_SUFFIX, SCALES_SUFFIX, SPARSE24, VALUES_SUFFIX
 from ..checkpoints.quantization import check_groups
+from ..device.log import LOAD
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..plan.preference import PlanPreference
 from ..torch.checkpoint_source import DTYPES_BY_NAME
@@ -53,13 +55,21 @@ _KINDS = {
     f".{_BITMASK_VALUES}": (_BITMASK_VALUES, _BITMASK, torch.uint8),
 }
 """The end of a stored weight's name -> the names of its parts in a vLLM layer, and the second one's dtype."""
+_DENSE = "weight"
+"""The name of a matrix with its zeros in a vLLM layer."""
+_PARTS = (_VALUES, _META, _SCALES, _BITMASK_VALUES, _BITMASK, _DENSE, WEIGHT_SCALE, INPUT_SCALE)
+_ZEROS_FORMAT = "dense"
+"""compressed-tensors' name for 2:4 matrices with stored zeros, which may be quantized."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in the configurations of models."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The form in which a checkpoint holds a compressed weight. Weights that vLLM merges have the same."""
+    """The form in which a checkpoint holds a 2:4 weight. Weights that vLLM merges have the same."""
 
-    parts: tuple[str, str, torch.dtype]
+    parts: tuple[str, str, torch.dtype] | None
+    """Names of the compressed weight's parts, and the second one's dtype; None for a matrix with zeros."""
     dtype: torch.dtype
     scale_dims: tuple[int, ...] | None = None
     """The dimensions of the scales after the first, if each row has a scale; None if one serves all rows."""
@@ -69,6 +79,11 @@ class Stored:
     scale_dtype: torch.dtype | None = None
     """The dtype of the ``scales24``."""
     preference: PlanPreference = field(default_factory=PlanPreference)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored matrix is what vLLM's own dense layers take."""
+        return self.parts is None and self.dtype in DTYPES
 
     @property
     def quantizes_inputs(self) -> bool:
@@ -91,7 +106,7 @@ def _stored(name: str, suffix: str, tensors: Mapping[str, Any], preference: Plan
             f"{name}: expected a 2:4 weight of 32, 16 or 8 bits, got {tensors[name + suffix]['dtype']}"
         )
     if dtype not in LARGEST:
-        return Stored(_KINDS[suffix], dtype, preference=preference)
+        return Stored(_KINDS.get(suffix), dtype, preference=preference)
     scale = tensors.get(f"{name}.{WEIGHT_SCALE}")
     if scale is None:
         raise UnsupportedError(f"{name}: expected {WEIGHT_SCALE} beside a weight of {dtype}, got none")
@@ -101,7 +116,7 @@ def _stored(name: str, suffix: str, tensors: Mapping[str, Any], preference: Plan
         raise UnsupportedError(f"{name}.{WEIGHT_SCALE}: expected 1 or {rows} scales, got {list(sizes)}")
     static = f"{name}.{INPUT_SCALE}" in tensors
     dims = None if is_whole else sizes[1:]
-    return Stored(_KINDS[suffix], dtype, dims, static, preference=preference)
+    return Stored(_KINDS.get(suffix), dtype, dims, static, preference=preference)
 
 
 def _stored_with_groups(
@@ -125,29 +140,49 @@ def _stored_with_groups(
     )
 
 
+def _may_be_sparse(name: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a stored matrix, named without ``.weight``, is of a form that 2:4 ones with zeros have."""
+    stored = tensors[name + _WEIGHT]
+    dtype = DTYPES_BY_NAME.get(stored["dtype"])
+    is_served = dtype in DTYPES or (dtype in LARGEST and f"{name}.{WEIGHT_SCALE}" in tensors)
+    return is_served and len(stored["shape"]) == 2
+
+
 def _check_quantization(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for what compressed-tensors' configuration asks for and no layer does."""
     for key in ("kv_cache_scheme", "transform_config"):
         if config.get(key):
             raise UnsupportedError(f"{key}: expected none in a 2:4 checkpoint, got {config[key]!r:.80}")
-    found = (config.get("sparsity_config") or {}).get("format")
-    if found != compressed_tensors.FORMAT:
+    found = _sparsity_format(config)
+    if found not in (compressed_tensors.FORMAT, _ZEROS_FORMAT):
         raise UnsupportedError(
-            f"sparsity_config.format: expected {compressed_tensors.FORMAT}, got {found!r}; "
-            "`sparse24 convert` writes dense 2:4 weights in a format that loads"
+            f"sparsity_config.format: expected {compressed_tensors.FORMAT} or {_ZEROS_FORMAT}, got {found!r}"
         )
     check_groups(config)
+
+
+def _sparsity_format(config: Mapping[str, Any]) -> Any:
+    return (config.get("sparsity_config") or {}).get("format")
+
+
+def _check_experts(config: Mapping[str, Any], hf_config: Any) -> None:
+    """Raise UnsupportedError for experts, which aren't linear layers, unless vLLM serves them as they are."""
+    of_text = getattr(hf_config, "text_config", hf_config)
+    count = next((found for name in _EXPERTS if (found := getattr(of_text, name, None))), 0)
+    if count and (_sparsity_format(config) != _ZEROS_FORMAT or config.get("config_groups")):
+        raise UnsupportedError(f"experts: expected dense ones of 16 bits in a 2:4 checkpoint, got {count}")
 
 
 @register_quantization_config(SPARSE24)
 class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
     """Which layers of a model have compressed weights, and their form, as the checkpoint's headers say."""
 
-    def __init__(self, form: SavedForm) -> None:
+    def __init__(self, form: SavedForm, *, stores_zeros: bool = False) -> None:
         super().__init__()
-        self._form = form
+        self._form, self._stores_zeros = form, stores_zeros
         self.sparse: dict[str, Stored] = {}
-        """The form of each compressed weight, by its name in vLLM without ``.weight``."""
+        """The form of each compressed weight, and of each matrix that may be 2:4 with stored zeros, by its
+        name in vLLM without ``.weight``."""
         self.dense: dict[str, str] = {}
         """The safetensors type of each dense weight, by its name without ``.weight``."""
 
@@ -169,18 +204,29 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim compressed-tensors' 2:4 checkpoints, unless the user asks for another method."""
+        """Claim compressed-tensors' 2:4 checkpoints that can be served, unless another method is asked for.
+
+        A warning in the log says why a 2:4 checkpoint can't be.
+        """
         sparsity = hf_quant_cfg.get("sparsity_config") or {}
         is_theirs = hf_quant_cfg.get("quant_method") == compressed_tensors.METHOD
-        claims = is_theirs and sparsity.get("sparsity_structure") == "2:4" and sparsity.get("targets")
-        return SPARSE24 if claims and user_quant in (None, SPARSE24) else None
+        is_sparse = sparsity.get("sparsity_structure") == "2:4" and sparsity.get("targets")
+        if not (is_theirs and is_sparse and user_quant in (None, SPARSE24)):
+            return None
+        try:
+            _check_quantization(hf_quant_cfg)
+            _check_experts(hf_quant_cfg, hf_config)
+        except UnsupportedError as error:
+            LOAD.warning("a 2:4 checkpoint is left to vLLM: %s", error)
+            return None
+        return SPARSE24
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Sparse24VllmConfig:
         """Take an entry of either format. Raises UnsupportedError for what can't be served."""
         if config.get("quant_method") == compressed_tensors.METHOD:
             _check_quantization(config)
-            return cls(SavedForm())
+            return cls(SavedForm(), stores_zeros=_sparsity_format(config) == _ZEROS_FORMAT)
         form = SavedForm.model_validate(config)
         for name, layer in form.layers.items():
             if layer.activation != "none" or layer.out_dtype is not None:
@@ -206,7 +252,10 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
                     saved = self._form.layers.get(place, SavedLayer())
                     self.sparse[place] = _stored(place, suffix, tensors, saved.preference)
             if name.endswith(_WEIGHT):
-                self.dense[name.removesuffix(_WEIGHT)] = tensor["dtype"]
+                place = name.removesuffix(_WEIGHT)
+                self.dense[place] = tensor["dtype"]
+                if self._stores_zeros and _may_be_sparse(place, tensors):
+                    self.sparse[place] = _stored(place, _WEIGHT, tensors, PlanPreference())
         if not self.sparse:
             raise InvalidProblemError(f"model: expected a checkpoint with 2:4 weights, got {model_name}")
         if lost := [name for name in self._form.layers if name not in self.sparse]:
@@ -229,7 +278,11 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a layer. Raises UnsupportedError for a compressed weight that can't be served."""
         if not isinstance(layer, LinearBase):
-            inside = [name for name in self.sparse if f"{name}.".startswith(f"{prefix}.")]
+            inside = [
+                name
+                for name, stored in self.sparse.items()
+                if f"{name}.".startswith(f"{prefix}.") and not stored.is_plain
+            ]
             if inside:
                 raise UnsupportedError(
                     f"{inside[0]}: expected a 2:4 weight of a linear layer, got a {type(layer).__name__}'s"
@@ -256,10 +309,14 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
 
 @register_weight_loader_v2_supported_method
 class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
-    """The weight of a layer: its parts while vLLM loads them, then a Sparse24Linear that has it packed."""
+    """The weight of a layer: its parts while vLLM loads them, then a Sparse24Linear that has it packed.
+
+    A matrix with stored zeros stays dense if it isn't 2:4, or if no kernel serves it.
+    """
 
     def __init__(self, prefix: str, stored: Stored) -> None:
         self._prefix, self._stored = prefix, stored
+        self._dense = UnquantizedLinearMethod() if stored.parts is None else None
 
     def create_weights(
         self,
@@ -275,7 +332,7 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
         stored, loader = self._stored, extra_weight_attrs["weight_loader"]
         m, k, count = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
         step = max(8, stored.group or 0)
-        if k != input_size and k % step:
+        if stored.parts is not None and k != input_size and k % step:
             raise UnsupportedError(
                 f"{self._prefix}: expected a multiple of {step} columns on each rank, got {k} of {input_size}"
             )
@@ -287,10 +344,13 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
         wide = k + -k % 8
         rows: dict[str, Any] = {"output_dim": 0}
         whole = {**rows, "input_dim": 1}
-        values, meta, meta_dtype = stored.parts
         dtype = params_dtype if stored.dtype in DTYPES else stored.dtype
-        add(values, ModelWeightParameter, m, wide // stored.columns_of_a_value, dtype=dtype, **whole)
-        add(meta, ModelWeightParameter, m, wide // 8, dtype=meta_dtype, **whole)
+        if stored.parts is None:
+            add(_DENSE, ModelWeightParameter, m, k, dtype=dtype, **whole)
+        else:
+            values, meta, meta_dtype = stored.parts
+            add(values, ModelWeightParameter, m, wide // stored.columns_of_a_value, dtype=dtype, **whole)
+            add(meta, ModelWeightParameter, m, wide // 8, dtype=meta_dtype, **whole)
         # Scales in another 16-bit dtype than the model's become float32, which is exact.
         scale_dtype = params_dtype if stored.scale_dtype == params_dtype else torch.float32
         if stored.group:
@@ -309,8 +369,22 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
         """Replace the parts by the packed weight. Raises FormatError for bad metadata.
 
         Raises UnsupportedError if no kernel serves, or none that is batch-invariant where vLLM asks for it.
+        A matrix with stored zeros is kept instead, and the log says why.
         """
-        sparse, state = self._loaded(layer)
+        parts = _taken(layer)
+        try:
+            layer.sparse24 = self._packed(layer, parts)
+        except (FormatError, UnsupportedError) as error:
+            if self._dense is None:
+                raise
+            # A matrix of 16 bits is served as it is stored; one of 8 bits takes twice as much memory.
+            level = logging.WARNING if self._stored.quantizes_inputs else logging.INFO
+            LOAD.log(level, "served dense: %s", error)
+            self._keep_dense(layer, parts, self._dense)
+
+    def _packed(self, layer: Any, parts: dict[str, Tensor]) -> Sparse24Linear:
+        """The layer's weight, loaded and packed."""
+        sparse, state = self._loaded(layer, parts)
         try:
             sparse.load_state_dict(state, assign=True)
         except RuntimeError as error:
@@ -321,22 +395,20 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
             raise UnsupportedError(f"{self._prefix}: {error}") from error
         if isinstance(sparse, Sparse24WeightOnlyLinear):
             sparse.hold_packed()
-        layer.sparse24 = sparse.eval()
+        return sparse.eval()
 
-    def _loaded(self, layer: Any) -> tuple[Sparse24Linear, dict[str, Tensor]]:
-        """A layer without data, and its state, of the parts that the vLLM layer gives up."""
+    def _loaded(self, layer: Any, parts: dict[str, Tensor]) -> tuple[Sparse24Linear, dict[str, Tensor]]:
+        """A layer without data, and its state."""
         stored = self._stored
-        m, k, widths, dtype = layer.sparse24_sizes
-        values, meta = (_taken(layer, name) for name in stored.parts[:2])
-        if stored.parts[0] == _BITMASK_VALUES:
-            values, meta = from_bitmask(values, meta)
+        m, k, _, dtype = layer.sparse24_sizes
+        values, meta = self._canonical(parts)
         wishes = stored.preference
         if envs.VLLM_BATCH_INVARIANT:
             require = wishes.require.model_copy(update={"batch_invariant": True})
             wishes = wishes.model_copy(update={"require": require})
         about: dict[str, Any] = {"bias": False, "preference": wishes, "device": "meta"}
         if stored.group is not None:
-            scales = _taken(layer, _SCALES)
+            scales = parts[_SCALES]
             about |= {"stored": STORED_OF[values.dtype], "group": stored.group, "scale_dtype": scales.dtype}
             weight_only = Sparse24WeightOnlyLinear(k, m, dtype=dtype, **about)
             return weight_only, {VALUES_KEY: values, META_KEY: meta, SCALES_KEY: scales}
@@ -347,21 +419,52 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
             k, m, dtype=values.dtype, static_input=stored.static_input, **about
         )
         values, meta = quantized.padded(values, meta)
-        scale = _taken(layer, WEIGHT_SCALE)
-        if stored.scale_dims is None:  # each of the merged matrices has its scale
-            scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))
-        state = {VALUES_KEY: values, META_KEY: meta, WEIGHT_SCALE: scale}
+        state = {VALUES_KEY: values, META_KEY: meta, WEIGHT_SCALE: self._scale_of_rows(layer, parts)}
         if stored.static_input:
-            state[INPUT_SCALE] = _taken(layer, INPUT_SCALE).max()
+            state[INPUT_SCALE] = parts[INPUT_SCALE].max()
         return quantized, state
 
+    def _canonical(self, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The weight's values and metadata. Raises FormatError for a matrix that isn't 2:4."""
+        if self._stored.parts is None:
+            dense = parts[_DENSE]
+            padding = -dense.shape[1] % 8 * dense.element_size()
+            wide = nn.functional.pad(dense.view(torch.uint8), (0, padding)).view(dense.dtype)
+            try:
+                found: tuple[Tensor, Tensor] = torch.ops.sparse24.compress(wide)
+            except FormatError as error:
+                raise FormatError(f"{self._prefix}: {error}") from error
+            return found
+        values, meta = (parts[name] for name in self._stored.parts[:2])
+        return from_bitmask(values, meta) if self._stored.parts[0] == _BITMASK_VALUES else (values, meta)
+
+    def _scale_of_rows(self, layer: Any, parts: dict[str, Tensor]) -> Tensor:
+        """A scale for each row, of which those of a merged matrix may be the same."""
+        scale, widths = parts[WEIGHT_SCALE], layer.sparse24_sizes[2]
+        if self._stored.scale_dims is not None:
+            return scale
+        return scale.repeat_interleave(torch.tensor(widths, device=scale.device))
+
+    def _keep_dense(self, layer: Any, parts: dict[str, Tensor], method: UnquantizedLinearMethod) -> None:
+        """Let vLLM's own method have the matrix, scaled."""
+        weight = parts[_DENSE]
+        if self._stored.quantizes_inputs:
+            weight = weight.float() * self._scale_of_rows(layer, parts).view(-1, 1)
+        own = nn.Parameter(weight.to(layer.sparse24_sizes[3]), requires_grad=False)
+        layer.register_parameter(_DENSE, own)
+        layer.sparse24 = None
+        method.process_weights_after_loading(layer)
+
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y: Tensor = layer.sparse24.product(x, bias)
+        sparse = layer.sparse24
+        y: Tensor = self._dense.apply(layer, x, bias) if sparse is None else sparse.product(x, bias)  # type: ignore[union-attr]
         return y
 
 
-def _taken(layer: nn.Module, name: str) -> Tensor:
-    """A loaded parameter's data, which the layer doesn't hold any longer."""
-    data: Tensor = getattr(layer, name).data.as_subclass(Tensor)
-    delattr(layer, name)
-    return data
+def _taken(layer: nn.Module) -> dict[str, Tensor]:
+    """The data of the loaded parts, which the layer doesn't hold any longer."""
+    names = [name for name, _ in layer.named_parameters(recurse=False) if name in _PARTS]
+    found = {name: getattr(layer, name).data.as_subclass(Tensor) for name in names}
+    for name in names:
+        delattr(layer, name)
+    return found

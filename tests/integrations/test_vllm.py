@@ -1,4 +1,4 @@
-"""The plugin in vLLM's own layers and loaders, on CPU tensors: what it claims, loads, computes, refuses."""
+"""The plugin in vLLM's own layers and loaders, on CPU tensors: what it loads, computes, refuses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ SIZES = {
     "qkv_proj": {"q_proj": HEADS * HEAD, "k_proj": KV_HEADS * HEAD, "v_proj": KV_HEADS * HEAD},
     "gate_up_proj": {"gate_proj": INNER, "up_proj": INNER},
 }
-FORMATS = ("sparse24", "compressed_tensors")
+FORMATS = ("sparse24", "compressed_tensors", "zeros")
+"""Our form, theirs, and theirs with the zeros of the matrices stored."""
 STACKED = {
     f".{part}.": (f".{merged}.", part[0] if merged == "qkv_proj" else at)
     for merged, parts in SIZES.items()
@@ -95,8 +96,34 @@ def saved(
     compress_checkpoint(dense, ours, element=element, **by)
     if form == "sparse24":
         return ours
+    if form == "zeros":
+        return with_zeros(ours, theirs)
     convert_checkpoint(ours, theirs, from_format="sparse24", to_format=form)
     return theirs
+
+
+def with_zeros(ours: Path, folder: Path) -> Path:
+    """Our checkpoint as compressed-tensors writes it with stored zeros: dense, or ``float-quantized``."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(ours / "model.safetensors")
+    for name in [name.removesuffix(".values24") for name in tensors if name.endswith(".values24")]:
+        parts = tensors.pop(f"{name}.values24"), tensors.pop(f"{name}.meta24").view(torch.int16)
+        tensors[name] = torch.ops.sparse24.decompress(*parts)
+    sparsity = {"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"], "ignore": ["lm_head"]}
+    section = {"quant_method": "compressed-tensors", "sparsity_config": sparsity}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
+    return folder
+
+
+def change(folder: Path, name: str, new) -> None:
+    """Replace a tensor of a checkpoint by what a function makes of it."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: new(tensors[name])}, folder / "model.safetensors")
 
 
 def dense_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -194,14 +221,15 @@ def test_the_entry_point_registers_the_method():
 @pytest.mark.parametrize("element", [None, "fp8_e4m3", "s8"])
 def test_each_rank_computes_with_its_part_of_the_weight(tmp_path, at_rank, form, rank, size, element):
     folder = saved(tmp_path, tensors_of_a_model(), form, element)
-    if form == "compressed_tensors" and element:
+    if form != "sparse24" and element:
         kind = {"type": "int" if element == "s8" else "float"}
         add_groups(folder, {part: GROUP[part] | kind for part in ("weights", "input_activations")})
     at_rank(rank, size)
-    model, dense = load(folder), dense_of(folder)
+    model, dense = load(folder), dense_of(tmp_path / "sparse24")
     for name, layer in model.block.named_children():
         assert type(layer.sparse24) is (Sparse24QuantizedLinear if element else Sparse24Linear)
-        assert not {"values24", "meta24", "compressed", "bitmask"} & set(dict(layer.named_parameters()))
+        loaded = {"values24", "meta24", "compressed", "bitmask", "weight", "weight_scale"}
+        assert not loaded & set(dict(layer.named_parameters(recurse=False)))
         weight, bias = own_part(dense, name, rank, size)
         torch.testing.assert_close(layer.sparse24.dense_weight().double(), weight, rtol=1e-6, atol=0)
         x = torch.randn(7, weight.shape[1], dtype=BF16)
@@ -211,6 +239,80 @@ def test_each_rank_computes_with_its_part_of_the_weight(tmp_path, at_rank, form,
             assert (y.dtype, y.shape) == (BF16, wanted.shape)
             off = (y.double() - wanted).norm() / wanted.norm()
             assert off < (0.05 if element else 0.004)
+
+
+def ones_in(group: int):
+    """Make a group of four columns of the first row have four non-zeros."""
+
+    def changed(weight: torch.Tensor) -> torch.Tensor:
+        weight[0, 4 * group : 4 * group + 4] = torch.ones(4).to(weight.dtype)
+        return weight
+
+    return changed
+
+
+@pytest.mark.parametrize("element", [None, "fp8_e4m3", "s8"])
+def test_a_matrix_with_zeros_that_is_not_2_4_stays_dense(tmp_path, at_rank, caplog, element):
+    folder = saved(tmp_path, tensors_of_a_model(), "zeros", element)
+    change(folder, "block.up_proj.weight", ones_in(3))
+    change(folder, "block.o_proj.weight", ones_in(0))
+    dense = dense_of(tmp_path / "sparse24")
+    with caplog.at_level("INFO", "sparse24_plans.load"):
+        model = load(folder)
+    for name, line in (("up_proj", 3), ("o_proj", 0)):
+        scale = dense.get(f"block.{name}.weight_scale", torch.ones(()))
+        dense[f"block.{name}.weight"][0, 4 * line : 4 * line + 4] = 1.0 * scale.flatten()[0]
+    levels = {one.levelname for one in caplog.records}
+    assert levels == {"WARNING" if element else "INFO"}
+    for row, name, group in ((INNER, "gate_up_proj", 3), (0, "o_proj", 0)):
+        assert f"served dense: block.{name}: dense: expected at most 2" in caplog.text
+        assert f"(row {row}, group {group})" in caplog.text
+    kept = {name for name, layer in model.block.named_children() if layer.sparse24 is None}
+    assert kept == {"gate_up_proj", "o_proj"}
+    for name in kept:
+        layer = model.block.get_submodule(name)
+        weight, bias = own_part(dense, name, 0, 1)
+        assert type(layer.weight) is nn.Parameter
+        torch.testing.assert_close(layer.weight.double(), weight, rtol=2**-8, atol=0)
+        x = torch.randn(5, weight.shape[1], dtype=BF16)
+        for given in (layer.bias, None):
+            wanted = x.double() @ weight.T + (0 if given is None else bias)
+            y = layer.quant_method.apply(layer, x, given)
+            assert (y.dtype, y.shape) == (BF16, wanted.shape)
+            assert (y.double() - wanted).norm() < 0.006 * wanted.norm()
+
+
+def test_a_matrix_with_zeros_that_no_kernel_serves_stays_dense(tmp_path, at_rank, monkeypatch, caplog):
+    def refuse(self, *sizes):
+        raise UnsupportedError("expected another GPU")
+
+    folder = saved(tmp_path, tensors_of_a_model(), "zeros")
+    monkeypatch.setattr(Sparse24Linear, "plan", refuse)
+    with caplog.at_level("INFO", "sparse24_plans.load"):
+        layer = load(folder).block.down_proj
+    assert layer.sparse24 is None
+    assert torch.equal(layer.weight.double(), dense_of(tmp_path / "sparse24")["block.down_proj.weight"])
+    assert "served dense: block.down_proj: expected another GPU" in caplog.text
+
+
+@pytest.mark.parametrize("minus", [False, True])
+def test_zeros_with_a_sign_are_zeros(tmp_path, at_rank, minus):
+    folder = saved(tmp_path, tensors_of_a_model(), "zeros", "fp8_e4m3")
+    change(folder, "block.down_proj.weight", lambda one: (-one.float()).to(F8) if minus else one)
+    assert type(load(folder).block.down_proj.sparse24) is Sparse24QuantizedLinear
+
+
+def test_a_part_of_groups_is_no_reason_to_refuse_stored_zeros(tmp_path, at_rank):
+    """Six columns a rank: what a rank has of a 2:4 matrix isn't 2:4, and stays dense."""
+    config = config_for(saved(tmp_path, tensors_of_a_model(), "zeros"))
+    at_rank(0, 64)
+    layer = vllm_linear.RowParallelLinear(
+        INNER, HIDDEN, quant_config=config, prefix="block.down_proj", params_dtype=BF16
+    )
+    layer.weight.data.fill_(1.0)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.sparse24 is None
+    assert layer.weight.shape == (HIDDEN, 6)
 
 
 STORED = pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
@@ -369,45 +471,6 @@ def test_a_compiled_graph_holds_the_op(tmp_path, at_rank, by):
     assert torch.equal(compiled(x), layer(x))
 
 
-@pytest.mark.parametrize("user", [None, "sparse24", "compressed-tensors"])
-@pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
-@pytest.mark.parametrize("structure", ["2:4", "unstructured"])
-def test_2_4_checkpoints_of_compressed_tensors_are_claimed(user, method, structure):
-    sparsity = {"format": "sparse-24-bitmask", "sparsity_structure": structure, "targets": ["Linear"]}
-    entry = {"quant_method": method, "sparsity_config": sparsity}
-    claims = (method, structure) == ("compressed-tensors", "2:4") and user != "compressed-tensors"
-    found = Sparse24VllmConfig.override_quantization_method(entry, user, hf_config=None)
-    assert found == ("sparse24" if claims else None)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ({"transform_config": {"a": 1}}, "transform_config"),
-        ({"sparsity_config": {"format": "dense"}}, "sparsity_config.format: expected sparse-24-bitmask"),
-        ({"config_groups": {"g": GROUP | {"input_activations": None}}}, "config_groups.g.input_activations"),
-        ({"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"num_bits": 4}}}}, "g.weights"),
-        (
-            {"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"strategy": "block"}}}},
-            "g.weights",
-        ),
-        ({"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"type": "int"}}}}, "one type"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(change, words):
-    entry = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
-    Sparse24VllmConfig.from_config(entry | {"config_groups": {"g": GROUP}})
-    with pytest.raises(UnsupportedError, match=words):
-        Sparse24VllmConfig.from_config(entry | change)
-
-
-@pytest.mark.parametrize("entry", [{"activation": "silu"}, {"out_dtype": "float32"}])
-def test_layers_that_fuse_more_than_a_product_are_refused(entry):
-    with pytest.raises(UnsupportedError, match=r"model\.a: expected a layer without"):
-        Sparse24VllmConfig.from_config({"quant_method": "sparse24", "layers": {"model.a": entry}})
-
-
 def test_merged_matrices_of_different_forms_are_refused(tmp_path, at_rank):
     config = config_for(saved(tmp_path, tensors_of_a_model(), "sparse24"))
     del config.sparse["block.up_proj"]
@@ -420,6 +483,28 @@ def test_compressed_weights_outside_linear_layers_are_refused(tmp_path, at_rank)
     assert config.get_quant_method(nn.Embedding(4, 4), "block.attn") is None
     with pytest.raises(UnsupportedError, match=r"block\.\w+_proj: expected a 2:4 weight of a linear layer"):
         config.get_quant_method(nn.Embedding(4, 4), "block")
+
+
+def test_stored_zeros_outside_linear_layers_are_vllms_if_they_have_16_bits(tmp_path, at_rank):
+    for element in (None, "fp8_e4m3"):
+        home = tmp_path / str(element)
+        home.mkdir()
+        config = config_for(saved(home, tensors_of_a_model(), "zeros", element))
+        if element is None:
+            assert config.get_quant_method(nn.Embedding(4, 4), "block") is None
+            continue
+        with pytest.raises(UnsupportedError, match=r"block\.\w+_proj: expected a 2:4 weight of a linear"):
+            config.get_quant_method(nn.Embedding(4, 4), "block")
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(4, dtype=BF16), torch.ones(4, 1, 8), torch.ones(4, 8, dtype=torch.int8)], ids=str
+)
+def test_what_is_no_matrix_of_a_layer_takes_no_part_in_stored_zeros(tmp_path, at_rank, other):
+    folder = saved(tmp_path, tensors_of_a_model() | {"block.other.weight": other}, "zeros")
+    config = config_for(folder)
+    assert set(config.dense) - set(config.sparse) == {"block.other"}
+    assert config.get_quant_method(nn.Embedding(4, 4), "block.other") is None
 
 
 def test_columns_that_cannot_be_cut_are_refused(tmp_path, at_rank):
