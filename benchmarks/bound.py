@@ -71,7 +71,7 @@ def judged(bound: Bound, record: Record) -> Verdict:
 
 def cell_of(row: Row) -> str:
     """A row's short name."""
-    names: list[str] = [row[key] for key in ("op", "direction", "epilogue", "kind") if key in row]
+    names: list[str] = [row[key] for key in ("op", "direction", "epilogue", "kind", "method") if key in row]
     if "m" in row:
         names.append(f"{row['m']}x{row['k']}")
     if "n" in row:

@@ -415,6 +415,8 @@ _EXPORT = [
     Bound("s24_run beyond the driver's launch, us", _beyond_the_driver, most=0.5),
 ]
 
+_CALIBRATION = [Bound("seconds", figure("calibration", "seconds"), most=900)]
+
 BOUNDS = {
     "grid": _GRID,
     "random": _RANDOM,
@@ -426,5 +428,6 @@ BOUNDS = {
     "layers": _LAYERS,
     "tests": _TESTS,
     "export": _EXPORT,
+    "calibration": _CALIBRATION,
 }
 """Kind of record -> what it is asked for."""

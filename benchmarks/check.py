@@ -159,6 +159,12 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
         | _fields(_is_text, "kernel")
         | _fields(_is_time, "find_us run_us run_new_args_us launch_us"),
     },
+    "calibration": {
+        "calibration": _fields(_is_text, "method")
+        | _fields(_is_size, "layers hidden ffn tokens")
+        | _fields(_is_time, "seconds")
+        | _fields(_IS_TIME_OR_NONE, "peak_gb"),
+    },
     "tests": {},
 }
 """The fields that rows have to have: kind -> list -> field -> what its values are."""

@@ -128,6 +128,19 @@ def _torch(options: argparse.Namespace) -> list[Step]:
     return torch_end_to_end.steps() if options.gpus == 1 else torch_ranks.steps(options.gpus)
 
 
+def _calibration_lists() -> Lists:
+    from . import calibration
+
+    return calibration.LISTS
+
+
+def _calibration(options: argparse.Namespace) -> list[Step]:
+    """Pruning of a decoder by its layers' inputs."""
+    from . import calibration
+
+    return calibration.steps()
+
+
 KINDS = {
     "grid": Kind(lambda: GRID, _grid),
     "random": Kind(_random_lists, _random, is_seeded=True),
@@ -137,6 +150,7 @@ KINDS = {
     "blocksparse-random": Kind(_random_block_lists, _random_blocks, is_seeded=True),
     "torch": Kind(_torch_lists, _torch),
     "layers": Kind(_layer_lists, _layers),
+    "calibration": Kind(_calibration_lists, _calibration),
 }
 SEEDED = tuple(name for name, kind in KINDS.items() if kind.is_seeded)
 """Kinds of records with random cells, which a seed draws."""

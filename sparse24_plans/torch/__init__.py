@@ -19,7 +19,8 @@ from . import gemm_ops as gemm_ops  # registers ops
 from . import grouped_ops as grouped_ops  # registers ops
 from . import prepare_ops as prepare_ops  # registers ops
 from . import tensor_ops as tensor_ops  # fills the dispatch table of Sparse24Tensor
-from .calibration import CalibratedLayer, CalibrationReport, calibrate
+from .calibrated_block import CalibratedLayer
+from .calibration import CalibrationReport, calibrate
 from .experts import Sparse24Experts
 from .gated import GatedBlock as GatedBlock
 from .gated import Sparse24GatedMLP, fuse_gated

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from sparse24_plans import FormatError, InvalidProblemError, StorageError
-from sparse24_plans.torch import Sparse24Linear, calibrate, to_sparse24
-from sparse24_plans.torch import calibration as calibration_module
+from sparse24_plans.torch import Sparse24Linear, calibrate, calibrated_block, to_sparse24
 from sparse24_plans.torch.conv1d import linear_of
 from sparse24_plans.weights.calibrated import METHODS, output_error, pruned_for
 
@@ -131,13 +130,13 @@ def test_pytorchs_default_dtype_changes_nothing(dtype, monkeypatch):
 
 def test_layers_with_one_input_count_as_one_group(monkeypatch):
     seen = []
-    together = calibration_module.pruned_together
+    together = calibrated_block.pruned_together
 
     def noted(weights, moment, method):
         seen.append(len(weights))
         return together(weights, moment, method)
 
-    monkeypatch.setattr(calibration_module, "pruned_together", noted)
+    monkeypatch.setattr(calibrated_block, "pruned_together", noted)
     calibrate(transformer("LlamaForCausalLM"), token_batches())
     assert seen == 3 * [3, 1, 2, 1]  # q, k and v; o; gate and up; down
 
@@ -217,7 +216,7 @@ def test_an_interrupted_run_goes_on_after_its_last_block(name, dtype, tmp_path, 
     whole = transformer(name).to(dtype)
     expected = calibrate(whole, token_batches())
 
-    original, started = calibration_module._Block.prune, []
+    original, started = calibrated_block.Block.prune, []
 
     def interrupted(self, *args):
         started.append(self)
@@ -226,15 +225,15 @@ def test_an_interrupted_run_goes_on_after_its_last_block(name, dtype, tmp_path, 
         return original(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(calibration_module._Block, "prune", interrupted)
+        patch.setattr(calibrated_block.Block, "prune", interrupted)
         with pytest.raises(KeyboardInterrupt):
             calibrate(transformer(name).to(dtype), token_batches(), resume=tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["block-0000.safetensors"]
 
     groups: list[int] = []
-    together = calibration_module.pruned_together
+    together = calibrated_block.pruned_together
     monkeypatch.setattr(
-        calibration_module, "pruned_together", lambda *given: groups.append(1) or together(*given)
+        calibrated_block, "pruned_together", lambda *given: groups.append(1) or together(*given)
     )
     resumed = transformer(name).to(dtype)
     report = calibrate(resumed, token_batches(), resume=tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import Sparse24Linear, gemm_dispatch, to_sparse24
+from sparse24_plans.torch import Sparse24Linear, calibrate, gemm_dispatch, to_sparse24
 
 from .cases import S, assert_on_the_current_stream, assert_replays, close, randn, weight
 
@@ -203,3 +204,27 @@ def test_column_parallel_layers_have_the_bits_of_the_whole():
     for n in (1, 16, 300):
         x = randn(n, 4096, dtype=torch.bfloat16)
         assert torch.equal(eighth(x), whole(x)[:, : 28672 // 8])
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_calibration_gives_what_the_cpu_gives_up_to_rounding(method, moved):
+    """With the model on the GPU, or with one block of it at a time. Ranks of near values may differ."""
+    torch.manual_seed(0)
+    on_cpu = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(3)))
+    on_gpu = copy.deepcopy(on_cpu)
+    batches = [torch.randn(64, 128) @ torch.randn(128, 128) for _ in range(4)]
+    expected = calibrate(on_cpu, batches, method=method)
+    if moved:
+        report = calibrate(on_gpu, batches, method=method, device="cuda")
+    else:
+        report = calibrate(on_gpu.cuda(), [x.cuda() for x in batches], method=method)
+    for ours, theirs, layer, reference in zip(report.layers, expected.layers, on_gpu, on_cpu, strict=True):
+        assert layer.weight.is_cuda is not moved
+        assert ours.output_error == pytest.approx(theirs.output_error, rel=1e-2)
+        weight, wanted = layer.weight.detach().cpu(), reference.weight.detach()
+        assert ((weight != 0) == (wanted != 0)).float().mean() > 0.98
+        assert torch.dist(weight, wanted) < 0.1 * wanted.norm()
+    if not moved:
+        to_sparse24(on_gpu, recipe="compress")
+        assert all(isinstance(layer, Sparse24Linear) for layer in on_gpu)

@@ -1,0 +1,271 @@
+"""Prunes the layers of one block of a model by what their inputs are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.compressed_form import CompressedForm
+from ..checkpoints.folder import DTYPES, ModelReader
+from ..checkpoints.layers import Layer, read_weight, stored_tensors, write_weight
+from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
+from ..device.files import storage_errors
+from ..errors import InvalidProblemError
+from ..weights.calibrated import output_error, pruned_together, quantized_together
+from ..weights.quantized import Sparse24QuantizedWeight
+from .calibration_inputs import Calls, Enough
+from .conv1d import linear_of
+from .elements import element_of, host_bytes
+
+_RUN_KEY, _ERRORS_KEY = "sparse24_calibration", "output_errors"
+
+
+@dataclass(frozen=True)
+class CalibratedLayer:
+    """One linear layer [M, K] that was pruned.
+
+    ``output_error`` is ||X (W - W')^T|| / ||X W^T|| over all calibration tokens, where X are the layer's
+    inputs in the pruned model. ``weight`` is the quantized weight that the layer's tensor stands for, in host
+    memory, or None if it was not quantized.
+    """
+
+    name: str
+    m: int
+    k: int
+    output_error: float
+    weight: Sparse24QuantizedWeight | None = None
+
+
+def digest(head: bytes, *tensors: Tensor) -> str:
+    """A hash of bytes and of tensors with their shapes and dtypes."""
+    found = hashlib.sha256(head)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        found.update(host_bytes(tensor))
+    return found.hexdigest()
+
+
+class Block:
+    """Prunes one block's ``layers`` and replaces ``calls.hidden`` by its outputs."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        layers: Mapping[str, nn.Module],
+        calls: Calls,
+        index: int,
+        form: CompressedForm,
+    ) -> None:
+        self._block, self._layers, self._calls, self._index = block, layers, calls, index
+        self._form = form
+        self._quantized: dict[str, Sparse24QuantizedWeight] = {}
+        self._times: Counter[str] = Counter()
+        """How often the first batch calls each layer, after which other calls of the block are left."""
+
+    def prune(self, method: str, file: Path | None, seed: str) -> list[CalibratedLayer]:
+        """Prune the block's layers, or read them from the file of an earlier run."""
+        sizes = {name: linear_of(module).weight.shape for name, module in self._layers.items()}
+        run = digest(json.dumps([seed, sizes]).encode(), *map(self._weight, self._layers))
+        with self._on_device():
+            if file is not None and file.exists():
+                errors = self._restore(file, run)
+                self._calls.hidden = self._outputs()
+            else:
+                errors = self._pruned(method)
+                if file is not None:
+                    self._save(file, run, errors)
+        return [
+            CalibratedLayer(name, m, k, errors[name], self._quantized.get(name))
+            for name, (m, k) in sizes.items()
+        ]
+
+    def _weight(self, name: str) -> Tensor:
+        """A layer's weight [M, K], in its memory."""
+        return linear_of(self._layers[name]).weight.detach()
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        homes = [parameter.device for parameter in self._block.parameters()]
+        if self._calls.device is not None:
+            self._block.to(self._calls.device)
+        try:
+            yield
+        finally:
+            if self._calls.device is not None and homes:
+                self._block.to(homes[0])
+
+    def _pruned(self, method: str) -> dict[str, float]:
+        """Prune all layers, and return their output errors by name. The block's outputs become the inputs."""
+        dense = {name: self._weight(name).to("cpu", copy=True) for name in self._layers}
+        groups = self._groups()
+        while True:
+            errors: dict[str, float] = {}
+            for group in groups:
+                errors |= self._prune_group(group, method)
+            outputs, times = self._outputs_and_times()
+            if all(times[name] <= most for name, most in self._times.items()):
+                self._calls.hidden = outputs
+                return errors
+            # A batch calls a layer more often than the first does, so calls were left too early.
+            self._times.clear()
+            for name, weight in dense.items():
+                self._weight(name).copy_(weight)
+
+    def _output(self, batch: int) -> Tensor:
+        args, kwargs = self._calls.arguments[batch][self._index]
+        hidden = self._calls.hidden[batch].clone()  # a block may change its input in place
+        result = self._block(hidden, *args, **kwargs)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output
+
+    def _outputs(self) -> list[Tensor]:
+        return [self._output(batch) for batch in range(len(self._calls.hidden))]
+
+    def _outputs_and_times(self) -> tuple[list[Tensor], Counter[str]]:
+        """The outputs of all batches, and how often the batch that calls a layer most calls it."""
+        outputs, most = [], Counter[str]()
+        for batch in range(len(self._calls.hidden)):
+            times = Counter[str]()
+            with self._seen(self._layers, lambda name, _, times=times: times.update([name])):  # type: ignore[misc]
+                outputs.append(self._output(batch))
+            most |= times
+        return outputs, most
+
+    @contextmanager
+    def _seen(self, names: Iterable[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Call ``see`` with a layer's name and its input whenever one of them is called."""
+        with ExitStack() as stack:
+            for name in names:
+                hook = self._layers[name].register_forward_pre_hook(
+                    lambda _, args, name=name: see(name, args[0])
+                )
+                stack.callback(hook.remove)
+            yield
+
+    def _groups(self) -> list[list[str]]:
+        """Names of layers with the same input, in the order of their calls; those never called come last."""
+        inputs: list[Tensor] = []  # keeps their memory, so that no two have one address
+        groups: dict[Any, list[str]] = {}
+
+        def see(name: str, x: Tensor) -> None:
+            inputs.append(x)
+            self._times[name] += 1
+            groups.setdefault((x.data_ptr(), x.shape), []).append(name)
+
+        with self._seen(self._layers, see):
+            self._output(0)
+        groups |= {name: [name] for name in self._layers}
+        placed: set[str] = set()
+        result = []
+        for group in groups.values():
+            result.append([name for name in dict.fromkeys(group) if name not in placed])
+            placed.update(group)
+        return [group for group in result if group]
+
+    def _prune_group(self, names: list[str], method: str) -> dict[str, float]:
+        """Prune layers with one input, and return their output errors by name."""
+        weights = [self._weight(name) for name in names]
+        moment = self._moment(names[0], weights[0])
+        if not bool(torch.isfinite(moment).all()):
+            raise InvalidProblemError(f"{names[0]}: expected finite inputs, got a moment with NaN or Inf")
+        dense = [weight.to(torch.float32, copy=True) for weight in weights]
+        if (to := self._form.rounding(element_of(weights[0].dtype, names[0]))) is None:
+            for weight, part in zip(weights, pruned_together(dense, moment, method), strict=True):
+                weight.copy_(part)
+        else:
+            for name, one in zip(names, quantized_together(dense, moment, method, to), strict=True):
+                self._hold(name, one)
+        return {
+            name: output_error(before, weight.float(), moment)
+            for name, before, weight in zip(names, dense, weights, strict=True)
+        }
+
+    def _hold(self, name: str, quantized: Any) -> None:
+        """Give a layer its Sparse24QuantizedWeight, dequantized."""
+        self._quantized[name] = quantized
+        self._weight(name).copy_(torch.from_numpy(quantized.decompress().astype(np.float32)))
+
+    def _moment(self, name: str, weight: Tensor) -> Tensor:
+        """X^T X of a layer's inputs, float32 [K, K], over all batches."""
+        k = weight.shape[1]
+        total = torch.zeros(k, k, dtype=torch.float32, device=weight.device)
+        counted: Tensor | None = None
+        times = 0
+
+        def see(_: str, x: Tensor) -> None:
+            nonlocal times
+            masked = counted is not None and x.shape[:-1] == counted.shape
+            rows = (x[counted] if masked else x).reshape(-1, k).float()
+            total.addmm_(rows.T, rows)
+            times += 1
+            if times == self._times[name]:
+                raise Enough
+
+        with self._seen([name], see):
+            for batch, counted in enumerate(self._calls.counted):  # noqa: B007 - see() reads it
+                times = 0
+                with suppress(Enough):
+                    self._output(batch)
+        return total
+
+    # Files of finished blocks ---------------------------------------------------------------------
+
+    def _stored(self) -> dict[str, Layer]:
+        """The entries of the layers in a file: dense, or compressed if they are quantized."""
+        layers = {}
+        for name in self._layers:
+            weight = self._weight(name)
+            m, k = weight.shape
+            dense = Layer(name, m, k, element_of(weight.dtype, name), ())
+            layers[name] = self._form.as_written(dense)
+        return layers
+
+    def _infos(self) -> list[TensorInfo]:
+        infos: list[TensorInfo] = []
+        for name, layer in self._stored().items():
+            if layer.quantization is not None:
+                infos += stored_tensors(layer)
+            else:
+                nbytes = layer.m * layer.k * layer.element.itemsize
+                infos.append(TensorInfo(name, DTYPES[layer.element], layer.dense_shape, nbytes))
+        return infos
+
+    def _save(self, file: Path, run: str, errors: dict[str, float]) -> None:
+        with storage_errors(file.parent):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {_RUN_KEY: run, _ERRORS_KEY: json.dumps(errors)}
+        with SafetensorsWriter(file, self._infos(), metadata) as writer:
+            for name in self._layers:
+                if name in self._quantized:
+                    write_weight(writer, name, self._quantized[name])
+                else:
+                    writer.write(name, host_bytes(self._weight(name)))
+
+    def _restore(self, file: Path, run: str) -> dict[str, float]:
+        """Read the pruned weights. Returns the output errors."""
+        with ModelReader(file) as model:
+            reader = model.shards[0].reader
+            wanted = {info.name: info for info in self._infos()}
+            if reader.metadata.get(_RUN_KEY) != run or reader.tensors != wanted:
+                raise InvalidProblemError(
+                    f"resume: expected blocks of this model, batches and method, got others in {file}"
+                )
+            for name, layer in self._stored().items():
+                if layer.quantization is not None:
+                    self._hold(name, read_weight(model, layer))
+                    continue
+                weight = self._weight(name)
+                stored = torch.from_numpy(reader.read(name)).view(weight.dtype)
+                weight.copy_(stored.reshape(weight.shape))
+            errors: dict[str, float] = json.loads(reader.metadata[_ERRORS_KEY])
+            return errors

@@ -1,0 +1,107 @@
+"""Records what the blocks of a model are called with, for each batch of a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, device, nn
+
+from ..errors import InvalidProblemError
+
+
+class Enough(BaseException):
+    """Ends the call of a model or a block that needn't compute more.
+
+    It is no Exception, because models may catch those.
+    """
+
+
+@dataclass
+class Calls:
+    """The blocks' calls for every batch. ``hidden`` are the inputs of the next block."""
+
+    hidden: list[Tensor]
+    arguments: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]
+    """By batch and block, all arguments but the first."""
+    counted: list[Tensor | None]
+    """By batch, the positions [batch, tokens] that count; None for all."""
+    device: device | None
+    """The device of all of them, to which blocks are moved; None if nothing is moved."""
+
+
+def recorded(
+    model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[Any], device: device | None
+) -> Calls:
+    """Run the model with blocks that only note their arguments; the first runs once, to show its result.
+
+    The first batch runs to the end, to show that no block is called twice; others end with their last block.
+    """
+    calls = Calls([], [], [], device)
+    order = {id(block): index for index, block in enumerate(blocks.values())}
+    rests: list[tuple[Any, ...] | None] = []
+    moved: dict[int, Any] = {}
+
+    def note(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden, *others = args or (kwargs.pop("hidden_states", None),)
+        seen = calls.arguments[-1]
+        if order[id(block)] != len(seen) or not isinstance(hidden, Tensor):
+            raise InvalidProblemError(
+                "model: expected blocks that pass a tensor on, called once each, in order"
+            )
+        if not seen:
+            calls.hidden.append(hidden.to(device, copy=True))
+        if not rests:
+            result = type(block).forward(block, hidden, *others, **kwargs)
+            rests.append(result[1:] if isinstance(result, tuple) else None)
+        seen.append(_moved((tuple(others), kwargs), device, moved))
+        if len(seen) == len(blocks) and len(calls.arguments) > 1:
+            raise Enough
+        return hidden if rests[0] is None else (hidden, *rests[0])
+
+    with ExitStack() as stack:
+        for block in blocks.values():
+            block.forward = partial(note, block)  # type: ignore[method-assign]
+            stack.callback(block.__dict__.pop, "forward")
+        for batch in batches:
+            calls.arguments.append([])
+            with suppress(Enough):
+                if isinstance(batch, Mapping):
+                    model(**batch)
+                else:
+                    model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+            if len(calls.arguments[-1]) != len(blocks):
+                raise InvalidProblemError("model: expected a model that calls each of its blocks")
+            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            flat = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            calls.counted.append(_moved(flat, device, moved))
+    return calls
+
+
+def _moved(value: Any, device: device | None, known: dict[int, Any]) -> Any:
+    """The value with its tensors on the device. ``known`` keeps those that several calls share.
+
+    A cache of keys and values becomes None, because it would grow with every call.
+    """
+    if hasattr(value, "get_seq_length"):
+        return None
+    if isinstance(value, (tuple, list)):
+        return type(value)(_moved(one, device, known) for one in value)
+    if isinstance(value, dict):
+        return {name: _moved(one, device, known) for name, one in value.items()}
+    if not isinstance(value, Tensor) or device is None:
+        return value
+    _, result = known.setdefault(id(value), (value, value.to(device)))
+    return result
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one)
