@@ -382,6 +382,7 @@ def schedules_for(
     return tuple(one for one in found if one.makes_elements()) if quantized else found
 
 
+@lru_cache(1024)
 def schedules_in(
     slices: int, n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False
 ) -> tuple[WgmmaSpSchedule, ...]:
