@@ -44,6 +44,7 @@ def pytest_configure() -> None:
         load_nvrtc()
     except BackendUnavailableError as error:
         pytest.exit(f"{error}; for tests without a GPU the extra nvrtc12 or nvrtc13 is enough", returncode=4)
+    gc.disable()  # the tests, which collection makes, are no garbage
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -107,6 +108,7 @@ def pytest_collection_finish() -> None:
     """The tests themselves, of which there are many, are not searched for garbage again each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(params=["host", pytest.param(0, marks=pytest.mark.gpu)])
