@@ -23,7 +23,7 @@ from sparse24_plans import (
     save_weights,
 )
 
-m, k, tokens = 256, 512, (1, 16, 1000)
+m, k, tokens = 256, 512, (1, 16, 300)
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 product = GemmSparse24Descriptor(n=max(tokens), m=m, k=k, element="f16", alpha=k**-0.5)
 packing = PackSparse24Descriptor(m=m, k=k, element="f16")

@@ -27,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only one of N shares of the tests, each about as many; failures are named as they happen",
     )
     parser.addoption(
+        "--every-pair",
+        action="store_true",
+        help="kernels are compiled for every two macros that plans ask for together, not for every one",
+    )
+    parser.addoption(
         "--every-compilation",
         action="store_true",
         help="kernels are compiled for all that plans are known to ask for, not for a covering set of it",
@@ -39,6 +44,7 @@ def pytest_configure() -> None:
         load_nvrtc()
     except BackendUnavailableError as error:
         pytest.exit(f"{error}; for tests without a GPU the extra nvrtc12 or nvrtc13 is enough", returncode=4)
+    gc.disable()  # the tests, which collection makes, are no garbage
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -102,6 +108,7 @@ def pytest_collection_finish() -> None:
     """The tests themselves, of which there are many, are not searched for garbage again each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(params=["host", pytest.param(0, marks=pytest.mark.gpu)])

@@ -37,20 +37,26 @@ follow_imports = skip
 """
 
 
-def mypy(folder: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """What mypy keeps of the package and of NumPy from one test to the next."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def mypy(cache: Path, folder: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("mypy")
     (folder / "mypy.ini").write_text(CONFIGURATION)
-    options = (f"--config-file={folder / 'mypy.ini'}", f"--cache-dir={folder / 'cache'}")
+    options = (f"--config-file={folder / 'mypy.ini'}", f"--cache-dir={cache}")
     command = [sys.executable, "-m", "mypy", *options, *map(str, paths)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_every_documented_form_type_checks(tmp_path):
+def test_every_documented_form_type_checks(cache, tmp_path):
     modules = write_modules(tmp_path / "shown")
     assert {"readme_page.py", "concepts_page.py", "example_01_first_plan_on_the_host.py"} <= {
         module.name for module in modules
     }
-    done = mypy(tmp_path, *modules)
+    done = mypy(cache, tmp_path, *modules)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -95,10 +101,10 @@ REFUSED = (
 )
 
 
-def test_what_callers_have_type_checks_and_mistakes_do_not(tmp_path):
+def test_what_callers_have_type_checks_and_mistakes_do_not(cache, tmp_path):
     module = tmp_path / "forms.py"
     module.write_text(FORMS + "\n".join(REFUSED) + "\n")
-    found = mypy(tmp_path, module).stdout
+    found = mypy(cache, tmp_path, module).stdout
     first = FORMS.count("\n") + 1
     wrong = {int(line.split(":")[1]) for line in found.splitlines() if ": error:" in line}
     assert wrong == set(range(first, first + len(REFUSED))), found

@@ -158,6 +158,8 @@ ElementLike: TypeAlias = ElementKind | str | np.dtype[Any] | type[Any] | TorchDt
 def _element_of_dtype(value: object) -> ElementKind | None:
     """The element of a framework's dtype, or None. It calls no method of objects that are no dtypes."""
     kind = type(value)
+    if kind is ElementKind:
+        return ElementKind(value)
     if kind is str:
         return _KIND_OF_NAME.get(value)
     if issubclass(kind, type):  # np.float32, or a type of JAX, which has the dtype as an attribute
@@ -244,7 +246,7 @@ class EpilogueKind(_Word):
     @property
     def is_gated(self) -> bool:
         """Whether two rows of W make one result: an activated gate times the other row's value."""
-        return self.activation in (EpilogueKind.SWIGLU, EpilogueKind.GEGLU, EpilogueKind.GEGLU_TANH)
+        return self.endswith((EpilogueKind.SWIGLU, EpilogueKind.GEGLU, EpilogueKind.GEGLU_TANH))
 
 
 class GemmOp(_Word):

@@ -20,7 +20,7 @@ from tests.export.c_library import compiled_stub
 from tests.support import HAS_GPU
 
 COMPILERS = {"c": "cc", "cpp": "c++", "rs": "rustc"}
-TOKENS = (1, 16, 1000)
+TOKENS = (1, 16, 300)
 
 
 @pytest.fixture(scope="module", params=COMPILERS)

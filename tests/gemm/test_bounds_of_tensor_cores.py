@@ -55,7 +55,7 @@ ARITHMETICS = [
     ("f32_split6", "f32", "hopper_tc_f32x6/slices=8"),
 ]
 """Each with a row that may name it."""
-SIZES = [(2, 6, 16), (2, 6, 48), (3, 5, 1024), (2, 3, 8192)]
+SIZES = [(2, 6, 16), (2, 6, 48), (3, 5, 1024), (2, 3, 4096)]
 """Tokens, outputs, columns."""
 
 

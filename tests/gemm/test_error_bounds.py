@@ -172,7 +172,7 @@ def worst(row: str, kind: str, op: str, sizes: tuple[int, int, int], element: st
 
 def sizes_of(row: str, op: str) -> list[tuple[int, int, int]]:
     if on_host(row):
-        return [(2, 16, 16), (2, 16, 48), (3, 4, 2048)]
+        return [(2, 16, 16), (2, 16, 48), (3, 4, 1024)]
     n = tokens(row, 48)
     long = [(n, 128, 8192), (min(n, 8), 64, 65536)] if op == "forward" else [(n, 128, 8192)]
     return [(n, 128, 16), (n, 128, 48), (tokens(row, 300), 256, 1024), *long]

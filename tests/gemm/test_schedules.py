@@ -177,7 +177,7 @@ def test_a_configuration_is_not_applied_to_a_part_of_a_weight():
 # Valid schedules ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(desc=shapes, multiprocessors=st.sampled_from(MULTIPROCESSORS))
 def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
     cut = mma_schedules.best_schedule(desc.n, desc.m, multiprocessors)

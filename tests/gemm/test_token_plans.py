@@ -57,8 +57,8 @@ CASES = {
 }
 
 
-NUMBERS = sorted({*range(1, 81), *range(80, 1104, 8), *range(81, 1104, 7)})
-"""All small numbers of tokens, those that fill tiles of 8, and some of every remainder."""
+NUMBERS = sorted({*range(1, 81), *range(80, 1104, 16), *range(81, 1104, 29)})
+"""All small numbers of tokens, some that fill tiles of 8, and some of every remainder."""
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from sparse24_plans.device.jit import cache, compiler
 
-from .covering import REQUESTS
+from . import covering
 
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _SAY_EVERY_S = 20.0
@@ -62,8 +62,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--texts", action="store_true", help="print the source texts alone")
     options = parser.parse_args(arguments)
     known = set(json.loads(options.known.read_text())) if options.known else set()
+    # The default set of earlier trees has every pair.
+    requests = covering.every_pair() if hasattr(covering, "every_pair") else covering.REQUESTS
     wanted = dict.fromkeys(
-        (one.source, one.arch, one.defines) for one in REQUESTS if one.arch == options.arch
+        (one.source, one.arch, one.defines) for one in requests if one.arch == options.arch
     )
     texts = {one: source_text(*one) for one in wanted}
     compiled = [] if options.texts else [one for one in wanted if texts[one] not in known]

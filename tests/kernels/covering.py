@@ -1,20 +1,28 @@
-"""A covering set of the compilations that plans can ask for, which are the ones that are tested.
+"""Covering sets of the compilations that plans can ask for, which are the ones that are tested.
+
+By default, ``REQUESTS``:
+
+- Every word of a source: each of its functions, and every value of each of its macros.
+- Every architecture with each function.
+
+With ``--every-pair``, ``every_pair()``:
 
 - Every two words of a source that are asked for together: its function and its macros, each with each. A
   kernel that spills or warns does so because of one macro or two, such as a tile and an epilogue.
 - Every architecture with each function and element.
 - Every value of macros that are only numbers in the code, such as the stages of a pipeline.
 
-``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose: for changes
-of a kernel.
+``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose. Continuous
+integration compiles every pair; changes of a kernel need every compilation.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import heapq
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import combinations
-from typing import Any
 
 import pytest
 
@@ -32,7 +40,13 @@ COUNTS = {
 """Macros that follow from others and are only numbers in the code: they take no registers."""
 
 
-def groups_of(request: Request) -> Iterator[tuple[Any, ...]]:
+def single_words_of(request: Request) -> Iterator[Hashable]:
+    """Return what the default set covers of a request."""
+    yield from request.defines
+    yield request.arch, request.function
+
+
+def pairs_of(request: Request) -> Iterator[Hashable]:
     """Return the groups of words that are compiled together."""
     words = [("function", request.function)]
     words += [one for one in request.defines if one[0] not in COUNTS]
@@ -41,23 +55,45 @@ def groups_of(request: Request) -> Iterator[tuple[Any, ...]]:
     yield from ((one,) for one in request.defines if one[0] in COUNTS)
 
 
-def covering(asked: Iterable[Request]) -> list[Request]:
+def covering(
+    asked: Iterable[Request], groups_of: Callable[[Request], Iterator[Hashable]] = pairs_of
+) -> list[Request]:
     """Return requests that have all groups of ``asked``. Each adds the most groups that are still new."""
-    bits: dict[tuple[Any, ...], int] = {}
-    added, found, have = {}, [], 0
-    for request in asked:
-        added[request] = sum(1 << bits.setdefault(group, len(bits)) for group in groups_of(request))
-    while added := {request: new for request, one in added.items() if (new := one & ~have)}:
-        best = max(added, key=lambda request: added[request].bit_count())
-        found.append(best)
-        have |= added[best]
+    groups = {request: {*groups_of(request)} for request in asked}
+    # What a request adds only shrinks, so the first that adds what its entry says adds the most.
+    heap = [(-len(own), place, request) for place, (request, own) in enumerate(groups.items())]
+    heapq.heapify(heap)
+    found, have = [], set()
+    while heap:
+        before, place, request = heap[0]
+        added = len(groups[request] - have)
+        if -added != before:
+            heapq.heapreplace(heap, (-added, place, request))
+            continue
+        if not added:
+            break
+        heapq.heappop(heap)
+        found.append(request)
+        have |= groups[request]
     return found
 
 
 @functools.cache
 def of_source(source: str) -> list[Request]:
-    """Return the requests for the source that are compiled."""
-    return covering(one for one in ASKED if one.source == source)
+    """Return the requests for the source that are compiled by default."""
+    return covering((one for one in ASKED if one.source == source), single_words_of)
+
+
+def _in_order(requests: Iterable[Request]) -> list[Request]:
+    """Return the requests with the functions of one compilation after each other."""
+    return sorted(requests, key=lambda one: (SOURCES.index(one.source), one.arch, one.defines))
+
+
+@functools.cache
+def every_pair() -> list[Request]:
+    """Return requests that have every two words that are asked for together."""
+    found = (covering(one for one in ASKED if one.source == source) for source in SOURCES)
+    return _in_order(itertools.chain.from_iterable(found))
 
 
 def everything() -> list[Request]:
@@ -67,12 +103,7 @@ def everything() -> list[Request]:
     return list(dict.fromkeys((*ASKED, *RECORDED)))
 
 
-REQUESTS = [
-    request
-    for source in SOURCES
-    # Functions of one compilation follow each other.
-    for request in sorted(of_source(source), key=lambda request: (request.arch, request.defines))
-]
+REQUESTS = _in_order(itertools.chain.from_iterable(map(of_source, SOURCES)))
 every_source = pytest.mark.parametrize("source", SOURCES)
 
 

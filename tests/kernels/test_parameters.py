@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 import pytest
@@ -59,16 +60,32 @@ def test_swapped_fields_do_not_compile(source, monkeypatch):
         compiler.compile_cubin(source, asked.arch, dict(asked.defines))
 
 
+def swaps_of(struct: type[KernelParams]) -> Iterator[list[tuple[str, str]]]:
+    """Pairs of neighbours, in lists of those that may be swapped at once: they move no other field."""
+    pairs = list(pairwise(struct.declared))
+    sizes = {name: getattr(struct, name).size for name in struct.declared}
+    alike = [sizes[first] == sizes[second] for first, second in pairs]
+    for start in (0, 1):
+        even = [pair for pair, same in list(zip(pairs, alike, strict=True))[start::2] if same]
+        for at in range(0, len(even), 12):  # NVRTC reports 30 errors, of which a pair makes two
+            yield even[at : at + 12]
+    yield from ([pair] for pair, same in zip(pairs, alike, strict=True) if not same)
+
+
 @every_struct
 def test_any_two_swapped_fields_are_found(struct):
-    """Every assertion that the swap breaks is reported; the header alone is compiled."""
+    """Every assertion that a swap breaks is reported; the header alone is compiled."""
     path, closure = struct.header, compiler.closure(struct.header)
-    text = headers()[path]
-    names = list(struct.declared)
-    for first, second in pairwise(names):
-        files = {**closure, path: swapped(text, first, second).encode()}
-        with pytest.raises(DriverError, match=rf"S24_OFFSET\({struct.__name__}, ({first}|{second})\)"):
-            compiler._compile(files, compiler.options("sm_80", {}), "getCUBIN", path)
+    for pairs in swaps_of(struct):
+        text = headers()[path]
+        for pair in pairs:
+            text = swapped(text, *pair)
+        with pytest.raises(DriverError) as caught:
+            compiler._compile(
+                {**closure, path: text.encode()}, compiler.options("sm_80", {}), "getCUBIN", path
+            )
+        for first, second in pairs:
+            assert re.search(rf"S24_OFFSET\({struct.__name__}, ({first}|{second})\)", str(caught.value))
 
 
 @every_struct

@@ -11,7 +11,17 @@ from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.device.jit import enum_codes
 from sparse24_plans.vocab import GemmOp
 
-from .covering import COUNTS, REQUESTS, SOURCES, covering, every_source, everything
+from .covering import (
+    COUNTS,
+    REQUESTS,
+    SOURCES,
+    covering,
+    every_pair,
+    every_source,
+    everything,
+    pairs_of,
+    single_words_of,
+)
 from .requests import (
     ASKED,
     ATTENTION_ENTRIES,
@@ -48,8 +58,17 @@ def words_of(request: Request) -> set[tuple[str, object]]:
 
 
 @every_source
+def test_every_word_is_compiled(source):
+    compiled, asked = (
+        set().union(*(words_of(request) for request in requests if request.source == source))
+        for requests in (REQUESTS, ASKED)
+    )
+    assert compiled == asked
+
+
+@every_source
 def test_every_two_words_are_compiled_together(source):
-    of_source = [request for request in REQUESTS if request.source == source]
+    of_source = [request for request in every_pair() if request.source == source]
     each = set().union(*map(words_of, of_source))
     together = {frozenset(group) for request in of_source for group in combinations(words_of(request), 2)}
     for asked in (words_of(request) for request in ASKED if request.source == source):
@@ -59,15 +78,19 @@ def test_every_two_words_are_compiled_together(source):
 
 
 def test_compilations_are_a_part_of_everything():
-    assert set(REQUESTS) < set(ASKED) < set(everything())
-    assert len(REQUESTS) == len(set(REQUESTS))
+    for requests in (REQUESTS, every_pair()):
+        assert set(requests) < set(ASKED) < set(everything())
+        assert len(requests) == len(set(requests))
 
 
-def test_a_cover_leaves_out_what_adds_nothing():
+@pytest.mark.parametrize("groups_of", [single_words_of, pairs_of])
+def test_a_cover_leaves_out_what_adds_nothing(groups_of):
     one, *_ = asked = [request for request in ASKED if request.source == "gemm/wgmma_sp.cu"][:50]
-    cover = covering([*asked, one])
+    cover = covering([*asked, one], groups_of)
     assert len(cover) == len(set(cover))
-    assert covering(cover) == cover
+    assert covering(cover, groups_of) == cover
+    groups = [{group for request in requests for group in groups_of(request)} for requests in (asked, cover)]
+    assert groups[0] == groups[1]
 
 
 @every_source

@@ -75,7 +75,7 @@ def reasons(desc: Any, preference: PlanPreference, device: DeviceProperties) -> 
 
 
 @every_family
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(data=st.data(), preference=preferences, device=places)
 def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, device):
     desc = data.draw(family.problems)
@@ -115,7 +115,7 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
 
 
 @every_family
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data(), preference=preferences, device=places)
 def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference, device):
     """Asked of the row and of the problem themselves, and not of what selection calls."""

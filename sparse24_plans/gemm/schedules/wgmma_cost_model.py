@@ -107,7 +107,8 @@ class CostInputs:
     """The facts that the model reads of pairs of a schedule and a problem: arrays with an entry a pair."""
 
     def __init__(self, pairs: Sequence[tuple[WgmmaSpSchedule, GemmSparse24Descriptor]]) -> None:
-        problems = {id(desc): _facts_of_problem(desc) for _, desc in pairs}
+        distinct = {id(desc): desc for _, desc in pairs}
+        problems = {key: _facts_of_problem(desc) for key, desc in distinct.items()}
         rows = [(*_facts_of_schedule(one), *problems[id(desc)]) for one, desc in pairs]
         columns = np.array(rows, dtype=np.float64).T
         (self.warpgroups, _, self.tile_n, self.cluster_m, self.split_k, self.ctas_per_sm) = columns[:6]

@@ -212,17 +212,12 @@ class WgmmaSpSchedule(NamedTuple):
         weight, source = self._stage_bytes(lines)
         room = _SHARED_BYTES[self.ctas_per_sm] - self._fixed_bytes(lines)
         if parts:  # two tiles of W at a time, and the terms of X for them
-            pairs = ((w, x) for w in range(2, 9) for x in range(2 * parts, 25))
-            tried = [
-                (w, x) for w, x in pairs if w * weight % _PATTERN == 0 and w * weight + x * source <= room
-            ]
-            return max(tried, key=lambda stages: (min(parts * stages[0], stages[1]), sum(stages)))
-        fitting = [
-            (w, x)
-            for w in range(2, 9)
-            for x in range(2, 17)
-            if align_up(w * weight, _PATTERN) + x * source <= room
-        ]
+            aligned = (w for w in range(2, 9) if w * weight % _PATTERN == 0)
+            most = ((w, min(24, (room - w * weight) // source)) for w in aligned)
+            fitting = [(w, x) for w, x in most if x >= 2 * parts]
+            return max(fitting, key=lambda stages: (min(parts * stages[0], stages[1]), sum(stages)))
+        most = ((w, min(16, (room - align_up(w * weight, _PATTERN)) // source)) for w in range(2, 9))
+        fitting = [(w, x) for w, x in most if x >= 2]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
 
     def shared_bytes(self, lines: OperandLayouts, parts: int = 0) -> int:
@@ -387,6 +382,7 @@ def schedules_for(
     return tuple(one for one in found if one.makes_elements()) if quantized else found
 
 
+@lru_cache(1024)
 def schedules_in(
     slices: int, n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False
 ) -> tuple[WgmmaSpSchedule, ...]:
