@@ -1,7 +1,8 @@
-"""``calibrate`` prunes (and quantizes) a model's linear layers to 2:4 by their inputs, block after block.
+"""``calibrate`` prunes (and quantizes) a model's layers to 2:4 by their inputs, block after block.
 
 A block is one of the model's layers, such as a decoder layer. While one is pruned, only its inputs, its own
-weights and one moment X^T X are needed on the device. The inputs come from the pruned blocks before it.
+weights, the rows of its experts and one moment X^T X are needed on the device. The inputs come from the
+pruned blocks before it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .swap import Choice, progress_bar
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """The result of ``calibrate``: pruned ``layers``, and the linear layers ``left_dense`` with reasons."""
+    """The result of ``calibrate``: pruned ``layers``, and those ``left_dense`` with reasons."""
 
     method: str
     layers: tuple[CalibratedLayer, ...]
@@ -59,7 +60,10 @@ def calibrate(
     resume: StrPath | None = None,
     progress: bool | None = None,
 ) -> CalibrationReport:
-    """Prune the linear layers of the model's blocks to 2:4 in place, by what their inputs are.
+    """Prune the linear layers and stacked experts of the model's blocks to 2:4 in place, by their inputs.
+
+    Experts are those that ``to_sparse24`` takes. Each is pruned for the tokens that are sent to it, or by
+    magnitude if there are none, as the report says.
 
     The weights stay dense tensors with zeros: ``to_sparse24(model, recipe="compress")`` makes them sparse.
     Blocks are the elements of the nn.ModuleList or nn.Sequential that holds most weights.
@@ -67,7 +71,7 @@ def calibrate(
     Parameters
     ----------
     model : torch.nn.Module
-        A dense model, with nn.Linear or transformers' Conv1D in its blocks.
+        A dense model, with nn.Linear, transformers' Conv1D or its stacked experts in its blocks.
     batches : sequence
         Inputs of the model: tensors, tuples of arguments, or mappings of keyword arguments. Positions that a
         mapping's ``attention_mask`` [batch, tokens] excludes don't count. There should be more tokens than
