@@ -62,16 +62,14 @@ def calibrate(
 ) -> CalibrationReport:
     """Prune the linear layers and stacked experts of the model's blocks to 2:4 in place, by their inputs.
 
-    Experts are those that ``to_sparse24`` takes. Each is pruned for the tokens that are sent to it, or by
-    magnitude if there are none, as the report says.
-
     The weights stay dense tensors with zeros: ``to_sparse24(model, recipe="compress")`` makes them sparse.
-    Blocks are the elements of the nn.ModuleList or nn.Sequential that holds most weights.
+    Blocks are the elements of the nn.ModuleList or nn.Sequential that holds most weights. Each expert is
+    pruned for the tokens that are sent to it, or by magnitude if none is.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A dense model, with nn.Linear, transformers' Conv1D or its stacked experts in its blocks.
+        A dense model, with nn.Linear, transformers' Conv1D or experts that ``to_sparse24`` takes in its blocks.
     batches : sequence
         Inputs of the model: tensors, tuples of arguments, or mappings of keyword arguments. Positions that a
         mapping's ``attention_mask`` [batch, tokens] excludes don't count. There should be more tokens than
