@@ -69,7 +69,7 @@ def calibrate(
     Parameters
     ----------
     model : torch.nn.Module
-        A dense model, with nn.Linear, transformers' Conv1D or experts that ``to_sparse24`` takes in its blocks.
+        A dense model, whose blocks have nn.Linear, Conv1D or stacked experts, as ``to_sparse24`` takes them.
     batches : sequence
         Inputs of the model: tensors, tuples of arguments, or mappings of keyword arguments. Positions that a
         mapping's ``attention_mask`` [batch, tokens] excludes don't count. There should be more tokens than
