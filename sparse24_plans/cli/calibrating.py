@@ -9,7 +9,7 @@ import io
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -25,6 +25,7 @@ from ..checkpoints.selection import Selection
 from ..device.files import read_whole, storage_errors
 from ..errors import BackendUnavailableError, FormatError, InvalidProblemError
 from ..weights.calibrated import METHODS
+from ..weights.calibrated import rows_of as quantized_rows
 from .options import word_option
 from .tables import Column, Json, share_text
 
@@ -83,26 +84,22 @@ def calibration(
         import transformers
 
         from ..torch import calibrate
-        from ..torch.conv1d import is_conv1d, linear_of
+        from ..torch.calibrated_names import homes_of, matrix_of, parts_by_tensor, whole_parts
     except ImportError as error:
         raise BackendUnavailableError(
             f"--calibrate needs PyTorch and transformers: pip install torch transformers ({error})"
         ) from error
     with ModelReader(source) as reader:
         selected = {layer.name for layer in Selection(include, exclude, COMPRESSED_DTYPES).split(reader)[0]}
+        shapes = {name: info.shape for name, info in reader.tensors.items()}
     if quiet:
         logging: Any = transformers.utils.logging
         logging.disable_progress_bar()
     model, tokenizer = _loaded(transformers, source)
     token_ids = _samples(samples, tokenizer, model)
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) or is_conv1d(module)
-    }
-    tensors = _tensors_of(linears, f"{model.base_model_prefix}.", selected)
+    parts = whole_parts(parts_by_tensor(model, shapes), selected)
     tokens = sum(map(len, token_ids))
-    widest = max((linear_of(linears[name]).in_features for name in tensors), default=0)
+    widest = max((matrix_of(model, part).shape[1] for part in parts.values()), default=0)
     if tokens < widest:
         warnings.warn(f"{tokens} calibration tokens are few for layers with {widest} inputs", stacklevel=1)
     cuda = torch.cuda.is_available() if device is None else device != "host"
@@ -112,33 +109,25 @@ def calibration(
         model,
         [{"input_ids": torch.tensor(batch)} for batch in _batches(token_ids)],
         method=method,
-        exclude=sorted(linears.keys() - tensors),
+        exclude=sorted(homes_of(model) - {part.home for part in parts.values()}),
         device=place,
         resume=folder,
         progress=False if quiet else None,
         **quantized,
     )
-    errors = {tensors[layer.name]: layer.output_error for layer in report.layers}
+    layers = {layer.name: layer for layer in report.layers}
+    done = {name: part for name, part in parts.items() if part.weight in layers}
+    errors = {name: layers[part.weight].output_error for name, part in done.items()}
     read = {
-        tensors[layer.name]: partial(_weight, layer, linear_of(linears[layer.name]))
-        for layer in report.layers
+        name: partial(_weight, layers[part.weight], part.rows, partial(matrix_of, model, part))
+        for name, part in done.items()
     }
     return Calibration(CalibratedWeights(method, read), errors, tokens, folder)
 
 
-def _tensors_of(layers: Iterable[str], inner: str, selected: set[str]) -> dict[str, str]:
-    """The selected tensors by the names of their layers; either may lack the prefix ``inner``."""
-    tensors: dict[str, str] = {}
-    for name in layers:
-        own = f"{name}.weight"
-        for spelled in {own, own.removeprefix(inner), inner + own} & selected:
-            tensors[name] = spelled
-    return tensors
-
-
-def _weight(layer: Any, linear: Any) -> Any:
-    """The layer's quantized weight, or its dense one as an array."""
-    return np.asarray(linear.weight.detach().float()) if layer.weight is None else layer.weight
+def _weight(layer: Any, rows: slice, read: Callable[[], Any]) -> Any:
+    """Rows of the layer's quantized weight, or of its dense one as an array."""
+    return np.asarray(read().float().cpu()) if layer.weight is None else quantized_rows(layer.weight, rows)
 
 
 def _loaded(transformers: Any, source: Path) -> tuple[Any, Any]:

@@ -21,22 +21,26 @@ from ..checkpoints.layers import Layer, read_weight, stored_tensors, write_weigh
 from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import storage_errors
 from ..errors import InvalidProblemError
-from ..weights.calibrated import output_error, pruned_together, quantized_together
+from ..weights.calibrated import output_error, pruned_together, quantized_together, stacked
 from ..weights.quantized import Sparse24QuantizedWeight
+from .calibrated_experts import Routed, prune_experts
 from .calibration_inputs import Calls, Enough
-from .conv1d import linear_of
+from .conv1d import is_linear, linear_of
 from .elements import element_of, host_bytes
+from .experts import STACKS
 
-_RUN_KEY, _ERRORS_KEY = "sparse24_calibration", "output_errors"
+_RUN_KEY, _ERRORS_KEY, _IDLE_KEY = "sparse24_calibration", "output_errors", "experts_without_tokens"
 
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """One linear layer [M, K] that was pruned.
+    """One linear layer [M, K] that was pruned, or one stack of experts [E, M/E, K].
 
     ``output_error`` is ||X (W - W')^T|| / ||X W^T|| over all calibration tokens, where X are the layer's
-    inputs in the pruned model. ``weight`` is the quantized weight that the layer's tensor stands for, in host
-    memory, or None if it was not quantized.
+    inputs in the pruned model; in a stack those of each expert are multiplied by its own matrix. ``weight``
+    is the quantized weight that the layer's tensor stands for, in host memory, or None if it was not
+    quantized. ``experts_without_tokens`` are those of a stack that no token was sent to, which were pruned by
+    magnitude.
     """
 
     name: str
@@ -44,6 +48,12 @@ class CalibratedLayer:
     k: int
     output_error: float
     weight: Sparse24QuantizedWeight | None = None
+    experts_without_tokens: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        idle = len(self.experts_without_tokens)
+        words = f"; {idle} experts had no tokens and are pruned by magnitude" if idle else ""
+        return f"{self.name}: [{self.m}, {self.k}], output error {self.output_error:.2%}{words}"
 
 
 def digest(head: bytes, *tensors: Tensor) -> str:
@@ -56,7 +66,7 @@ def digest(head: bytes, *tensors: Tensor) -> str:
 
 
 class Block:
-    """Prunes one block's ``layers`` and replaces ``calls.hidden`` by its outputs."""
+    """Prunes one block's ``layers``, linear or experts, and replaces ``calls.hidden`` by its outputs."""
 
     def __init__(
         self,
@@ -68,14 +78,20 @@ class Block:
     ) -> None:
         self._block, self._layers, self._calls, self._index = block, layers, calls, index
         self._form = form
+        self._experts: dict[str, Any] = {name: one for name, one in layers.items() if not is_linear(one)}
+        self._names = [name for name in layers if name not in self._experts]
+        """The names of the weights; stacks come last."""
+        self._names += [f"{name}.{own}" for name in self._experts for own in STACKS]
         self._quantized: dict[str, Sparse24QuantizedWeight] = {}
+        self._idle: dict[str, tuple[int, ...]] = {}
+        """By stack, the experts without tokens."""
         self._times: Counter[str] = Counter()
         """How often the first batch calls each layer, after which other calls of the block are left."""
 
     def prune(self, method: str, file: Path | None, seed: str) -> list[CalibratedLayer]:
         """Prune the block's layers, or read them from the file of an earlier run."""
-        sizes = {name: linear_of(module).weight.shape for name, module in self._layers.items()}
-        run = digest(json.dumps([seed, sizes]).encode(), *map(self._weight, self._layers))
+        sizes = {name: self._weight(name).shape for name in self._names}
+        run = digest(json.dumps([seed, sizes]).encode(), *map(self._weight, self._names))
         with self._on_device():
             if file is not None and file.exists():
                 errors = self._restore(file, run)
@@ -85,13 +101,27 @@ class Block:
                 if file is not None:
                     self._save(file, run, errors)
         return [
-            CalibratedLayer(name, m, k, errors[name], self._quantized.get(name))
+            CalibratedLayer(name, m, k, errors[name], self._quantized.get(name), self._idle.get(name, ()))
             for name, (m, k) in sizes.items()
         ]
 
     def _weight(self, name: str) -> Tensor:
-        """A layer's weight [M, K], in its memory."""
-        return linear_of(self._layers[name]).weight.detach()
+        """A layer's weight [M, K], in its memory; a stack as [E*M, K], which may be a copy."""
+        if name in self._layers:
+            return linear_of(self._layers[name]).weight.detach()
+        return self._stack(name).flatten(0, 1)
+
+    def _stack(self, name: str) -> Tensor:
+        home, _, own = name.rpartition(".")
+        stack: Tensor = getattr(self._experts[home], own)
+        return stack.detach()
+
+    def _put(self, name: str, weight: Tensor) -> None:
+        """Give a layer or a stack the weight [M, K]."""
+        if name in self._layers:
+            self._weight(name).copy_(weight)
+        else:
+            self._stack(name).copy_(weight.reshape(self._stack(name).shape))
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -106,12 +136,15 @@ class Block:
 
     def _pruned(self, method: str) -> dict[str, float]:
         """Prune all layers, and return their output errors by name. The block's outputs become the inputs."""
-        dense = {name: self._weight(name).to("cpu", copy=True) for name in self._layers}
+        dense = {name: self._weight(name).to("cpu", copy=True) for name in self._names}
         groups = self._groups()
         while True:
             errors: dict[str, float] = {}
-            for group in groups:
-                errors |= self._prune_group(group, method)
+            for names in groups:
+                is_stacked = names[0] in self._experts
+                errors |= (
+                    self._prune_experts(names[0], method) if is_stacked else self._prune_group(names, method)
+                )
             outputs, times = self._outputs_and_times()
             if all(times[name] <= most for name, most in self._times.items()):
                 self._calls.hidden = outputs
@@ -119,7 +152,7 @@ class Block:
             # A batch calls a layer more often than the first does, so calls were left too early.
             self._times.clear()
             for name, weight in dense.items():
-                self._weight(name).copy_(weight)
+                self._put(name, weight)
 
     def _output(self, batch: int) -> Tensor:
         args, kwargs = self._calls.arguments[batch][self._index]
@@ -136,31 +169,34 @@ class Block:
         outputs, most = [], Counter[str]()
         for batch in range(len(self._calls.hidden)):
             times = Counter[str]()
-            with self._seen(self._layers, lambda name, _, times=times: times.update([name])):  # type: ignore[misc]
+            with self._seen(self._layers, lambda name, *_, times=times: times.update([name])):  # type: ignore[misc]
                 outputs.append(self._output(batch))
             most |= times
         return outputs, most
 
     @contextmanager
-    def _seen(self, names: Iterable[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Call ``see`` with a layer's name and its input whenever one of them is called."""
+    def _seen(self, names: Iterable[str], see: Callable[..., None]) -> Iterator[None]:
+        """Call ``see`` with a layer's name and its arguments whenever one of them is called."""
         with ExitStack() as stack:
             for name in names:
                 hook = self._layers[name].register_forward_pre_hook(
-                    lambda _, args, name=name: see(name, args[0])
+                    lambda _, args, name=name: see(name, *args)
                 )
                 stack.callback(hook.remove)
             yield
 
     def _groups(self) -> list[list[str]]:
-        """Names of layers with the same input, in the order of their calls; those never called come last."""
+        """Names of layers with the same input, in the order of their calls; those never called come last.
+
+        Experts are a group by themselves.
+        """
         inputs: list[Tensor] = []  # keeps their memory, so that no two have one address
         groups: dict[Any, list[str]] = {}
 
-        def see(name: str, x: Tensor) -> None:
+        def see(name: str, x: Tensor, *_: Any) -> None:
             inputs.append(x)
             self._times[name] += 1
-            groups.setdefault((x.data_ptr(), x.shape), []).append(name)
+            groups.setdefault(name if name in self._experts else (x.data_ptr(), x.shape), []).append(name)
 
         with self._seen(self._layers, see):
             self._output(0)
@@ -172,41 +208,14 @@ class Block:
             placed.update(group)
         return [group for group in result if group]
 
-    def _prune_group(self, names: list[str], method: str) -> dict[str, float]:
-        """Prune layers with one input, and return their output errors by name."""
-        weights = [self._weight(name) for name in names]
-        moment = self._moment(names[0], weights[0])
-        if not bool(torch.isfinite(moment).all()):
-            raise InvalidProblemError(f"{names[0]}: expected finite inputs, got a moment with NaN or Inf")
-        dense = [weight.to(torch.float32, copy=True) for weight in weights]
-        if (to := self._form.rounding(element_of(weights[0].dtype, names[0]))) is None:
-            for weight, part in zip(weights, pruned_together(dense, moment, method), strict=True):
-                weight.copy_(part)
-        else:
-            for name, one in zip(names, quantized_together(dense, moment, method, to), strict=True):
-                self._hold(name, one)
-        return {
-            name: output_error(before, weight.float(), moment)
-            for name, before, weight in zip(names, dense, weights, strict=True)
-        }
-
-    def _hold(self, name: str, quantized: Any) -> None:
-        """Give a layer its Sparse24QuantizedWeight, dequantized."""
-        self._quantized[name] = quantized
-        self._weight(name).copy_(torch.from_numpy(quantized.decompress().astype(np.float32)))
-
-    def _moment(self, name: str, weight: Tensor) -> Tensor:
-        """X^T X of a layer's inputs, float32 [K, K], over all batches."""
-        k = weight.shape[1]
-        total = torch.zeros(k, k, dtype=torch.float32, device=weight.device)
+    def _take_inputs(self, name: str, take: Callable[..., None]) -> None:
+        """Call ``take`` with the positions that count and the layer's arguments whenever a batch calls it."""
         counted: Tensor | None = None
         times = 0
 
-        def see(_: str, x: Tensor) -> None:
+        def see(_: str, *args: Any) -> None:
             nonlocal times
-            masked = counted is not None and x.shape[:-1] == counted.shape
-            rows = (x[counted] if masked else x).reshape(-1, k).float()
-            total.addmm_(rows.T, rows)
+            take(counted, *args)
             times += 1
             if times == self._times[name]:
                 raise Enough
@@ -216,17 +225,73 @@ class Block:
                 times = 0
                 with suppress(Enough):
                     self._output(batch)
+
+    def _prune_group(self, names: list[str], method: str) -> dict[str, float]:
+        """Prune layers with one input, and return their output errors by name."""
+        weights = [self._weight(name) for name in names]
+        moment = self._moment(names[0], weights[0])
+        if not bool(torch.isfinite(moment).all()):
+            raise InvalidProblemError(f"{names[0]}: expected finite inputs, got a moment with NaN or Inf")
+        dense = [weight.to(torch.float32, copy=True) for weight in weights]
+        found = self._prune(weights, dense, moment, method)
+        self._quantized |= zip(names, found, strict=False)
+        return {
+            name: output_error(before, weight.float(), moment)
+            for name, before, weight in zip(names, dense, weights, strict=True)
+        }
+
+    def _prune_experts(self, name: str, method: str) -> dict[str, float]:
+        """Prune stacked experts, and return the output errors of their stacks by name."""
+        seen: list[Routed] = []
+        self._take_inputs(name, lambda counted, x, experts, *_: seen.append(Routed.of(x, experts, counted)))
+
+        def prune(weight: Tensor, moment: Tensor, how: str) -> Sparse24QuantizedWeight | None:
+            return next(iter(self._prune([weight], [weight.float()], moment, how)), None)
+
+        found = prune_experts(name, self._experts[name], seen, method, prune)
+        self._idle |= {own: one.without_tokens for own, one in found.items()}
+        self._quantized |= {own: stacked(one.parts) for own, one in found.items() if one.parts}
+        return {own: one.output_error for own, one in found.items()}
+
+    def _prune(
+        self, weights: list[Tensor], dense: list[Tensor], moment: Tensor, method: str
+    ) -> list[Sparse24QuantizedWeight]:
+        """Replace weights that multiply the same inputs by pruned ones.
+
+        ``dense`` are the weights in float32. The result are the quantized weights, or none.
+        """
+        if (to := self._form.rounding(element_of(weights[0].dtype, "weight"))) is None:
+            for weight, part in zip(weights, pruned_together(dense, moment, method), strict=True):
+                weight.copy_(part)
+            return []
+        found = quantized_together(dense, moment, method, to)
+        for weight, one in zip(weights, found, strict=True):
+            weight.copy_(_dequantized(one))
+        return found
+
+    def _moment(self, name: str, weight: Tensor) -> Tensor:
+        """X^T X of a layer's inputs, float32 [K, K], over all batches."""
+        k = weight.shape[1]
+        total = torch.zeros(k, k, dtype=torch.float32, device=weight.device)
+
+        def take(counted: Tensor | None, x: Tensor) -> None:
+            masked = counted is not None and x.shape[:-1] == counted.shape
+            rows = (x[counted] if masked else x).reshape(-1, k).float()
+            total.addmm_(rows.T, rows)
+
+        self._take_inputs(name, take)
         return total
 
     # Files of finished blocks ---------------------------------------------------------------------
 
     def _stored(self) -> dict[str, Layer]:
-        """The entries of the layers in a file: dense, or compressed if they are quantized."""
+        """The entries of the weights in a file: dense, or compressed if they are quantized."""
         layers = {}
-        for name in self._layers:
+        for name in self._names:
             weight = self._weight(name)
             m, k = weight.shape
-            dense = Layer(name, m, k, element_of(weight.dtype, name), ())
+            stack = 0 if name in self._layers else len(self._stack(name))
+            dense = Layer(name, m, k, element_of(weight.dtype, name), (), stack=stack)
             layers[name] = self._form.as_written(dense)
         return layers
 
@@ -243,9 +308,9 @@ class Block:
     def _save(self, file: Path, run: str, errors: dict[str, float]) -> None:
         with storage_errors(file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {_RUN_KEY: run, _ERRORS_KEY: json.dumps(errors)}
+        metadata = {_RUN_KEY: run, _ERRORS_KEY: json.dumps(errors), _IDLE_KEY: json.dumps(self._idle)}
         with SafetensorsWriter(file, self._infos(), metadata) as writer:
-            for name in self._layers:
+            for name in self._names:
                 if name in self._quantized:
                     write_weight(writer, name, self._quantized[name])
                 else:
@@ -262,10 +327,19 @@ class Block:
                 )
             for name, layer in self._stored().items():
                 if layer.quantization is not None:
-                    self._hold(name, read_weight(model, layer))
+                    quantized: Any = read_weight(model, layer)
+                    self._quantized[name] = quantized
+                    self._put(name, _dequantized(quantized))
                     continue
                 weight = self._weight(name)
                 stored = torch.from_numpy(reader.read(name)).view(weight.dtype)
-                weight.copy_(stored.reshape(weight.shape))
+                self._put(name, stored.reshape(weight.shape))
             errors: dict[str, float] = json.loads(reader.metadata[_ERRORS_KEY])
+            idle = json.loads(reader.metadata.get(_IDLE_KEY, "{}"))
+            self._idle = {name: tuple(experts) for name, experts in idle.items()}
             return errors
+
+
+def _dequantized(weight: Any) -> Tensor:
+    """The dense weight [M, K] in float32 that a quantized weight stands for."""
+    return torch.from_numpy(weight.decompress().astype(np.float32))

@@ -1,7 +1,8 @@
-"""``calibrate`` prunes (and quantizes) a model's linear layers to 2:4 by their inputs, block after block.
+"""``calibrate`` prunes (and quantizes) a model's layers to 2:4 by their inputs, block after block.
 
 A block is one of the model's layers, such as a decoder layer. While one is pruned, only its inputs, its own
-weights and one moment X^T X are needed on the device. The inputs come from the pruned blocks before it.
+weights, the rows of its experts and one moment X^T X are needed on the device. The inputs come from the
+pruned blocks before it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints.compressed_form import compressed_form
 from ..device.files import StrPath, path_of
@@ -22,21 +23,20 @@ from ..weights.calibrated import METHODS
 from .calibrated_block import Block, CalibratedLayer, digest
 from .calibration_inputs import recorded, tensors_in
 from .conv1d import is_linear, linear_of
+from .experts import STACKS, holds_stacks
 from .swap import Choice, progress_bar
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """The result of ``calibrate``: pruned ``layers``, and the linear layers ``left_dense`` with reasons."""
+    """The result of ``calibrate``: pruned ``layers``, and those ``left_dense`` with reasons."""
 
     method: str
     layers: tuple[CalibratedLayer, ...]
     left_dense: Mapping[str, str]
 
     def __str__(self) -> str:
-        lines = [
-            f"{one.name}: [{one.m}, {one.k}], output error {one.output_error:.2%}" for one in self.layers
-        ]
+        lines = [str(one) for one in self.layers]
         lines += [f"{name}: left dense, {reason}" for name, reason in self.left_dense.items()]
         worst = max((one.output_error for one in self.layers), default=0.0)
         lines.append(
@@ -60,15 +60,16 @@ def calibrate(
     resume: StrPath | None = None,
     progress: bool | None = None,
 ) -> CalibrationReport:
-    """Prune the linear layers of the model's blocks to 2:4 in place, by what their inputs are.
+    """Prune the linear layers and stacked experts of the model's blocks to 2:4 in place, by their inputs.
 
     The weights stay dense tensors with zeros: ``to_sparse24(model, recipe="compress")`` makes them sparse.
-    Blocks are the elements of the nn.ModuleList or nn.Sequential that holds most weights.
+    Blocks are the elements of the nn.ModuleList or nn.Sequential that holds most weights. Each expert is
+    pruned for the tokens that are sent to it, or by magnitude if none is.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A dense model, with nn.Linear or transformers' Conv1D in its blocks.
+        A dense model, whose blocks have nn.Linear, Conv1D or stacked experts, as ``to_sparse24`` takes them.
     batches : sequence
         Inputs of the model: tensors, tuples of arguments, or mappings of keyword arguments. Positions that a
         mapping's ``attention_mask`` [batch, tokens] excludes don't count. There should be more tokens than
@@ -139,7 +140,7 @@ def _chosen(
     home, most = None, 0
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            size = sum(linear_of(one).weight.numel() for one in filter(is_linear, module.modules()))
+            size = sum(weight.numel() for one in module.modules() for weight in _weights_of(one))
             if size > most:
                 home, most = name, size
     if home is None:
@@ -151,19 +152,26 @@ def _chosen(
     blocks = {prefix + own: block for own, block in children}
     choice = Choice(model, include, exclude, "prune")
     chosen: dict[str, nn.Module] = {}
-    for name in choice.experts:
-        choice.skip(name, "stacked experts, which calibrate doesn't prune")
-    left = dict(choice.skipped)
-    for name in choice.chosen:
-        weight = linear_of(model.get_submodule(name)).weight
+    for name in (*choice.chosen, *choice.experts):
+        module = model.get_submodule(name)
+        weights = _weights_of(module)
+        unfit = [k for k in (weight.shape[-1] for weight in weights) if k % step]
         if not name.startswith(prefix):
-            left[name] = f"it is outside of the blocks {prefix}*"
-        elif weight.shape[1] % step:
-            left[name] = f"K={weight.shape[1]} is not a multiple of {step}"
-        elif weight.is_meta or not bool(torch.isfinite(weight).all()):
+            choice.skip(name, f"it is outside of the blocks {prefix}*")
+        elif unfit:
+            choice.skip(name, f"K={unfit[0]} is not a multiple of {step}")
+        elif not all(not weight.is_meta and bool(torch.isfinite(weight).all()) for weight in weights):
             raise InvalidProblemError(f"{name}: expected a finite weight in memory")
         else:
-            chosen[name] = model.get_submodule(name)
+            chosen[name] = module
+    left = choice.skipped
     if not chosen:
         raise InvalidProblemError(f"model: expected a layer to prune, got none: {shown(left)}")
     return blocks, chosen, left
+
+
+def _weights_of(module: nn.Module) -> list[Tensor]:
+    """The weight of a linear layer, both stacks of experts; nothing of other modules."""
+    if is_linear(module):
+        return [linear_of(module).weight.detach()]
+    return [getattr(module, own).detach() for own in STACKS] if holds_stacks(module) else []

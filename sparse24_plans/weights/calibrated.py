@@ -82,14 +82,26 @@ def quantized_together(
         )
     starts = itertools.accumulate((len(weight) for weight in weights), initial=0)
     return [
-        Sparse24QuantizedWeight(
-            *(view.array()[start : start + len(weight)] for view in whole.views),
-            element=to.element,
-            **to.by.arguments,
-            validate=False,
-        )
+        rows_of(whole, slice(start, start + len(weight)))
         for start, weight in zip(starts, weights, strict=False)
     ]
+
+
+def rows_of(weight: Sparse24QuantizedWeight, rows: slice) -> Sparse24QuantizedWeight:
+    """Rows of a quantized weight in host memory, which share its memory."""
+    return _with_parts(weight, [view.array()[rows] for view in weight.views])
+
+
+def stacked(weights: Sequence[Sparse24QuantizedWeight]) -> Sparse24QuantizedWeight:
+    """Quantized weights of one kind in host memory, one below the other."""
+    views = zip(*(weight.views for weight in weights), strict=True)
+    return _with_parts(weights[0], [np.concatenate([view.array() for view in part]) for part in views])
+
+
+def _with_parts(like: Sparse24QuantizedWeight, parts: Sequence[Any]) -> Sparse24QuantizedWeight:
+    """A weight of the same types as another, with other values, metadata and scales."""
+    arguments = like.quantization.arguments
+    return Sparse24QuantizedWeight(*parts, element=like.element, **arguments, validate=False)
 
 
 def pruned_together(weights: Sequence[Any], moment: Any, method: str) -> list[Any]:
@@ -101,7 +113,16 @@ def pruned_together(weights: Sequence[Any], moment: Any, method: str) -> list[An
 
 def output_error(weight: Any, pruned: Any, moment: Any) -> float:
     """||X (W - W')^T|| / ||X W^T|| in the Frobenius norm; 0 if both are 0."""
-    lost, whole = (float(((part @ moment) * part).sum()) for part in (weight - pruned, weight))
+    return relative_error(output_energy(weight - pruned, moment), output_energy(weight, moment))
+
+
+def output_energy(weight: Any, moment: Any) -> float:
+    """||X W^T||^2 in the Frobenius norm."""
+    return float(((weight @ moment) * weight).sum())
+
+
+def relative_error(lost: float, whole: float) -> float:
+    """The norm of an error over that of the whole, of their squares; 0 if the whole is 0."""
     return max(lost, 0.0) ** 0.5 / whole**0.5 if whole > 0 else 0.0
 
 

@@ -155,6 +155,111 @@ def test_an_interrupted_run_leaves_its_blocks_and_goes_on(bert, samples, tmp_pat
     assert not folder.exists()
 
 
+# Experts ------------------------------------------------------------------------------------------
+
+MIXTURES = {
+    "MixtralForCausalLM": {"num_local_experts": 4, "intermediate_size": 96},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+}
+SIZES = {"vocab_size": 25, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 16}
+
+
+def mixture(name: str, folder: Path, stacked: bool) -> Path:
+    """A small model with experts: a matrix for each expert, as on the Hub, or stacked."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    kind(kind.config_class(**SIZES, **MIXTURES[name])).save_pretrained(
+        folder, save_original_format=not stacked
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    "more",
+    [(), ("--weights", "s4", "--group", "32"), ("--element", "fp8_e4m3")],
+    ids=["as it is", "s4", "fp8"],
+)
+def test_the_file_holds_each_experts_part_of_the_calibrated_stacks(samples, tmp_path, name, more):
+    import torch
+    import transformers
+
+    from sparse24_plans.torch import Sparse24Experts, calibrate, from_pretrained
+
+    source, out = mixture(name, tmp_path / "model", stacked=False), tmp_path / "out"
+    document = calibrated(source, out, "--calibrate", samples, "--method", "wanda", *more)
+    model = getattr(transformers, name).from_pretrained(source)
+    batches = [{"input_ids": torch.tensor(one)} for one in calibrating._batches(IDS)]
+    options = {"weights": "s4", "group": 32} if "s4" in more else {}
+    report = calibrate(model, batches, method="wanda", **options)
+    errors = {layer.name: layer.output_error for layer in report.layers}
+    rows = {row["name"]: row for row in document["tensors"] if row["action"] == "compressed"}
+    assert len(rows) == 2 * (4 + 4 * 3)
+    for at in range(2):
+        stacks = {own: f"model.layers.{at}.mlp.experts.{own}" for own in ("gate_up_proj", "down_proj")}
+        for expert in range(4):
+            gate, up = model.get_parameter(stacks["gate_up_proj"])[expert].detach().chunk(2)
+            down = model.get_parameter(stacks["down_proj"])[expert].detach()
+            words = (
+                ("w1", "w3", "w2") if name.startswith("Mixtral") else ("gate_proj", "up_proj", "down_proj")
+            )
+            home = "block_sparse_moe" if name.startswith("Mixtral") else "mlp"
+            for word, wanted in zip(words, (gate, up, down), strict=True):
+                tensor = f"model.layers.{at}.{home}.experts.{expert}.{word}.weight"
+                stack = stacks["down_proj" if wanted is down else "gate_up_proj"]
+                assert rows[tensor]["output_error"] == errors[stack]
+                if "fp8_e4m3" not in more:
+                    found = load_weight(out, tensor).decompress().astype(np.float32)
+                    assert np.array_equal(found, wanted.float())
+    assert run_json("verify", out, "--against", source, "--device", "host")["passed"]
+    if "fp8_e4m3" not in more:
+        loaded = from_pretrained(out)
+        assert sum(isinstance(one, Sparse24Experts) for one in loaded.modules()) == 2
+        if not more:
+            ids = {"input_ids": torch.tensor([IDS[0]])}
+            torch.testing.assert_close(loaded(**ids)[0], model(**ids)[0], rtol=1e-2, atol=1e-2)
+
+
+def test_experts_of_which_a_pattern_leaves_one_are_left_whole(samples, tmp_path):
+    source = mixture("MixtralForCausalLM", tmp_path / "model", stacked=False)
+    words = ("--calibrate", samples, "--method", "wanda", "--exclude", "*layers.1.*experts.2.w1*")
+    document = calibrated(source, tmp_path / "out", *words)
+    done = [row["name"] for row in document["tensors"] if row["action"] == "compressed"]
+    reasons = {
+        row["name"]: row["reason"] for row in document["tensors"] if ".1.block_sparse_moe.e" in row["name"]
+    }
+    assert len(done) == 2 * 4 + 4 * 3
+    assert sorted(set(reasons.values())) == [
+        "excluded by pattern '*layers.1.*experts.2.w1*'",
+        "not calibrated",
+    ]
+
+
+def test_stored_stacks_are_calibrated_where_a_pattern_includes_them(samples, tmp_path):
+    import torch
+    import transformers
+
+    from sparse24_plans.torch import calibrate
+
+    source = mixture("Qwen3MoeForCausalLM", tmp_path / "model", stacked=True)
+    words = ("--calibrate", samples, "--method", "wanda", "--include", "*experts*")
+    document = calibrated(source, tmp_path / "out", *words)
+    done = [row["name"] for row in document["tensors"] if row["action"] == "compressed"]
+    assert sorted({name.rpartition(".")[2] for name in done}) == ["down_proj", "gate_up_proj"]
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(source)
+    batches = [{"input_ids": torch.tensor(one)} for one in calibrating._batches(IDS)]
+    calibrate(model, batches, method="wanda", include=["*experts"])
+    for name in done:
+        stored = load_weight(tmp_path / "out", name).decompress()
+        assert np.array_equal(stored, model.get_parameter(name).detach().flatten(0, 1))
+
+
+# Samples ------------------------------------------------------------------------------------------
+
+
 def test_text_ids_arrays_and_folders_are_samples(bert, tmp_path):
     folder = tmp_path / "samples"
     folder.mkdir()

@@ -24,6 +24,13 @@ MODELS = {
     "BertModel": SMALL,
     "LlamaForCausalLM": LLAMA,
     "MixtralForCausalLM": {**LLAMA, "num_local_experts": 4},
+    "Qwen3MoeForCausalLM": {
+        **LLAMA,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "head_dim": 16,
+    },
     "Gemma3ForCausalLM": {**LLAMA, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6},
     "GPT2LMHeadModel": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
@@ -59,6 +66,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+def weight_of(model: nn.Module, name: str) -> torch.Tensor:
+    """The weight [M, K] of a layer, or of a stack of experts."""
+    if ".experts." in name:
+        return model.get_parameter(name).flatten(0, 1)
+    return linear_of(model.get_submodule(name)).weight
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layer_of_the_blocks_becomes_24_and_loads_as_sparse(name):
     model = transformer(name)
@@ -66,11 +80,11 @@ def test_every_layer_of_the_blocks_becomes_24_and_loads_as_sparse(name):
     report = calibrate(model, token_batches())
     assert report.layers
     for layer in report.layers:
-        weight = linear_of(model.get_submodule(layer.name)).weight
+        weight = weight_of(model, layer.name)
         assert weight.shape == (layer.m, layer.k)
         assert ((weight.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
         assert 0 < layer.output_error < 1
-    pruned = {f"{layer.name}.weight" for layer in report.layers}
+    pruned = {name for layer in report.layers for name in (layer.name, f"{layer.name}.weight")}
     assert all(
         torch.equal(before[key], value) for key, value in model.state_dict().items() if key not in pruned
     )
@@ -185,20 +199,6 @@ def test_the_model_is_left_in_its_modes_and_without_hooks():
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_experts_are_left_to_the_recipe():
-    model = transformer("MixtralForCausalLM")
-    report = calibrate(model, token_batches(), method="wanda")
-    reasons = {name: why for name, why in report.left_dense.items() if ".experts." in name}
-    assert len(reasons) == 2 * 3
-    assert set(reasons.values()) == {"stacked experts, which calibrate doesn't prune"}
-    swapped = {
-        layer.name: layer
-        for layer in to_sparse24(model, recipe={"*.experts": "prune", "*": "compress"}).layers
-    }
-    assert swapped.keys() == {layer.name for layer in report.layers} | reasons.keys()
-    assert all(layer.was_sparse == (name not in reasons) for name, layer in swapped.items())
 
 
 def test_patterns_and_places_choose_layers():
