@@ -25,6 +25,7 @@ RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
 GROUPED_RECORD, QUANTIZED_RECORD = "h100-grouped.json", "h200-quantized.json"
+LAYERS_RECORD = "h200-layers.json"
 EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
 _EXPORTED_CALLS = {
     "find_us": "`s24_find`, again",
@@ -341,6 +342,24 @@ def _quantized(record: Record) -> list[str]:
     return _table(head, rows) if rows else []
 
 
+def _layers(record: Record) -> list[str]:
+    """Layers of 8 bits, their parts, and the dense layer; none without a record."""
+    found = record.get("records", {}).get(LAYERS_RECORD, {}).get("layers", [])
+    times = ("linear_us", "quantize_us", "layer_us", "dense_us")
+    rows = [
+        (
+            f"{row['m']} x {row['k']}",
+            row["dtype"],
+            row["n"],
+            *(f"{row[name]:.1f} us" for name in times),
+            f"{row['dense_us'] / row['layer_us']:.2f}",
+        )
+        for row in found
+    ]
+    head = ("W", "dtype", "N", "product", "quantizing X", "layer", "dense bf16", "layer over dense")
+    return _table(head, rows) if rows else []
+
+
 def _export(record: Record) -> list[str]:
     """Host times of the exported C code, and the size of its folder; none without a record."""
     names = [name for name in record.get("records", {}) if name.endswith(EXPORT_RECORD)]
@@ -400,6 +419,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "blocks24": _blocks24,
     "grouped": _grouped,
     "quantized": _quantized,
+    "layers": _layers,
     "export": _export,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }

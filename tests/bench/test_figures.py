@@ -125,6 +125,15 @@ def test_the_host_time_in_pytorch_is_over_the_dense_call_of_its_kind():
     ]
 
 
+def test_layers_of_8_bits_have_their_parts_beside_them():
+    row = {"m": 64, "k": 32, "n": 16, "dtype": "fp8", "linear_us": 5.24, "quantize_us": 1.2, "layer_us": 6.5}
+    found = {"records": {figures.LAYERS_RECORD: {"layers": [{**row, "dense_us": 13.0}]}}}
+    assert figures.TABLES["layers"](found)[2:] == [
+        "| 64 x 32 | fp8 | 16 | 5.2 us | 1.2 us | 6.5 us | 13.0 us | 2.00 |"
+    ]
+    assert figures.TABLES["layers"]({"records": {}}) == []
+
+
 def test_what_was_not_measured_in_pytorch_has_no_table():
     assert torch_tables() == {"torch_host": [], "decoder": []}
     assert [figures.TABLES[name]({"records": {}}) for name in ("torch_host", "decoder")] == [[], []]
