@@ -59,10 +59,9 @@ def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
-    if problem.k == 0:
+    # No other kernel has quantized weights, so this one serves their empty results, too.
+    if problem.k == 0 or (0 in (problem.n, problem.m) and problem.quantization is None):
         return "serves no empty operands"
-    if 0 in (problem.n, problem.m) and problem.quantization is None:
-        return "serves no empty results, except of quantized weights, which no other kernel has"
     largest = max(problem.n, problem.m, problem.k)
     if largest >= 2**31:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
