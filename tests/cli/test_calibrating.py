@@ -80,8 +80,7 @@ def test_a_calibrated_model_may_have_8_bits(bert, samples, tmp_path):
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize(("stored", "group"), [("s4", 32), ("s8", 0), ("fp8_e4m3", 64)])
 def test_the_file_holds_the_values_and_scales_of_calibration(bert, samples, tmp_path, method, stored, group):
-    import torch
-    import transformers
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
 
     from sparse24_plans.torch import calibrate
 
@@ -104,8 +103,7 @@ def test_the_file_holds_the_values_and_scales_of_calibration(bert, samples, tmp_
 
 
 def test_the_file_holds_what_calibrate_gives(bert, samples, tmp_path):
-    import torch
-    import transformers
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
 
     from sparse24_plans.torch import calibrate
 
@@ -184,8 +182,7 @@ def mixture(name: str, folder: Path, stacked: bool) -> Path:
     ids=["as it is", "s4", "fp8"],
 )
 def test_the_file_holds_each_experts_part_of_the_calibrated_stacks(samples, tmp_path, name, more):
-    import torch
-    import transformers
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
 
     from sparse24_plans.torch import Sparse24Experts, calibrate, from_pretrained
 
@@ -239,8 +236,7 @@ def test_experts_of_which_a_pattern_leaves_one_are_left_whole(samples, tmp_path)
 
 
 def test_stored_stacks_are_calibrated_where_a_pattern_includes_them(samples, tmp_path):
-    import torch
-    import transformers
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
 
     from sparse24_plans.torch import calibrate
 
