@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import combinations
 
@@ -38,6 +39,8 @@ COUNTS = {
     *("EXPONENT_BIAS", "FIRST_NAN", "MANTISSA_BITS", "RELU_THRESHOLD", "RELU_UPPER_BOUND"),
 }
 """Macros that follow from others and are only numbers in the code: they take no registers."""
+RARE = 10**9
+"""What a group counts that one compilation alone has; one that many have is covered in passing."""
 
 
 def single_words_of(request: Request) -> Iterator[Hashable]:
@@ -58,24 +61,45 @@ def pairs_of(request: Request) -> Iterator[Hashable]:
 def covering(
     asked: Iterable[Request], groups_of: Callable[[Request], Iterator[Hashable]] = pairs_of
 ) -> list[Request]:
-    """Return requests that have all groups of ``asked``. Each adds the most groups that are still new."""
+    """Return requests that have all groups of ``asked``, each of them for a group that no other has.
+
+    Each compilation adds the most groups that are still new, rare ones foremost, for the time that it takes.
+    """
     groups = {request: {*groups_of(request)} for request in asked}
-    # What a request adds only shrinks, so the first that adds what its entry says adds the most.
-    heap = [(-len(own), place, request) for place, (request, own) in enumerate(groups.items())]
+    compilations: dict[Hashable, list[Request]] = {}
+    for request in groups:
+        compilations.setdefault((request.source, request.arch, request.defines), []).append(request)
+    together = {name: set().union(*(groups[one] for one in ones)) for name, ones in compilations.items()}
+    times = Counter(itertools.chain.from_iterable(together.values()))
+    have: set[Hashable] = set()
+
+    def gain(name: Hashable) -> float:
+        return sum(RARE // times[one] for one in together[name] - have) / cost_of(compilations[name][0])
+
+    # What a compilation adds only shrinks, so the first that adds what its entry says adds the most.
+    heap = [(-gain(name), place, name) for place, name in enumerate(together)]
     heapq.heapify(heap)
-    found, have = [], set()
-    while heap:
-        before, place, request = heap[0]
-        added = len(groups[request] - have)
-        if -added != before:
-            heapq.heapreplace(heap, (-added, place, request))
+    found: list[Request] = []
+    while heap and heap[0][0]:
+        before, place, name = heap[0]
+        if -gain(name) != before:
+            heapq.heapreplace(heap, (-gain(name), place, name))
             continue
-        if not added:
-            break
         heapq.heappop(heap)
-        found.append(request)
-        have |= groups[request]
+        found += compilations[name]
+        have |= together[name]
+    covered = Counter(itertools.chain.from_iterable(groups[one] for one in found))
+    for request in sorted(found, key=cost_of, reverse=True):
+        if all(covered[one] > 1 for one in groups[request]):
+            found.remove(request)
+            covered.subtract(groups[request])
     return found
+
+
+def cost_of(request: Request) -> int:
+    """Return about how long the request compiles: what is unrolled is mostly the columns of a tile."""
+    defines = dict(request.defines)
+    return 64 + defines.get("TILE_N", 0) * defines.get("M_TILES_PER_WARPGROUP", 1)
 
 
 @functools.cache

@@ -191,7 +191,10 @@ def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
 
 @functools.cache
 def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
-    """Every size of one kind; on Hopper also every kind at one size, and every schedule."""
+    """Every size of one kind; on Hopper also every kind at one size, and every schedule.
+
+    Elsewhere also every size of a kind with another epilogue, which is another on each architecture.
+    """
     sizes = SIZES.get(row.name, [{}])
     kinds = [kind for kind in KINDS if kind["element"] in row.elements]
     quantized = [kind for kind in kinds if "weight_element" in kind]
@@ -204,6 +207,8 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
         cases += [(sizes[0], kind) for kind in kinds[1:]]
     else:
         cases += [(sizes[0], kind) for kind in with_c(row)[:1]]
+        others = by_epilogue(kinds)[1:] or kinds
+        cases += [(size, others[-1 - turn_of(capability) % len(others)]) for size in sizes]
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for size, kind in cases:
@@ -232,6 +237,19 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
                 asked = preference.model_copy(update={"max_workspace_bytes": schedule.workspace_bytes()})
                 row.kernel(Choice(desc, device, row, asked, schedule._asdict()))
     return found
+
+
+def turn_of(capability: tuple[int, int]) -> int:
+    """Return a number of the architecture, by which each asks for something that the others don't."""
+    return [one for one in CAPABILITIES if one != HOPPER].index(capability)
+
+
+def by_epilogue(kinds: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return the first kind of each epilogue."""
+    found: dict[object, dict[str, object]] = {}
+    for kind in kinds:
+        found.setdefault(kind.get("epilogue"), kind)
+    return list(found.values())
 
 
 def gated_kinds(row: GemmEntry) -> list[dict[str, str]]:
@@ -269,7 +287,7 @@ def prepare_requests(row: PrepareEntry, capability: tuple[int, int]) -> list[Req
     """Every variant on Hopper, a few elsewhere."""
     device = device_of(capability)
     with recorded_loads(row.kernel) as found:
-        for desc in kernel_descriptors(few=capability != HOPPER):
+        for desc in kernel_descriptors(None if capability == HOPPER else turn_of(capability)):
             if capability < row.min_compute_capability:
                 break
             if desc.element in row.elements and row.refusal(desc) is None:

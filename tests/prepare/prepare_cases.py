@@ -41,21 +41,24 @@ PLANS: dict[type[PrepareDescriptor], type[Plan]] = {
 ON_HOST_ALONE = (PruneQuantizeSparse24Descriptor, DequantizeSparse24Descriptor)
 """Descriptors of quantized weights, which no kernel of a GPU serves. They have types of their own."""
 ELEMENTS = tuple(ElementKind(name) for name in ("f32", "f16", "bf16", "s8", "u8", "fp8_e4m3", "fp8_e5m2"))
+OTHERS = tuple(one for one in ELEMENTS if one not in (ElementKind.BF16, ElementKind.F32))
 MOODS = ("normal", "any_bits", "ties", "sparse")
 
 
-def kernel_descriptors(*, few: bool) -> list[PrepareDescriptor]:
-    """One descriptor a kernel variant: every element and rule, or some of the heaviest."""
+def kernel_descriptors(turn: int | None) -> list[PrepareDescriptor]:
+    """One descriptor a kernel variant: every element and rule, or the heaviest and, in turn, one other."""
+    few = turn is not None
+    other = OTHERS[(turn or 0) % len(OTHERS)]
     made: list[PrepareDescriptor] = []
-    for element in ("bf16", "f32") if few else ELEMENTS:
+    for element in ("bf16", "f32", other) if few else ELEMENTS:
         fields = {"m": 64, "k": 128, "element": element}
         made += [kind(**fields) for kind in PLANS if kind not in (*ON_HOST_ALONE, QuantizeSparse24Descriptor)]
         made += [
             PackSparse24Descriptor(**fields, direction="unpack"),
             MaskSparse24Descriptor(**fields, layout="tiles"),
         ]
-        if not few:
-            made += [TilePruneSparse24Descriptor(**fields, rule=rule) for rule in TileRule]
+        rules = [*TileRule][-1:] if element == other and few else () if few else TileRule
+        made += [TilePruneSparse24Descriptor(**fields, rule=rule) for rule in rules]
     made += [
         PruneSparse24Descriptor(m=64, k=128, element="bf16", scores=scores)
         for scores in ("f32", "f16", "bf16")
