@@ -38,6 +38,11 @@ def parsed(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 
 
+@cache
+def nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(parsed(module)))
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -46,7 +51,7 @@ def is_private(name: str) -> bool:
 def defined(module: str) -> frozenset[str]:
     """Every name that the module binds, attributes and fields among them."""
     found: set[str] = set()
-    for node in ast.walk(parsed(module)):
+    for node in nodes(module):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -72,7 +77,7 @@ def reached(module: str) -> list[str]:
     An object's are the business of the folder that its class is in, and of classes derived from it.
     """
     taken, homes = [], private_homes()
-    for node in ast.walk(parsed(module)):
+    for node in nodes(module):
         if isinstance(node, ast.ImportFrom) and node.level:
             taken += [alias.name for alias in node.names if is_private(alias.name) and node.module]
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in defined(module):
@@ -95,7 +100,7 @@ def test_no_module_and_no_function_is_long(folder):
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
         lengths = {
             node.name: node.end_lineno - node.lineno + 1
-            for node in ast.walk(parsed(module))
+            for node in nodes(module)
             if isinstance(node, functions)
         }
         long = {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FUNCTION}
@@ -115,11 +120,11 @@ LOADERS = {"__init__.py", "plan/families.py", "plan/kernel_table.py", "torch/lat
 @every_module
 def test_code_is_loaded_from_the_package_alone(folder):
     for module in modules_in(folder):
-        attributes = (node for node in ast.walk(parsed(module)) if isinstance(node, ast.Attribute))
+        attributes = (node for node in nodes(module) if isinstance(node, ast.Attribute))
         last = {name.rpartition(".")[2] for name in ELSEWHERE}
         names = {ast.unparse(node) for node in attributes if node.attr in last}
         assert names.isdisjoint(ELSEWHERE), module
-        calls = [node for node in ast.walk(parsed(module)) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes(module) if isinstance(node, ast.Call)]
         loads = [call for call in calls if ast.unparse(call.func).endswith("import_module")]
         others = [ast.unparse(call.args[0]) for call in loads]
         assert module in LOADERS or set(others) <= {"'torch'"}, module

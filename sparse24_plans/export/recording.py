@@ -155,6 +155,8 @@ class _Probe(NamedTuple):
     views: Views
     strides: tuple[int, ...]
     launches: list[Any]
+    contents: list[bytes]
+    """The bytes of each launch's parameters."""
 
 
 class _Cell(NamedTuple):
@@ -238,7 +240,8 @@ class _Recorder:
             strides.append(stride)
         launches: list[Any] = []
         self._kernel.launcher(views, self._address(WORKSPACE, step))(launches)
-        return _Probe(views, tuple(strides), launches)
+        contents = [bytes(one.parameters) if isinstance(one, RecordedLaunch) else b"" for one in launches]
+        return _Probe(views, tuple(strides), launches, contents)
 
     def _address(self, at: int, step: int) -> int:
         at = len(self._buffers) if at == WORKSPACE else at
@@ -284,7 +287,7 @@ class _Recorder:
         return Launch(first.code, first.overlapping, grid, nbytes, tuple(places), tuple(maps))
 
     def _bytes_of(self, probe: _Probe, launch: int, cell: _Cell) -> bytes:
-        return ctypes.string_at(ctypes.addressof(probe.launches[launch].parameters) + cell.at, cell.size)
+        return probe.contents[launch][cell.at : cell.at + cell.size]
 
     def _told(self, at: int, size: int, first: int, again: int, moved: int) -> Place:
         """The place of a number, from its values for the first operands, once more, and for moved ones."""

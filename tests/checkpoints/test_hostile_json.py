@@ -94,7 +94,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
 def test_the_documents_of_a_model(model, name, data):
@@ -120,7 +120,7 @@ def files(tmp_path_factory) -> list[Path]:
     return [dense, ours, theirs]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["dense", "sparse24", "tilelang"])
 def test_the_header_of_a_file(files, which, data):

@@ -224,7 +224,7 @@ def run_twice(c: C, path: Path, name: str, n: int) -> None:
 def test_known_runs_make_their_launches_and_no_other_driver_call(c, tmp_path, named_cubins, kind):
     descriptor: Any = PREPARED.get(kind)
     if kind in products.TYPES:
-        descriptor = products.random_problem(kind, random.Random(), 40)
+        descriptor = products.random_problem(kind, random.Random(), 24)
     elif kind in blocks.KINDS:
         descriptor = blocks.random_problem(kind, random.Random(), 160)
     export_plans({kind: descriptor}, tmp_path, device="h200")

@@ -1,10 +1,9 @@
-"""The tensor cores' arithmetics once more: one result at a time, in exact rational numbers."""
+"""The tensor cores' arithmetics once more: one result at a time, in exact integers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import pairwise
 
 import ml_dtypes
@@ -21,41 +20,48 @@ PARTS = {"hopper_tc_f32x3": (2, 256, None), "hopper_tc_f32x6": (3, 64, 4096)}
 TILE_COLUMNS = {"f16": 128, "bf16": 128, "fp8_e4m3": 256}
 
 
-def floor_log2(value: Fraction) -> int:
-    """Return the binary exponent of a positive rational."""
-    guess = value.numerator.bit_length() - value.denominator.bit_length()
-    return guess if value >= Fraction(2) ** guess else guess - 1
+UNIT = -298
+"""Exponent of the unit of exact integers: no product of two float32 has a smaller bit."""
 
 
-def toward_zero(value: Fraction, unit_exponent: int) -> Fraction:
-    unit = Fraction(2) ** unit_exponent
-    return math.trunc(value / unit) * unit
+def exact(value: float) -> int:
+    """Return a float32, or a product of two, in units."""
+    found = int(math.ldexp(value, -UNIT))
+    assert math.ldexp(found, UNIT) == value
+    return found
+
+
+def toward_zero(value: int, unit_exponent: int) -> int:
+    """Cut what is below a larger unit."""
+    cut = max(unit_exponent - UNIT, 0)
+    return (abs(value) >> cut << cut) * (1 if value > 0 else -1)
 
 
 def exponent(value: float, least: int) -> int:
-    return max(floor_log2(abs(Fraction(value))), least)
+    return max(math.frexp(value)[1] - 1, least)
 
 
 def step(a: Sequence[float], b: Sequence[float], c: float, element: str) -> float:
     """One step: the products of ``a`` and ``b``, all the instruction takes, and the accumulator ``c``."""
     assert len(a) == len(b) == PRODUCTS[element]
-    plain = [x * y for x, y in zip(a, b, strict=True)] + [c]
+    products = [x * y for x, y in zip(a, b, strict=True)]
+    plain = [*products, c]
     if not all(map(math.isfinite, plain)):
         return math.fsum(plain) if not any(map(math.isnan, plain)) and one_sign(plain) else math.nan
     addends = []
-    for x, y in zip(a, b, strict=True):
+    for x, y, product in zip(a, b, products, strict=True):
         least = LEAST_EXPONENT[element]
-        if x == 0 or y == 0:
-            addends.append((Fraction(0), -133))
-        else:
-            addends.append((Fraction(x) * Fraction(y), exponent(x, least) + exponent(y, least)))
-    addends.append((Fraction(c), exponent(c, -126)) if c else (Fraction(0), -133))
-    largest = max(e for _, e in addends)
+        if product:
+            addends.append((exact(product), exponent(x, least) + exponent(y, least)))
+    if c:
+        addends.append((exact(c), exponent(c, -126)))
+    largest = max((e for _, e in addends), default=-133)
+    largest = max(largest, -133)
     total = sum(toward_zero(value, largest - ALIGNED_BITS[element]) for value, _ in addends)
     if total == 0:
         return 0.0
-    total = toward_zero(total, exponent(total, -126) - RESULT_BITS[element])
-    return math.copysign(math.inf, total) if abs(total) >= Fraction(2) ** 128 else float(total)
+    total = toward_zero(total, max(abs(total).bit_length() - 1 + UNIT, -126) - RESULT_BITS[element])
+    return math.copysign(math.inf, total) if abs(total) >= 1 << 128 - UNIT else math.ldexp(total, UNIT)
 
 
 def one_sign(values: Sequence[float]) -> bool:

@@ -57,7 +57,7 @@ CASES = {
 }
 
 
-NUMBERS = sorted({*range(1, 81), *range(80, 1104, 16), *range(81, 1104, 29)})
+NUMBERS = sorted({*range(1, 81), *range(80, 1104, 32), *range(81, 1104, 59)})
 """All small numbers of tokens, some that fill tiles of 8, and some of every remainder."""
 
 

@@ -66,7 +66,7 @@ def exact_result(v: np.ndarray, kind: EpilogueKind) -> np.ndarray:
 
 @kinds
 @pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), seed=seeds)
 def test_a_result_is_within_the_tolerance(kernel, kind, data, seed):
     """Against float64, far from the grid of round numbers."""
@@ -193,7 +193,7 @@ def cuda_activation(v: np.ndarray, kind: EpilogueKind, rng: np.random.Generator)
 
 
 @kinds
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=seeds, widest=st.sampled_from([1e-3, 1.0, 8.0, 40.0, 140.0, 1e4]))
 def test_activations_of_cuda_at_their_worst_are_within_the_tolerance(kind, seed, widest):
     """The sum is one product without an error of its own, so that the epilogue alone decides."""
