@@ -114,7 +114,7 @@ def test_slices_that_are_faster_than_free_schedules_lose_nothing():
         assert sliced.min() <= predicted(wgmma_schedules.schedules_for(n, m), desc).min()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(desc=shapes, tokens=st.lists(st.integers(1, 5000), min_size=2, max_size=5))
 def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
     for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"):
@@ -205,7 +205,7 @@ def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
 
 
 @pytest.mark.parametrize("row", WGMMA_ENTRIES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     desc=shapes, columns=st.tuples(st.booleans(), st.booleans()), out_f32=st.booleans(), beta=st.booleans()
 )
