@@ -97,7 +97,7 @@ def test_scales_are_those_of_the_tokens_and_of_each_groups_rows(row):
 
 
 @grouped_rows
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_groups(row, data):
     groups = data.draw(st.integers(1, 40), "groups")
