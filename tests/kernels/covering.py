@@ -12,8 +12,8 @@ With ``--every-pair``, ``every_pair()``:
 - Every architecture with each function and element.
 - Every value of macros that are only numbers in the code, such as the stages of a pipeline.
 
-``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose. Continuous
-integration compiles every pair; changes of a kernel need every compilation.
+``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose. Who changes a
+kernel compiles every pair, and once everything.
 """
 
 from __future__ import annotations
