@@ -130,7 +130,8 @@ def unpacked(sdist, tmp_path_factory) -> Path:
     """The source distribution's tree."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has it
+        archive.extractall(folder, **safely)
     (tree,) = folder.iterdir()
     return tree
 
