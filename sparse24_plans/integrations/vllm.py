@@ -395,7 +395,8 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
             raise UnsupportedError(f"{self._prefix}: {error}") from error
         if isinstance(sparse, Sparse24WeightOnlyLinear):
             sparse.hold_packed()
-        return sparse.eval()
+        sparse.eval()
+        return sparse
 
     def _loaded(self, layer: Any, parts: dict[str, Tensor]) -> tuple[Sparse24Linear, dict[str, Tensor]]:
         """A layer without data, and its state."""
