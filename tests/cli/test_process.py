@@ -199,9 +199,10 @@ def zeros(path: Path, gigabytes: float) -> Path:
     return path
 
 
-def wait_for_a_temporary_file(folder: Path) -> None:
+def wait_for_a_temporary_file(folder: Path, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + HUNG
     while not list(folder.glob(".sparse24-*.tmp")):
+        assert process.poll() is None, "the run has ended"
         assert time.monotonic() < deadline, "the run has not begun to write"
         time.sleep(0.005)
 
@@ -213,7 +214,7 @@ def test_a_killed_run_leaves_nothing(tmp_path, name, times):
     process = spawn(
         "compress", source, "-o", tmp_path / "out", before=lambda: signal.signal(number, signal.SIG_DFL)
     )
-    wait_for_a_temporary_file(tmp_path)
+    wait_for_a_temporary_file(tmp_path, process)
     for _ in range(times):
         process.send_signal(number)
     process.communicate(timeout=HUNG)
@@ -225,7 +226,7 @@ def test_a_killed_run_leaves_nothing(tmp_path, name, times):
 def test_two_signals_at_once_are_no_traceback(tmp_path, names):
     source = zeros(tmp_path / "source", 4)
     process = spawn("compress", source, "-o", tmp_path / "out")
-    wait_for_a_temporary_file(tmp_path)
+    wait_for_a_temporary_file(tmp_path, process)
     os.kill(process.pid, signal.SIGSTOP)  # so that both arrive before Python looks
     for name in names:
         process.send_signal(getattr(signal, name))
@@ -239,10 +240,10 @@ def test_two_signals_at_once_are_no_traceback(tmp_path, names):
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path, name):
-    number, source = getattr(signal, name), zeros(tmp_path / "source", 1 / 16)
+    number, source = getattr(signal, name), zeros(tmp_path / "source", 1 / 8)
     out = tmp_path / "out"
     process = spawn("compress", source, "-o", out, before=lambda: signal.signal(number, signal.SIG_IGN))
-    wait_for_a_temporary_file(tmp_path)
+    wait_for_a_temporary_file(tmp_path, process)
     process.send_signal(number)
     assert process.wait(timeout=HUNG) == 0
     assert sorted(tmp_path.iterdir()) == [out, source]
