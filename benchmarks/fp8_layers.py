@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sparse24_plans.bench.gemm import rounded
-from sparse24_plans.bench.peers import torch_ruler
 from sparse24_plans.bench.record import Lists, Record, Step, sources_of
-from sparse24_plans.bench.steady import Work, steady
+from sparse24_plans.bench.steady import Work
 from sparse24_plans.errors import UnsupportedError
 from sparse24_plans.prepare.plan import QuantizeSparse24Plan
 from sparse24_plans.torch.elements import element_of
@@ -25,7 +24,7 @@ from sparse24_plans.torch.plan_cache import select
 from sparse24_plans.torch.quantized_linear import Sparse24QuantizedLinear
 from sparse24_plans.tuning.timing import copies_beyond_l2
 
-from .torch_end_to_end import HostRuler, captured
+from .torch_end_to_end import alone, captured
 
 LISTS: Lists = {"layers": ("m", "k", "n", "dtype")}
 SHAPES = ((4096, 4096), (11008, 4096))
@@ -69,7 +68,7 @@ def _measured(about: dict[str, Any], device: torch.device, options: Any, sources
 
 
 def contenders(layer: Sparse24QuantizedLinear, dense: nn.Linear, x: Tensor) -> dict[str, Calls]:
-    """What is timed, by its field in the record."""
+    """The calls that are timed, by their field in the record."""
     layers = _copies(layer, layer.weight_bytes, x.device)
     others = _copies(dense, dense.weight.nbytes, x.device)
     tokens = [x, *(x.clone() for _ in layers[1:])]
@@ -103,11 +102,8 @@ def _us(calls: Calls, device: torch.device, options: Any) -> float:
             call()
 
     around()
-    if device.type != "cuda":
-        return steady({"": Work(around, ROUNDS * len(calls))}, HostRuler(), **options)[""].us
-    replay = captured(around)
-    with torch_ruler() as ruler:
-        return steady({"": Work(replay, ROUNDS * len(calls))}, ruler, **options)[""].us
+    work = Work(captured(around) if device.type == "cuda" else around, ROUNDS * len(calls))
+    return alone({"": work}, device, **options)[""].us
 
 
 def _quantizing(layer: Sparse24QuantizedLinear, x: Tensor) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 from sparse24_plans.bench.record import GRID, Lists, Step
@@ -24,6 +25,16 @@ class Kind(NamedTuple):
     """Whether a seed draws the record's problems."""
 
 
+def _lists_of(module: str) -> Callable[[], Lists]:
+    """The lists of a kind that a module of benchmarks measures, which is imported when they are asked for."""
+
+    def lists() -> Lists:
+        found: Lists = import_module(f"{__package__}.{module}").LISTS
+        return found
+
+    return lists
+
+
 def _grid(options: argparse.Namespace) -> list[Step]:
     """The shapes of Llama, one element after another, and the host's times."""
     from sparse24_plans.bench import run
@@ -37,23 +48,11 @@ def _grid(options: argparse.Namespace) -> list[Step]:
     return found + run.steps(Scope(parts=("host",)))
 
 
-def _random_lists() -> Lists:
-    from . import random_cells
-
-    return random_cells.LISTS
-
-
 def _random(options: argparse.Namespace) -> list[Step]:
     """Shapes of other models, and any number of tokens."""
     from . import random_cells
 
     return random_cells.steps(options.seed, options.element or tuple(random_cells.MATRICES))
-
-
-def _block_lists() -> Lists:
-    from . import blocks
-
-    return blocks.LISTS
 
 
 def _blocks(options: argparse.Namespace) -> list[Step]:
@@ -63,23 +62,11 @@ def _blocks(options: argparse.Namespace) -> list[Step]:
     return blocks.steps()
 
 
-def _grouped_lists() -> Lists:
-    from . import grouped
-
-    return grouped.LISTS
-
-
 def _grouped(options: argparse.Namespace) -> list[Step]:
     """Layers of experts, and random ones."""
     from . import grouped
 
     return grouped.steps(options.seed, tuple(options.element or grouped.ELEMENTS))
-
-
-def _quantized_lists() -> Lists:
-    from . import quantized
-
-    return quantized.LISTS
 
 
 def _quantized(options: argparse.Namespace) -> list[Step]:
@@ -89,23 +76,11 @@ def _quantized(options: argparse.Namespace) -> list[Step]:
     return quantized.steps(options.seed, options.element or STORED, options.n or quantized.TOKENS)
 
 
-def _random_block_lists() -> Lists:
-    from . import random_blocks
-
-    return random_blocks.LISTS
-
-
 def _random_blocks(options: argparse.Namespace) -> list[Step]:
     """Block-sparse products of other models' shapes, any density and any number of tokens."""
     from . import random_blocks
 
     return random_blocks.steps(options.seed)
-
-
-def _layer_lists() -> Lists:
-    from . import fp8_layers
-
-    return fp8_layers.LISTS
 
 
 def _layers(options: argparse.Namespace) -> list[Step]:
@@ -115,23 +90,11 @@ def _layers(options: argparse.Namespace) -> list[Step]:
     return fp8_layers.steps()
 
 
-def _torch_lists() -> Lists:
-    from . import torch_end_to_end
-
-    return torch_end_to_end.LISTS
-
-
 def _torch(options: argparse.Namespace) -> list[Step]:
     """A decoder in PyTorch, and the host's times."""
     from . import torch_end_to_end, torch_ranks
 
     return torch_end_to_end.steps() if options.gpus == 1 else torch_ranks.steps(options.gpus)
-
-
-def _calibration_lists() -> Lists:
-    from . import calibration
-
-    return calibration.LISTS
 
 
 def _calibration(options: argparse.Namespace) -> list[Step]:
@@ -143,14 +106,14 @@ def _calibration(options: argparse.Namespace) -> list[Step]:
 
 KINDS = {
     "grid": Kind(lambda: GRID, _grid),
-    "random": Kind(_random_lists, _random, is_seeded=True),
-    "blocksparse": Kind(_block_lists, _blocks),
-    "grouped": Kind(_grouped_lists, _grouped, is_seeded=True),
-    "quantized": Kind(_quantized_lists, _quantized, is_seeded=True),
-    "blocksparse-random": Kind(_random_block_lists, _random_blocks, is_seeded=True),
-    "torch": Kind(_torch_lists, _torch),
-    "layers": Kind(_layer_lists, _layers),
-    "calibration": Kind(_calibration_lists, _calibration),
+    "random": Kind(_lists_of("random_cells"), _random, is_seeded=True),
+    "blocksparse": Kind(_lists_of("blocks"), _blocks),
+    "grouped": Kind(_lists_of("grouped"), _grouped, is_seeded=True),
+    "quantized": Kind(_lists_of("quantized"), _quantized, is_seeded=True),
+    "blocksparse-random": Kind(_lists_of("random_blocks"), _random_blocks, is_seeded=True),
+    "torch": Kind(_lists_of("torch_end_to_end"), _torch),
+    "layers": Kind(_lists_of("fp8_layers"), _layers),
+    "calibration": Kind(_lists_of("calibration"), _calibration),
 }
 SEEDED = tuple(name for name, kind in KINDS.items() if kind.is_seeded)
 """Kinds of records with random cells, which a seed draws."""

@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache as cache_results
 from typing import Any
@@ -236,13 +236,16 @@ def _agreed(device: torch.device) -> Callable[[int], int]:
     return largest
 
 
-def _alone(calls: Calls, device: torch.device, block_us: float) -> dict[str, Steady]:
-    """Time of each call alone."""
-    works, agree = {name: Work(call) for name, call in calls.items()}, _agreed(device)
+def alone(works: Mapping[str, Work], device: torch.device, **options: Any) -> dict[str, Steady]:
+    """Time of each work alone, on a GPU or a CPU. ``options`` are those of ``steady``."""
     if device.type != "cuda":
-        return steady(works, HostRuler(), agree, block_us=block_us)
+        return steady(works, HostRuler(), _agreed(device), **options)
     with torch_ruler() as ruler:
-        return steady(works, ruler, agree, block_us=block_us)
+        return steady(works, ruler, _agreed(device), **options)
+
+
+def _alone(calls: Calls, device: torch.device, block_us: float) -> dict[str, Steady]:
+    return alone({name: Work(call) for name, call in calls.items()}, device, block_us=block_us)
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:

@@ -24,7 +24,7 @@ from ..errors import InvalidProblemError
 from ..weights.calibrated import output_error, pruned_together, quantized_together, stacked
 from ..weights.quantized import Sparse24QuantizedWeight
 from .calibrated_experts import Routed, prune_experts
-from .calibration_inputs import Calls, Enough
+from .calibration_inputs import Calls, Enough, Moment
 from .conv1d import is_linear, linear_of
 from .elements import element_of, host_bytes
 from .experts import STACKS
@@ -230,8 +230,6 @@ class Block:
         """Prune layers with one input, and return their output errors by name."""
         weights = [self._weight(name) for name in names]
         moment = self._moment(names[0], weights[0])
-        if not bool(torch.isfinite(moment).all()):
-            raise InvalidProblemError(f"{names[0]}: expected finite inputs, got a moment with NaN or Inf")
         dense = [weight.to(torch.float32, copy=True) for weight in weights]
         found = self._prune(weights, dense, moment, method)
         self._quantized |= zip(names, found, strict=False)
@@ -271,16 +269,14 @@ class Block:
 
     def _moment(self, name: str, weight: Tensor) -> Tensor:
         """X^T X of a layer's inputs, float32 [K, K], over all batches."""
-        k = weight.shape[1]
-        total = torch.zeros(k, k, dtype=torch.float32, device=weight.device)
+        moment = Moment(weight)
 
         def take(counted: Tensor | None, x: Tensor) -> None:
             masked = counted is not None and x.shape[:-1] == counted.shape
-            rows = (x[counted] if masked else x).reshape(-1, k).float()
-            total.addmm_(rows.T, rows)
+            moment.add(x[counted] if masked else x)
 
         self._take_inputs(name, take)
-        return total
+        return moment.finite(name)
 
     # Files of finished blocks ---------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError
 from ..weights.calibrated import output_energy, relative_error
 from ..weights.quantized import Sparse24QuantizedWeight
+from .calibration_inputs import Moment
 from .experts import STACKS
 
 Pruner = Callable[[Tensor, Tensor, str], Sparse24QuantizedWeight | None]
@@ -18,7 +18,7 @@ Pruner = Callable[[Tensor, Tensor, str], Sparse24QuantizedWeight | None]
 
 
 class Routed(NamedTuple):
-    """What experts were called with: rows [T, H], and the experts [T, k] that each row goes to."""
+    """The arguments of a call of experts: rows [T, H], and the experts [T, k] that each row goes to."""
 
     rows: Tensor
     experts: Tensor
@@ -63,7 +63,10 @@ def prune_experts(
             if at == 1:
                 parts = [_activated(rows, gate_up[expert], module.act_fn) for rows in parts]
             weight = stack[expert]
-            moment = _moment(f"{name}.{STACKS[at]}", parts, weight)
+            inputs = Moment(weight)
+            for rows in parts:
+                inputs.add(rows)
+            moment = inputs.finite(f"{name}.{STACKS[at]}")
             dense = weight.to(torch.float32, copy=True)
             found = prune(weight, moment, "magnitude" if is_idle else method)
             quantized[at] += [] if found is None else [found]
@@ -79,15 +82,3 @@ def _activated(rows: Tensor, gate_up: Tensor, act: Callable[[Tensor], Tensor]) -
     """act(gate) * up of an expert's rows, as transformers' experts compute it."""
     gate, up = nn.functional.linear(rows, gate_up).chunk(2, dim=-1)
     return act(gate) * up
-
-
-def _moment(name: str, parts: Sequence[Tensor], weight: Tensor) -> Tensor:
-    """X^T X of an expert's rows, float32 [K, K]."""
-    k = weight.shape[1]
-    total = torch.zeros(k, k, dtype=torch.float32, device=weight.device)
-    for part in parts:
-        rows = part.float()
-        total.addmm_(rows.T, rows)
-    if not bool(torch.isfinite(total).all()):
-        raise InvalidProblemError(f"{name}: expected finite inputs, got a moment with NaN or Inf")
-    return total

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, device, nn
 
 from ..errors import InvalidProblemError
@@ -18,6 +19,25 @@ class Enough(BaseException):
 
     It is no Exception, because models may catch those.
     """
+
+
+class Moment:
+    """X^T X of the inputs of a weight [M, K], summed in float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._k = k = weight.shape[1]
+        self._total = torch.zeros(k, k, dtype=torch.float32, device=weight.device)
+
+    def add(self, x: Tensor) -> None:
+        """Add inputs [..., K]."""
+        rows = x.reshape(-1, self._k).float()
+        self._total.addmm_(rows.T, rows)
+
+    def finite(self, name: str) -> Tensor:
+        """The sum [K, K]. Raises InvalidProblemError naming the weight for inputs that aren't finite."""
+        if not bool(torch.isfinite(self._total).all()):
+            raise InvalidProblemError(f"{name}: expected finite inputs, got a moment with NaN or Inf")
+        return self._total
 
 
 @dataclass

@@ -334,32 +334,6 @@ def scaled_call(
     return Call(x, weight, meta, None, bias, scale_x, scale_w, residual, m, *options)
 
 
-def weight_only_linear(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    scales: Tensor | None,
-    bias: Tensor | None = None,
-    group: int = 0,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-    m: int | None = None,
-    scale_dtype: torch.dtype | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The kernel of the op. A layer calls it where the dispatcher would do nothing else."""
-    options = m, None, False, activation, out_dtype, preference, False, 1.0, group, scale_dtype
-    if (scales is None) != (scale_dtype is None):  # a call with neither has another op's form
-        found = plans.get(_form(x, weight, meta, scales, bias, None, None, residual, *options))
-        if found is not None:
-            y: Tensor | None = found.run(x, weight, meta, (scales, bias, residual), None)
-            if y is not None:
-                return y
-    given = bias, group, activation, out_dtype, preference, m, scale_dtype, residual
-    return run(weight_only_call(x, weight, meta, scales, *given))
-
-
 def weight_only_call(
     x: Tensor,
     weight: Tensor,
@@ -375,8 +349,8 @@ def weight_only_call(
     residual: Tensor | None = None,
 ) -> Call:
     """Raises InvalidProblemError for a weight that is neither canonical nor packed."""
-    forms = {scales is None, meta is None, scale_dtype is not None}
-    if len(forms) > 1:
+    is_packed = scale_dtype is not None
+    if (scales is None) != is_packed or (meta is None) != is_packed:
         raise InvalidProblemError(
             "scales: expected meta and scales of stored values, or scale_dtype alone of a packed weight, got "
             f"meta {_named(meta)}, scales {_named(scales)} and scale_dtype {scale_dtype}"

@@ -234,7 +234,7 @@ define(
     "weight_only_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scales, Tensor? bias=None, "
     f"int group=0, {_OPTIONS}, SymInt? m=None, ScalarType? scale_dtype=None, Tensor? residual=None) "
     "-> Tensor",
-    gemm_dispatch.weight_only_linear,
+    product_of(weight_only_call),
     _fake_of(weight_only_call),
     backward=_weight_only_backward,
     setup_context=_weight_only_context,

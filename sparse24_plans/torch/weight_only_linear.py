@@ -14,7 +14,7 @@ from ..weights.packed_layouts import QUANTIZED_LAYOUTS, Quantization
 from ..weights.packing_quantized import unpack_quantized
 from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight, stored_width
 from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, packed_weight, tensor_of
-from .gemm_dispatch import weight_only_linear
+from .gemm_dispatch import run, weight_only_call
 from .library import only_dispatches
 from .linear import VALUES_KEY, Sparse24Linear, words_of
 from .quantized_linear import keeping_dtypes
@@ -305,7 +305,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         given = x, weight, meta, scales, bias, self.group, activation, out_dtype, wishes, *packed, residual
         # The dispatcher would take as long as everything else that the host does.
         if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias, residual):
-            return weight_only_linear(*given)
+            return run(weight_only_call(*given))
         y: Tensor = _ops.weight_only_linear(*given)
         return y
 

@@ -55,8 +55,7 @@ def step(a: Sequence[float], b: Sequence[float], c: float, element: str) -> floa
             addends.append((exact(product), exponent(x, least) + exponent(y, least)))
     if c:
         addends.append((exact(c), exponent(c, -126)))
-    largest = max((e for _, e in addends), default=-133)
-    largest = max(largest, -133)
+    largest = max([-133, *(e for _, e in addends)])
     total = sum(toward_zero(value, largest - ALIGNED_BITS[element]) for value, _ in addends)
     if total == 0:
         return 0.0
