@@ -1,4 +1,4 @@
-"""Where the packages lie; all else is in pyproject.toml.
+"""Places of the packages; all else is in pyproject.toml.
 
 The repository's folders vendor/ and kernels_cu/ are the packages ``sparse24_plans._vendor`` and
 ``sparse24_plans.kernels_cu``. In a checkout these are symbolic links, which a build doesn't follow: a

@@ -151,7 +151,7 @@ _FEW_BLOCKS, _MANY_BLOCKS, _SPARSE = (1, 200), (201, 8192), (0.05, 0.25)
 _RANDOM_BLOCK_SPEED = {(128, 64): (2.8, 3.2), (32,): (1.8, 2.1), (16,): (1.3, 1.5)}
 """Over dense cuBLAS, of rows that are alike: blocks -> at least for few and for many tokens."""
 _UNEVEN = 0.8
-"""What uneven rows must reach of that."""
+"""The share of that which uneven rows must reach."""
 
 
 def _of_blocks(span: tuple[int, int] = ALL, /, **fields: Any) -> Callable[[Record], Values]:

@@ -39,7 +39,7 @@ def built(plans: Path, folder: Path, driver: str) -> Path:
 
 
 def timed(program: Path, plans: Path, n: int) -> Record:
-    """What the program prints for one number of tokens."""
+    """The times that the program prints for one number of tokens."""
     command = [str(program), str(plans), str(n)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     return {"n": n, **json.loads(done.stdout)}

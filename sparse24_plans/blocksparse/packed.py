@@ -16,7 +16,7 @@ from .lookup_tables import length
 from .shape import MOST, BlockSparseShape
 
 _PARTS = {BLOCKS_LAYOUT: ("values", "tables"), DENSE_BLOCKS_LAYOUT: ("dense",)}
-"""What callers call the buffers of each layout."""
+"""The callers' names of the buffers of each layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,8 @@ _KINDS = {
     "adapter": ("*lora_*",),
 }
 DEFAULT_EXCLUDE = {pattern: kind for kind, patterns in _KINDS.items() for pattern in patterns}
-"""What stays dense unless included: what isn't multiplied, is small, or costs much accuracy for few bytes.
+"""Tensors that stay dense unless included: they aren't multiplied, are small, or cost much accuracy for few
+bytes.
 
 By patterns of tensors' names, for checkpoints and for models in memory. The values say what it is.
 """

@@ -36,7 +36,7 @@ Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor | BlockSparseDe
 
 
 class Exported(NamedTuple):
-    """What ``export_plans`` wrote."""
+    """The result of ``export_plans``: what it wrote."""
 
     folder: str
     """Path of the folder."""

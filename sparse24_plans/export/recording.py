@@ -102,7 +102,7 @@ class Fill(NamedTuple):
 
 
 class OperandUse(NamedTuple):
-    """What a caller passes for an operand, and what is checked of it."""
+    """The things that a caller passes for an operand, and what is checked of them."""
 
     name: str
     """Name of the argument; a canonical weight's buffers are ``weight.values`` and ``weight.metadata``."""

@@ -128,7 +128,7 @@ class OperandChecks:
             for operand in operands
             for view in _views_of(operand, layouts)
         }
-        """What callers call each view: an argument, or a canonical weight's buffer as ``weight.values``."""
+        """Callers' name of each view: an argument, or a canonical weight's buffer as ``weight.values``."""
         self.alignments = {
             self.arguments[view]: _address_alignment(operand, alignment_of(operand.name))
             for operand in operands

@@ -54,7 +54,7 @@ class Tuning(Protocol):
 
 
 class PlanParts(NamedTuple):
-    """What a plan consists of."""
+    """The parts of a plan."""
 
     choice: Choice
     operands: tuple[Operand, ...]
@@ -246,7 +246,7 @@ class Plan:
 
     @property
     def parts(self) -> PlanParts:
-        """What the plan consists of, for tools that look inside, such as ``export_plans``."""
+        """The parts of the plan, for tools that look inside, such as ``export_plans``."""
         return PlanParts(self._choice, self._operands, self._check, self._home)
 
     def explain(self) -> Explanation:

@@ -130,7 +130,7 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-# What is pruned -----------------------------------------------------------------------------------
+# Choice of layers -----------------------------------------------------------------------------------
 
 
 def _chosen(

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go in a model.
+"""Places of a checkpoint's tensors in a model.
 
 transformers 5 builds some models otherwise than their checkpoints are: modules have other names, and the
 matrices of experts are stacked. Its conversion mapping says how, and is followed here. transformers is

@@ -102,7 +102,7 @@ class Source:
         return tensors_of(self._format.read(self.reader, self.weights[name]))
 
     def canonical_parts(self, name: str) -> dict[str, Tensor]:
-        """What :meth:`canonical` gives, by the names in a layer."""
+        """The tensors that :meth:`canonical` gives, by the names in a layer."""
         return dict(zip((VALUES_KEY, META_KEY), self.canonical(name), strict=True))
 
     def tensor(self, name: str) -> Tensor:

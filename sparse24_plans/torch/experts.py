@@ -288,7 +288,7 @@ def as_linear(weight: Tensor) -> nn.Linear:
     return linear
 
 
-# What can be replaced -----------------------------------------------------------------------------
+# Modules that can be replaced -----------------------------------------------------------------------------
 
 
 def holds_stacks(module: nn.Module) -> bool:

@@ -44,7 +44,7 @@ class Sparse24GatedMLP(nn.Module):
 
 @dataclass(frozen=True)
 class GatedBlock:
-    """What :func:`fuse_gated` did with a block: it has an activation or a reason, never both."""
+    """The result of :func:`fuse_gated` for a block: it has an activation or a reason, never both."""
 
     activation: str | None = None
     """The epilogue of the product that replaced gate and up: ``swiglu``, ``geglu`` or ``geglu_tanh``."""

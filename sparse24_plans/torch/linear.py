@@ -291,7 +291,7 @@ class Sparse24Linear(nn.Module):
         return stored
 
     def _scaled(self, dense: Tensor) -> Tensor:
-        """What the stored numbers stand for."""
+        """The matrix that the stored numbers stand for."""
         return dense
 
     def _settle(self) -> None:

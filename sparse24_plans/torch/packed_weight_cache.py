@@ -105,7 +105,7 @@ def converted(
 
 
 def state_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where a tensor lies, and its version, which each write in place changes."""
+    """The place of a tensor, and its version, which each write in place changes."""
     return tensor.data_ptr(), -1 if tensor.is_inference() else _version_of(tensor)
 
 

@@ -35,7 +35,7 @@ _KEYS = (VALUES_KEY, META_KEY, SCALES_KEY, *SCALES, "bias")
 
 
 class SavedLayer(Model):
-    """What a layer has besides its weight and bias. The fields are arguments of Sparse24Linear."""
+    """The properties of a layer besides its weight and bias. The fields are arguments of Sparse24Linear."""
 
     activation: str = "none"
     out_dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -183,7 +183,7 @@ class _PartsOnHost(OrderedDict[str, Tensor]):
 
 
 def _saved(layer: Sparse24Linear) -> SavedLayer:
-    """What a layer has besides its weight. A dtype of results that is the weight's goes without saying."""
+    """Properties of a layer besides its weight. Results have its dtype if nothing else is said."""
     out_dtype: Any = None
     if layer.out_dtype not in (None, layer.weight.dtype):
         out_dtype = str(layer.out_dtype).removeprefix("torch.")

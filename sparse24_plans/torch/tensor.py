@@ -133,7 +133,7 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
         return cls._of(shape, parts, fused, algorithm, requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        """What code that PyTorch compiled for this tensor depends on; the same in every process."""
+        """The facts that compiled code for this tensor depends on; the same in every process."""
         names, about = self.__tensor_flatten__()
         parts = [(p.dtype, p.shape, p.stride(), p.device) for p in (getattr(self, name) for name in names)]
         served = [

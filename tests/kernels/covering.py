@@ -12,8 +12,8 @@ With ``--every-pair``, ``every_pair()``:
 - Every architecture with each function and element.
 - Every value of macros that are only numbers in the code, such as the stages of a pipeline.
 
-``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose. Who changes a
-kernel compiles every pair, and once everything.
+``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose. A change of
+a kernel takes every pair, and everything once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def covering(
     def gain(name: Hashable) -> float:
         return sum(RARE // times[one] for one in together[name] - have) / cost_of(compilations[name][0])
 
-    # What a compilation adds only shrinks, so the first that adds what its entry says adds the most.
+    # The gain of a compilation only shrinks, so the first that adds what its entry says adds the most.
     heap = [(-gain(name), place, name) for place, name in enumerate(together)]
     heapq.heapify(heap)
     found: list[Request] = []

@@ -20,9 +20,9 @@ MULTIPROCESSORS = 132
 DENSE = "packed_dense"
 """The name of the model of the dense copy."""
 TERMS = ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave")
-"""What takes time in a product of kept blocks, as :func:`blocks_work` counts it."""
+"""The work that takes time in a product of kept blocks, as :func:`blocks_work` counts it."""
 DENSE_TERMS = ("weight_bytes", "token_bytes", "cells")
-"""What takes time in a dense product, as :func:`dense_work` counts it."""
+"""The work that takes time in a dense product, as :func:`dense_work` counts it."""
 
 
 class Model(NamedTuple):
@@ -78,7 +78,7 @@ def dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
 
 
 def unaligned_factor(desc: BlockSparseMatmulDescriptor) -> float:
-    """What a dense product takes more if rows of several tokens are no multiples of 16 bytes."""
+    """The factor of a dense product's time if rows of several tokens are no multiples of 16 bytes."""
     if desc.n == 1 or not KernelProblem(desc).unaligned_tokens:
         return 1.0
     factors = constants("packed_choice")["odd" if desc.n % 2 else "unaligned"]

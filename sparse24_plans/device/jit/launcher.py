@@ -81,7 +81,7 @@ _load_lock = threading.Lock()
 
 
 class KernelCode(NamedTuple):
-    """What :func:`load` is asked for, apart from the device."""
+    """The arguments of :func:`load`, apart from the device."""
 
     source: str
     """Path below kernels_cu/."""
@@ -95,7 +95,7 @@ class KernelCode(NamedTuple):
 
 
 _instead: ContextVar[Callable[[KernelCode], Function | None] | None] = ContextVar("instead", default=None)
-"""What :func:`load` does where it touches no device. Its result is then :func:`load`'s."""
+"""The function that :func:`load` calls where it touches no device. Its result is then :func:`load`'s."""
 
 
 @contextmanager
