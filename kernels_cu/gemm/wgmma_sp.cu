@@ -32,6 +32,7 @@
 //   load_weights       last warpgroup, thread 0         loads W, kMTiles tiles per stage
 //   load_x             last warpgroup, thread 32        loads this CTA's part of X into all CTAs that share it
 //   load_weights_and_x last warpgroup, a lane of warp 0 replaces both where kOneProducer
+//   load_joint_stages  last warpgroup, warp 0          replaces it where kJointStages
 //   load_x_cp_async    last warpgroup, threads 64 ..    replaces load_x for a column-major X of few tokens (kXCpAsync)
 //   publish_x          last warpgroup, thread 32        fences the stages that cp.async loaded
 //   StreamKFixup       last warpgroup, warp 2           waits for the flags of partial sums, and sets them
@@ -80,7 +81,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const Barriers barriers{base + Config::kBarrierAt};
   const u32 rank = blockIdx.x % Config::kClusterSize, m_rank = rank % Config::kClusterM,
             slice = rank / Config::kClusterM;
-  const u32 warpgroup = threadIdx.x / 128;
+  // The shuffle tells the compiler that a warpgroup has one role, so that it computes addresses once for a warp. That
+  // pays where consumers issue many instructions for a tile.
+  const u32 warpgroup = Config::kQuantized ? __shfl_sync(~0u, threadIdx.x / 128, 0) : threadIdx.x / 128;
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.x_map);
     prefetch_tensor_map(&p.x_tail_map);
@@ -119,7 +122,12 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   if (warpgroup == Config::kWarpgroups) {
     if constexpr (Config::kReallocRegisters) warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const u32 thread = threadIdx.x % 128;
-    if constexpr (Config::kOneProducer) {
+    if constexpr (Config::kJointStages) {
+      if (thread / 32 == 0) {
+        load_joint_stages(p, base, barriers, m_rank, slice);
+        launch_dependent_grids();
+      }
+    } else if constexpr (Config::kOneProducer) {
       if (thread / 32 == 0 && elect_one()) {
         load_weights_and_x(p, base, barriers, m_rank, slice);
         launch_dependent_grids();  // earlier, the next kernel would compete for memory with this kernel's last loads

@@ -79,6 +79,9 @@ struct Config
   // X; after a pre-pass kernel W need not wait at all: then W and X have a thread each.
   static constexpr bool kOneProducer =
       !kSplitTerms && !kXCpAsync && !kXFromPrepass && kTileN <= (kMTiles == 1 ? 128 : 64);
+  // A stage of a quantized W and the two of X that it is multiplied with then share their barriers: there is as much to
+  // do for a barrier as for an eighth of such a tile.
+  static constexpr bool kJointStages = kQuantized && kOneProducer && !kXColumnMajor && kClusterM == 1;
   // Two warpgroups of three split terms alternate at the tensor cores: wgmma runs for one while the other adds.
   static constexpr bool kPingPong = kSplitTerms == 3 && kWarpgroups == 2;
   // Producers release registers to consumers. Small tiles need no more than an equal number per thread.
@@ -98,6 +101,7 @@ struct Config
   static constexpr bool kCStaged = S24_C_STAGED;
   static constexpr int kStepTokens = S24_STEP_TOKENS,  // tokens of an epilogue step
       kStagingBuffers = kCStaged ? 4 : 2;
+  static_assert(!kJointStages || kXStages == 2 * kWeightStages, "a K tile of W is multiplied with two boxes of X");
   static_assert(kStagingBuffers >= 2, "TMA may read the buffer of the step before");
   static constexpr int kTokenBytes = kStepTokens * sizeof(Out::Bits);  // tokens of one step of a column-major Y
   static constexpr int kLineBytes = kTokenBytes <= 16 ? 16 : kTokenBytes <= 32 ? 32 : kTokenBytes <= 64 ? 64 : 128;

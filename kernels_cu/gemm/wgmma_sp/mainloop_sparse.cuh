@@ -109,9 +109,9 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
       barrier_wait(barriers.weight_full(weight.stage), weight.parity);
       stored.template load<0>(weight_address(weight.stage), offsets);
     };
-    const auto multiply = [&](const QuantizedHalf<Config>& half) {
-      barrier_wait(barriers.x_full(x.stage), x.parity);
-      const u64 b = x_descriptor(base + Config::kXAt + x.stage * Config::kXStageBytes);
+    const auto multiply = [&](const QuantizedHalf<Config>& half, u32 x_stage) {
+      if constexpr (!Config::kJointStages) barrier_wait(barriers.x_full(x_stage), x.parity);
+      const u64 b = x_descriptor(base + Config::kXAt + x_stage * Config::kXStageBytes);
       wgmma_fence();
       half.multiply(accumulators, b, b + kSecondX);
       wgmma_commit();
@@ -121,23 +121,30 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
       const u32 stage = weight.stage;
       first.dequantize(stored, opaque_zero(p));
       stored.template load<1>(weight_address(stage), offsets);
-      multiply(first);
+      multiply(first, Config::kJointStages ? 2 * stage : x.stage);
       wgmma_wait<1>();
-      if (at > 0) release_x(last_x);
-      last_x = x.stage;
+      if (at > 0) release_last();
+      last_x = x.stage, last_weight = stage;
       x.next(), weight.next();
       second.dequantize(stored, opaque_zero(p));
       if (at + 1 < tiles) load_first();
-      multiply(second);
-      release_weight(stage);
+      multiply(second, Config::kJointStages ? 2 * stage + 1 : x.stage);
+      if constexpr (!Config::kJointStages) release_weight(stage);
       wgmma_wait<1>();
-      release_x(last_x);
-      last_x = x.stage;
-      x.next();
+      if constexpr (!Config::kJointStages) {
+        release_x(last_x);
+        last_x = x.stage;
+        x.next();
+      }
     }
     wgmma_wait<0>();
     fence(accumulators);
-    if (tiles > 0) release_x(last_x);
+    if (tiles > 0) release_last();
+  }
+  // Releases the stage of X that the last finished half has read, or the joint stage if it was its second half.
+  __device__ __forceinline__ void release_last() const {
+    if constexpr (Config::kJointStages) release_weight(last_weight);
+    else release_x(last_x);
   }
 
   // Sums all of K in kKChunks chunks. Registers hold as many accumulators of the earlier chunks as they can, the

@@ -1,5 +1,6 @@
 // The barriers of the two pipelines of gemm/wgmma_sp.cu. Each stage of W and of X has a full barrier, which completes
-// once the stage is loaded, and an empty barrier, which completes once all consumers have read it.
+// once the stage is loaded, and an empty barrier, which completes once all consumers have read it. With kJointStages
+// those of W serve X, too.
 #pragma once
 #include "common/pipeline_state.cuh"
 #include "gemm/wgmma_sp/config.cuh"

@@ -184,6 +184,38 @@ __device__ __forceinline__ void load_x(const WgmmaSpParams& p, u32 base, Barrier
   drain_x_stages(barriers, at);
 }
 
+// Loads joint stages of W and X. All lanes of a warp take part and one issues the loads, so that the compiler knows
+// their addresses to be uniform and computes them once.
+__device__ __forceinline__ void load_joint_stages(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
+                                                  u32 slice) {
+  const bool issues = elect_one();
+  PipelineState<Config::kWeightStages> at;
+  for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+    const WorkTile work(p, scheduler.index, m_rank);
+    const XLoader x(p, work);
+    const u8* from[Config::kMTiles];
+#pragma unroll
+    for (int i = 0; i < Config::kMTiles; ++i) from[i] = weight_tile(p, work, i, scheduler.first);
+    for (u32 tile = scheduler.first; tile < scheduler.last; ++tile, at.next()) {
+      const u32 full = barriers.weight_full(at.stage), to = base + at.stage * Config::kWeightStageBytes,
+                x_to = base + Config::kXAt + 2 * at.stage * Config::kXStageBytes;
+      barrier_wait(barriers.weight_empty(at.stage), at.parity ^ 1);
+      if (issues) {
+        barrier_arrive_expect_tx(full, Config::kMTiles * Tile::kBytes + 2 * 128 * x.rows);
+#pragma unroll
+        for (int i = 0; i < Config::kMTiles; ++i)
+          bulk_load(to + i * Config::kWeightTileBytes, from[i], Tile::kBytes, full);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          tma_load(x_to + half * Config::kXStageBytes, x.map, (2 * tile + half) * Config::kBoxColumns, (u32)work.token,
+                   full);
+      }
+#pragma unroll
+      for (int i = 0; i < Config::kMTiles; ++i) from[i] += Tile::kBytes;
+    }
+  }
+}
+
 // One thread loads W and X in the order of their use, because TMA serves one request after the other.
 __device__ __forceinline__ void load_weights_and_x(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
                                                    u32 slice) {

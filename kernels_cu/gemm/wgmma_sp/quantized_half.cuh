@@ -79,13 +79,15 @@ template <class Config> struct QuantizedHalf {
       stored.of[r].template dequantize<1>(elements[r][1]);
     }
   }
+  // The m64 tiles follow each other within a step, so that a descriptor is moved to uniform registers once.
   __device__ __forceinline__ void multiply(Accumulators& accumulators, u64 x, u64 second_x) const {
 #pragma unroll
-    for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r) {
+    for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
       wgmma_sp_registers<Config::kElement, 0, 1, Config::kXColumnMajor>(accumulators[r], elements[r][0], x,
                                                                         metadata[r]);
+#pragma unroll
+    for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
       wgmma_sp_registers<Config::kElement, 1, 1, Config::kXColumnMajor>(accumulators[r], elements[r][1], second_x,
                                                                         metadata[r]);
-    }
   }
 };

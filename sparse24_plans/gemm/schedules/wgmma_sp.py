@@ -211,6 +211,10 @@ class WgmmaSpSchedule(NamedTuple):
         """
         weight, source = self._stage_bytes(lines)
         room = _SHARED_BYTES[self.ctas_per_sm] - self._fixed_bytes(lines)
+        if self.joins_stages(lines):
+            counts = range(2, 9)
+            both = max(w for w in counts if align_up(w * weight, _PATTERN) + 2 * w * source <= room)
+            return both, 2 * both
         if parts:  # two tiles of W at a time, and the terms of X for them
             aligned = (w for w in range(2, 9) if w * weight % _PATTERN == 0)
             most = ((w, min(24, (room - w * weight) // source)) for w in aligned)
@@ -219,6 +223,15 @@ class WgmmaSpSchedule(NamedTuple):
         most = ((w, min(16, (room - align_up(w * weight, _PATTERN)) // source)) for w in range(2, 9))
         fitting = [(w, x) for w, x in most if x >= 2]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
+
+    def joins_stages(self, lines: OperandLayouts) -> bool:
+        """Whether a stage of a quantized W shares its barriers with the two of X that it is multiplied with.
+
+        That takes one thread that loads both, which kernels with larger tiles don't have.
+        """
+        most = 2 * MAX_MEMORY_BOUND_N if self.rows == TILE_M else MAX_MEMORY_BOUND_N
+        is_quantized = lines.layout.quantization is not None
+        return is_quantized and not lines.x_columns and self.cluster_m == 1 and self.tokens <= most
 
     def shared_bytes(self, lines: OperandLayouts, parts: int = 0) -> int:
         """Shared memory of a CTA, at least so much that no more than ``ctas_per_sm`` CTAs share an SM.
