@@ -159,10 +159,12 @@ def possible_schedules(choice: Choice, chunks: set[int]) -> Iterator[WgmmaSpSche
     those without one are given. Stream-K has a work tile for every cluster, so it needs enough tokens.
     """
     desc = choice.descriptor
-    sizes = itertools.product((1, 2, 3), (1, 2), range(8, WIDEST + 1, 8), (1, 2), chunks, (False, True))
-    for warpgroups, m_tiles, tokens, cluster_m, k_chunks, stream_k in sizes:
-        one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, k_chunks=k_chunks)
-        clusters = H200_MULTIPROCESSORS // cluster_m
+    of_sm = (1,) if desc.quantization is None else (1, 2, 3, 4)
+    tokens_of_tile = range(8, WIDEST + 1, 8)
+    sizes = itertools.product((1, 2, 3), (1, 2), tokens_of_tile, (1, 2), of_sm, chunks, (False, True))
+    for warpgroups, m_tiles, tokens, cluster_m, ctas, k_chunks, stream_k in sizes:
+        one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, 1, ctas, k_chunks)
+        clusters = H200_MULTIPROCESSORS * ctas // cluster_m
         if stream_k and one.work_tiles(desc.n, desc.m) > clusters:
             one = one._replace(stream_k=clusters)
         if one.fits():

@@ -40,7 +40,7 @@ struct Config
   static constexpr bool kPromote = S24_PROMOTE;  // float32 adds the sum of each box of X outside the tensor cores
   static constexpr bool kRaw = S24_RAW;          // Y is the integer sum itself
   static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
-  static_assert(!kStreamK || (kSplitK == 1 && !kPromote && kCtasPerSm == 1), "stream-K is the only cut of K");
+  static_assert(!kStreamK || (kSplitK == 1 && !kPromote), "stream-K is the only cut of K");
   static_assert(!kGated || !kRaw, "gated sums are not stored as integers");
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;

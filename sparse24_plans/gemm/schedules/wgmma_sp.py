@@ -357,21 +357,26 @@ _MANY = 2048
 """Tokens beyond which there are CTAs enough without split-K."""
 
 
-# The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M).
-_OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
+# The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M, CTAs per SM).
+_OF_RANGES = ((1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 1, 2, 1))
+_OF_RANGES_QUANTIZED = ((2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 2), (2, 1, 1, 3), (1, 1, 1, 3), (1, 1, 1, 4))
+"""Weights of few bytes need more warps at once: for few tokens these are tried, too."""
 
 
 def _schedules_of_ranges(
-    n: int, m: int, parts: int = 1, min_idle: float | None = None
+    n: int, m: int, parts: int = 1, min_idle: float | None = None, quantized: bool = False
 ) -> tuple[WgmmaSpSchedule, ...]:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
+    shapes = _OF_RANGES
+    if quantized and n <= MAX_MEMORY_BOUND_N and parts == 1:
+        shapes += _OF_RANGES_QUANTIZED
     least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
     least = least if parts == 1 else 0.0
     found = []
     for tokens in widths(n, m=m):
-        for warpgroups, m_tiles, cluster_m in _OF_RANGES:
-            ranges = H200_MULTIPROCESSORS // cluster_m
-            one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, k_chunks=parts, stream_k=ranges)
+        for warpgroups, m_tiles, cluster_m, ctas_per_sm in shapes:
+            ranges = H200_MULTIPROCESSORS * ctas_per_sm // cluster_m
+            one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, 1, ctas_per_sm, parts, ranges)
             work_tiles = one.work_tiles(n, m)
             if one.fits() and one.stream_k < work_tiles and -work_tiles % ranges > least * ranges:
                 found.append(one)
@@ -391,7 +396,7 @@ def schedules_for(
     shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
     tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
     fitting = tuple(one for one in tried if one.fits() and not (m and one.oversubscribes(n, m)))
-    found = fitting + _schedules_of_ranges(n, m, min_idle=min_idle)
+    found = fitting + _schedules_of_ranges(n, m, min_idle=min_idle, quantized=quantized)
     return tuple(one for one in found if one.makes_elements()) if quantized else found
 
 
