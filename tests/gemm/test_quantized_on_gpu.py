@@ -48,6 +48,14 @@ CUTS = [
     )
 ]
 
+RANGES = [
+    (n, m, cut)
+    for n, m in ((5, 36_001), (30, 36_001), (61, 52_000))
+    for cut in schedules.schedules_for(n, m, quantized=True)
+    if cut.stream_k and cut.ctas_per_sm > 1
+]
+"""Stream-K with several CTAs an SM takes more rows of W than other cuts do."""
+
 
 def plan_of(row: str, **problem: object):
     plan = plan_of_row(row).select(GemmSparse24Descriptor(**problem), device=device_of_row(row))
@@ -91,6 +99,22 @@ def test_every_cut(monkeypatch, n, cut):
     found = case.run()
     case.check(found)
     assert same_bits(found, case.run())
+
+
+@pytest.mark.parametrize(("n", "m", "cut"), RANGES, ids=str)
+def test_stream_k_of_several_ctas_of_an_sm(monkeypatch, n, m, cut):
+    """Partial sums pass from one CTA to the next, so the bits are those of whole tiles."""
+    kind = KINDS[RANGES.index((n, m, cut)) % len(KINDS)]
+    found = []
+    for schedule in (cut, cut._replace(stream_k=0)):
+        monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_, schedule=schedule: schedule)
+        alpha = 1 + (RANGES.index((n, m, cut)) + (schedule is cut)) / 256  # plans are cached
+        desc = GemmSparse24Descriptor(n=n, m=m, k=656, epilogue="bias", alpha=alpha, **kind)
+        case = make_case(desc, row="wgmma_sp", pad=8)
+        assert case.plan.explain().details.count("by stream-K") == (schedule is cut)
+        found.append(case.run())
+        case.check(found[-1])
+        assert same_bits(found[-1], case.run())
 
 
 @pytest.mark.parametrize("kind", KINDS[::5], ids=lambda kind: "-".join(map(str, kind.values())))
