@@ -359,7 +359,7 @@ _MANY = 2048
 
 # The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M, CTAs per SM).
 _OF_RANGES = ((1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 1, 2, 1))
-_OF_RANGES_QUANTIZED = ((2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 2), (2, 1, 1, 3), (1, 1, 1, 3), (1, 1, 1, 4))
+_OF_RANGES_QUANTIZED = ((2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 2), (2, 2, 1, 1), (1, 1, 1, 4))
 """Weights of few bytes need more warps at once: for few tokens these are tried, too."""
 
 
