@@ -104,7 +104,10 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         barrier_init(barriers.c_empty(0, i), EpilogueStore<Config::Out>::kBoxes);
       }
     }
+    if constexpr (Config::kSplitK > 1) barrier_init(barriers.share_full(), 1);
     barrier_init_fence();
+    if constexpr (Config::kSplitK > 1)
+      barrier_arrive_expect_tx(barriers.share_full(), (Config::kSplitK - 1) * received_bytes(slice));
   }
   __syncthreads();
   if constexpr (Config::kClusterSize > 1) cluster_sync_relaxed();
@@ -119,6 +122,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   }
   if constexpr (Config::kGrouped) GroupTable(p).make(p, m_blocks_of(p));
 
+  // Shares that lie over the stages are sent once all CTAs of the cluster have read their stages.
+  constexpr bool kOverStages = Config::kSplitK > 1 && !Config::kShareApart;
   if (warpgroup == Config::kWarpgroups) {
     if constexpr (Config::kReallocRegisters) warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const u32 thread = threadIdx.x % 128;
@@ -147,7 +152,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     }
     if (Config::kStreamK && thread / 32 == 2) StreamKFixup{p}.exchange_flags();
     __syncwarp();
-    if constexpr (Config::kSplitK > 1) cluster_sync();
+    if constexpr (kOverStages) cluster_sync_relaxed();
+    if constexpr (Config::kSplitK > 1) cluster_arrive_relaxed();
   } else {
     if constexpr (Config::kReallocRegisters) warpgroup_reg_alloc<Config::kConsumerRegisters>();
     Mainloop mainloop{{p, {}, {}, base, warpgroup, barriers.x_empty(0), barriers}};
@@ -172,13 +178,16 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
           epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work);
       } else {
-        named_barrier_sync(1, Config::kConsumerThreads);  // every stage has been read: accumulators may overwrite them
-        stage_accumulators(accumulators, base, m_tile);
-        cluster_sync();
-        ClusterReduce(p, work, base, m_rank, slice).run();
+        if constexpr (kOverStages) cluster_sync_relaxed();
+        else named_barrier_sync(1, Config::kConsumerThreads);  // every stage has been read
+        send_to_shares(accumulators, base, barriers, m_tile, m_rank, slice);
+        barrier_wait_cluster(barriers.share_full(), 0);
+        __syncwarp();
+        cluster_arrive_relaxed();
+        ClusterReduce(p, work, base, slice).run();
       }
     }
     if (Config::kSplitK == 1 && p.y_aligned && epilogue.issues_stores()) tma_store_wait_read<0>();
   }
-  if constexpr (Config::kSplitK > 1) cluster_sync_relaxed();  // no CTA exits while another reads its shared memory
+  if constexpr (Config::kSplitK > 1) cluster_wait();  // no CTA exits while its sums are being sent
 }

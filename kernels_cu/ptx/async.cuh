@@ -79,6 +79,18 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
 #endif
 }
 
+// The two halves of cluster_sync_relaxed.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 // The cluster address of what CTA `rank` of the cluster has at `address` of its shared memory.
 __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
   u32 there = 0;
@@ -106,14 +118,6 @@ __device__ __forceinline__ void load_shared_x4(float (&v)[4], u32 address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                : "r"(address));
-}
-
-__device__ __forceinline__ void load_cluster_x4(u32 (&v)[4], u32 address) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(address));
-#endif
 }
 
 __device__ __forceinline__ void load_shared_words(u32 (&v)[4], u32 address) {

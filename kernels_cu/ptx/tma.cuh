@@ -43,6 +43,23 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   }
 }
 
+// barrier_wait for data that other CTAs of the cluster have sent.
+__device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile("{\n\t.reg .pred p;\n\t"
+               "WAIT_%=:\n\t"
+               "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n\t"
+               "@!p bra WAIT_%=;\n\t}" ::"r"(barrier),
+               "r"(parity)
+               : "memory");
+}
+// Copies shared memory to that of a CTA of the cluster, where the copy completes on a barrier. cluster_address gives the
+// addresses there. `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_send(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Loads, global to shared, that complete on a barrier ------------------------------------------------
 
 // `bytes` and both addresses are multiples of 16.

@@ -159,12 +159,10 @@ def possible_schedules(choice: Choice, chunks: set[int]) -> Iterator[WgmmaSpSche
     those without one are given. Stream-K has a work tile for every cluster, so it needs enough tokens.
     """
     desc = choice.descriptor
-    of_sm = (1,) if desc.quantization is None else (1, 2, 3, 4)
-    tokens_of_tile = range(8, WIDEST + 1, 8)
-    sizes = itertools.product((1, 2, 3), (1, 2), tokens_of_tile, (1, 2), of_sm, chunks, (False, True))
-    for warpgroups, m_tiles, tokens, cluster_m, ctas, k_chunks, stream_k in sizes:
-        one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, 1, ctas, k_chunks)
-        clusters = H200_MULTIPROCESSORS * ctas // cluster_m
+    sizes = itertools.product((1, 2, 3), (1, 2), range(8, WIDEST + 1, 8), (1, 2), chunks, (False, True))
+    for warpgroups, m_tiles, tokens, cluster_m, k_chunks, stream_k in sizes:
+        one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, k_chunks=k_chunks)
+        clusters = H200_MULTIPROCESSORS // cluster_m
         if stream_k and one.work_tiles(desc.n, desc.m) > clusters:
             one = one._replace(stream_k=clusters)
         if one.fits():
@@ -209,6 +207,7 @@ def defines(
         "CTAS_PER_SM": schedule.ctas_per_sm,
         "WEIGHT_STAGES": weight_stages,
         "X_STAGES": x_stages,
+        "SHARE_APART": int(schedule.has_share_apart(layouts)),
         "STEP_TOKENS": schedule.step_tokens(layouts),
         "C_STAGED": int(layouts.stages_c and schedule.split_k == 1),
         "GROUPED": int(desc.groups > 0),

@@ -1,56 +1,69 @@
-// The epilogue of gemm/wgmma_sp.cu with split-K: the CTAs of a cluster reduce their sums through distributed shared
-// memory and store the results.
+// The epilogue of gemm/wgmma_sp.cu with split-K: the CTAs of a cluster send each other their sums, and each reduces those
+// of its share of the rows and stores the results. A CTA waits only for what it receives, so none waits for another to
+// read.
 #pragma once
 #include "gemm/wgmma_sp/accumulators.cuh"
 #include "gemm/wgmma_sp/dot_in_float64.cuh"
 
-// Stores a warpgroup's accumulators in the CTA's reduction buffer. `m_tile` is the warpgroup's first m64 tile in the
-// CTA.
-__device__ __forceinline__ void stage_accumulators(const Accumulators& sums, u32 base, u32 m_tile) {
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+using SharePart = Config::SharePart;
+
+// The bytes that the CTA of a slice receives from each other slice. The last CTAs may have no share.
+__device__ __forceinline__ u32 received_bytes(u32 slice) {
+  return slice * Config::kShareOutputs < Config::kCtaOutputs ? SharePart::kBytes : 0;
+}
+
+// Stores a warpgroup's accumulators in parts, each for the CTA in whose share its rows are, and sends them. `m_tile` is
+// the warpgroup's first m64 tile in the CTA.
+__device__ __forceinline__ void send_to_shares(const Accumulators& sums, u32 base, Barriers barriers, u32 m_tile,
+                                               u32 m_rank, u32 slice) {
+  const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const u32 own = base + Config::kShareAt + slice * SharePart::kBytes, outgoing = base + Config::kOutgoingAt;
+  const auto part_for = [&](u32 owner) {
+    return owner == slice ? own : outgoing + (owner - (owner > slice)) * SharePart::kBytes;
+  };
 #pragma unroll
   for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
 #pragma unroll
-    for (int i = 0; i < Config::kAccumulators; ++i) {
-      if constexpr (Config::kYColumnMajor) {
-        if (i % 2) continue;
-        const u32 row = (m_tile + r) * Tile::kRows + 16 * warp + lane / 4 + i / 2 % 2 * 8;
-        store_shared_x2(base + Buffer::offset(i / 4 * 8 + lane % 4 * 2, row), bits_of(sums[r][i]),
-                        bits_of(sums[r][i + 1]));
-        continue;
+    for (int h = 0; h < 2; ++h) {  // a thread has sums of two rows, of which a gated epilogue makes one result
+      const u32 row = (m_tile + r) * Tile::kRows + 16 * warp + lane / 4;
+      const u32 output = Config::kGated ? output_of_row<Config>(row) : row + 8 * h;
+      const u32 line = output % Config::kShareOutputs + (Config::kGated ? h * Config::kShareOutputs : 0);
+      const u32 to = part_for(output / Config::kShareOutputs) + SharePart::offset(lane % 4 * 2, line);
+#pragma unroll
+      for (int i = 2 * h; i < Config::kAccumulators; i += 4) {
+        const u32 at = to + SharePart::offset(i / 4 * 8, 0);
+        if constexpr (Config::kYColumnMajor) {
+          store_shared_x2(at, bits_of(sums[r][i]), bits_of(sums[r][i + 1]));
+        } else {
+          store_shared(at, bits_of(sums[r][i]));
+          store_shared(at + SharePart::offset(1, 0), bits_of(sums[r][i + 1]));
+        }
       }
-      const u32 at = (i / 4 * 8 + lane % 4 * 2 + i % 2) * Buffer::kPitch + (m_tile + r) * Tile::kRows + 16 * warp +
-                     lane / 4 + i / 2 % 2 * 8;
-      store_shared(base + at * 4, bits_of(sums[r][i]));
     }
+  async_proxy_fence();
+  named_barrier_sync(1, Config::kConsumerThreads);
+  const u32 owner = threadIdx.x;
+  if (owner < Config::kSplitK && owner != slice && received_bytes(owner) > 0) {
+    const u32 rank = m_rank + Config::kClusterM * owner;
+    bulk_send(cluster_address(own, rank), part_for(owner), SharePart::kBytes,
+              cluster_address(barriers.share_full(), rank));
+  }
 }
 
-// The CTAs that sum slices of the same rows each reduce a part of the rows' results, in the order of the slices. A
-// thread makes four adjacent results of a line of Y, which is a token's row or, for a column-major Y, an output's
-// column.
+// A CTA reduces its share of the rows' results, in the order of the slices. A thread makes four adjacent results of a
+// line of Y, which is a token's row or, for a column-major Y, an output's column.
 struct ClusterReduce {
   const WgmmaSpParams& p;
   WorkTile work;
-  u32 from[Config::kSplitK];  // cluster addresses of the slices' reduction buffers
-  int output0;                // the first output of this CTA's part
+  u32 share;    // the address of the sums of this CTA's share
+  int output0;  // the first output of the share
 
-  static constexpr bool kColumns = Config::kYColumnMajor;                      // a line of Y is a column
-  static constexpr int kCtaOutputs = Config::kMTiles * Config::kMTileOutputs;  // results per token
-  static constexpr int kOutputQuads = (kCtaOutputs / 4 + Config::kSplitK - 1) / Config::kSplitK;
-  static constexpr int kOwnOutputs =
-      kColumns ? (kCtaOutputs + Config::kSplitK - 1) / Config::kSplitK : 4 * kOutputQuads;
-  static constexpr int kLineQuads = kColumns ? Config::kTileN / 4 : kOutputQuads;
-  static constexpr int kCount = kLineQuads * (kColumns ? kOwnOutputs : Config::kTileN);
-  static constexpr int kThreads = Config::kConsumerThreads;
-  static constexpr int kLoads = (Config::kReallocRegisters || Config::kWarpgroups == 1 ? 12 : 4) / Config::kSplitK /
-                                Config::kCtasPerSm / Config::kRowsPerOutput;
-  static constexpr int kAhead = kLoads > 0 ? kLoads : 1;  // loads in flight, limited by registers
+  static constexpr bool kColumns = Config::kYColumnMajor;  // a line of Y is a column
+  static constexpr int kLineQuads = (kColumns ? Config::kTileN : Config::kShareOutputs) / 4;
+  static constexpr int kCount = kLineQuads * (kColumns ? Config::kShareOutputs : Config::kTileN);
 
-  __device__ __forceinline__ ClusterReduce(const WgmmaSpParams& p, WorkTile work, u32 base, u32 m_rank, u32 slice)
-      : p(p), work(work), output0(slice * kOwnOutputs) {
-#pragma unroll
-    for (int s = 0; s < Config::kSplitK; ++s) from[s] = cluster_address(base, m_rank + Config::kClusterM * s);
-  }
+  __device__ __forceinline__ ClusterReduce(const WgmmaSpParams& p, WorkTile work, u32 base, u32 slice)
+      : p(p), work(work), share(base + Config::kShareAt), output0(slice * Config::kShareOutputs) {}
 
   // The token and the output of the first of the i-th four results.
   __device__ __forceinline__ int token_of(int i) const { return kColumns ? i % kLineQuads * 4 : i / kLineQuads; }
@@ -58,10 +71,8 @@ struct ClusterReduce {
     return output0 + (kColumns ? i / kLineQuads : i % kLineQuads * 4);
   }
 
-  // Only results inside of Y are loaded. A load whose value no store needs could still be in flight when the CTA that
-  // it reads from has exited.
   __device__ __forceinline__ bool inside(int token, int output) const {
-    return work.token + token < p.n && output < kCtaOutputs &&
+    return work.token + token < p.n && output < Config::kCtaOutputs &&
            work.row_tile * Config::kMTileOutputs + output < outputs_per_token(p);
   }
 
@@ -133,31 +144,24 @@ struct ClusterReduce {
   }
 
   __device__ __forceinline__ void run() const {
-#pragma unroll 1
-    for (int first = threadIdx.x; first < kCount; first += kThreads * kAhead) {
-      u32 v[kAhead][Config::kRowsPerOutput][Config::kSplitK][4];
-      float c[kAhead][4];
+    constexpr int kUnrolled = 8 / Config::kSplitK / Config::kCtasPerSm / Config::kRowsPerOutput;
+#pragma unroll kUnrolled> 0 ? kUnrolled : 1
+    for (int i = threadIdx.x; i < kCount; i += Config::kConsumerThreads) {
+      const int token = token_of(i), output = output_of(i);
+      if (!inside(token, output)) continue;
+      float c[4];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const int i = first + a * kThreads, token = token_of(i), output = output_of(i);
-        if (i >= kCount || !inside(token, output)) continue;
+      for (int j = 0; j < 4; ++j)
+        c[j] = c_of(p, work.token + token + (kColumns ? j : 0),
+                    work.row_tile * Config::kMTileOutputs + output + (kColumns ? 0 : j));
+      u32 v[Config::kRowsPerOutput][Config::kSplitK][4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          c[a][j] = c_of(p, work.token + token + (kColumns ? j : 0),
-                         work.row_tile * Config::kMTileOutputs + output + (kColumns ? 0 : j));
+      for (int h = 0; h < Config::kRowsPerOutput; ++h)
 #pragma unroll
-        for (int h = 0; h < Config::kRowsPerOutput; ++h)
-#pragma unroll
-          for (int s = 0; s < Config::kSplitK; ++s)
-            load_cluster_x4(v[a][h][s],
-                            from[s] + Buffer::offset(token, row_of_output<Config>(output) + h * Config::kGateRows));
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const int i = first + a * kThreads;
-        const int token = token_of(i), output = output_of(i);
-        if (i < kCount && inside(token, output)) store(v[a], c[a], token, output);
-      }
+        for (int s = 0; s < Config::kSplitK; ++s)
+          load_shared_words(v[h][s], share + s * SharePart::kBytes +
+                                         SharePart::offset(token, output - output0 + h * Config::kShareOutputs));
+      store(v, c, token, output);
     }
   }
 };

@@ -40,7 +40,7 @@ struct Config
   static constexpr bool kPromote = S24_PROMOTE;  // float32 adds the sum of each box of X outside the tensor cores
   static constexpr bool kRaw = S24_RAW;          // Y is the integer sum itself
   static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
-  static_assert(!kStreamK || (kSplitK == 1 && !kPromote), "stream-K is the only cut of K");
+  static_assert(!kStreamK || (kSplitK == 1 && !kPromote && kCtasPerSm == 1), "stream-K is the only cut of K");
   static_assert(!kGated || !kRaw, "gated sums are not stored as integers");
   static constexpr bool kIntegers = kElement == ElementKind::S8;
   static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
@@ -109,11 +109,24 @@ struct Config
   static constexpr int kStagingBytes = kStagingBuffers * kStepBytes;
   static_assert(!kCStaged || (kSplitK == 1 && !kXCpAsync && sizeof(C::Bits) == sizeof(Out::Bits)),
                 "a warp is free to load C, and a result fits the place of its C");
-  static constexpr int kBarrierAt = kStagingAt + (kSplitK == 1 ? kWarpgroups * kStagingBytes : 0);
+  // With split-K each of the CTAs that sum slices of the same rows reduces a share of the rows. It receives a part from
+  // every slice. Small shares have a place of their own, others lie over the stages.
+  static constexpr int kCtaOutputs = kMTiles * kMTileOutputs;  // results per token
+  static constexpr int kShareOutputs = 4 * ((kCtaOutputs / 4 + kSplitK - 1) / kSplitK);
+  static constexpr int kShareRows = (kShareOutputs * kRowsPerOutput + 7) / 8 * 8;
+  using SharePart = ReduceBuffer<kShareRows, kTileN, kYColumnMajor>;
+  static constexpr bool kShareApart = S24_SHARE_APART;
+  static constexpr int kShareAt = kShareApart ? kStagingAt : 0, kShareBytes = kSplitK * SharePart::kBytes;
+  // Parts for other CTAs leave from where stages were.
+  static constexpr int kOutgoingAt = kShareApart ? 0 : kShareBytes;
+  static_assert(kSplitK == 1 || kOutgoingAt + (kSplitK - 1) * SharePart::kBytes <= kStagingAt);
+  static constexpr int kBarrierAt = kStagingAt + (kSplitK == 1  ? kWarpgroups * kStagingBytes
+                                                  : kShareApart ? kShareBytes
+                                                                : 0);
   static constexpr int kBarrierBytes = 512;
   static_assert(8 * (2 * kWeightStages + (kXCpAsync ? 3 : 2) * kXStages) <= kBarrierBytes);
-  static constexpr int kGroupTableAt = kBarrierAt + kBarrierBytes;
+  // With groups a table of them follows, with split-K the barrier of a share.
+  static constexpr int kGroupTableAt = kBarrierAt + kBarrierBytes, kShareBarrierAt = kGroupTableAt;
 };
 using Tile = Config::Tile;
 extern __shared__ __align__(1024) u8 shared[];
-using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;

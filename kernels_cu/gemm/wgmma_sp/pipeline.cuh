@@ -17,6 +17,8 @@ struct Barriers {
   __device__ __forceinline__ u32 x_copied(u32 stage) const {
     return at + 8 * (2 * Config::kWeightStages + 2 * Config::kXStages + stage);
   }
+  // Completes once this CTA has received the sums of its share.
+  __device__ __forceinline__ u32 share_full() const { return at + Config::kShareBarrierAt - Config::kBarrierAt; }
   // C is loaded into a staging buffer of a warpgroup, or the buffer is free for it.
   __device__ __forceinline__ u32 c_full(u32 warpgroup, u32 buffer) const {
     return x_copied(0) + 8 * (warpgroup * Config::kStagingBuffers + buffer);

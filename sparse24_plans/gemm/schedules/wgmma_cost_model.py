@@ -134,8 +134,7 @@ class CostInputs:
         self.stream_k_fraction = np.where(streams, cut / self.work_tiles, 0.0)
         """Fraction of the work tiles that stream-K cuts."""
         self.waves = np.where(streams, share, waves)
-        alone = np.ceil(self.work_tiles / self.resident_alone)
-        self.waves_alone = np.where(streams, share * self.ctas_per_sm, alone)
+        self.waves_alone = np.where(streams, share, np.ceil(self.work_tiles / self.resident_alone))
         """Waves that there would be with one CTA an SM."""
         self.full_waves = np.where(streams, share, full)
         last = (self.work_tiles - full * self.resident) * self.cluster

@@ -18,6 +18,10 @@ _STAGED_BYTES, _BUFFERS, _BUFFERS_WITH_C = 16384, 2, 4
 """Bytes of all staging buffers of a warpgroup, and how many it has: more where they also receive C ahead."""
 _BARRIER_BYTES, _C_BARRIER_BYTES = 512, 16
 """Bytes of the barriers of all stages of W and X, and of a staging buffer that receives C."""
+_SHARES_APART, _SHARE_BARRIER_BYTES = 48 << 10, 16
+"""Most bytes of an SM for sums of split-K that don't lie over the stages, and those of their barrier."""
+_MOST_EXCHANGED = 128 * 208
+"""Sums of a CTA of three or more slices that fit twice: as they are sent, and as they are received."""
 _MOST_WARPS = 16
 """Warps of a CTA with three consumer warpgroups."""
 _PATTERN = 1024
@@ -45,9 +49,9 @@ _SUMS_TWICE = 96
 """Accumulators that a thread can hold twice: for a chunk of K, and for the chunks before it."""
 _CHUNKS_OF_THREE, _SUMS_TWICE_OF_THREE = 56, 36
 """Accumulators of a thread with three warpgroups and chunks of K; and those that it can hold twice."""
-_ELEMENTS_OF_TWO, _ELEMENTS_OF_FOUR, _ELEMENTS_OF_THREE = 48, 40, 144
-"""Most tokens where threads make elements of a quantized W: of two CTAs an SM with two m64 tiles a warpgroup,
-of four CTAs an SM, and of three warpgroups."""
+_ELEMENTS = {(1, 2, 2): 48, (2, 2, 2): 16, (3, 2, 1): 48, (3, 1, 1): 144, (1, 1, 4): 40}
+"""Most tokens where threads have registers for the elements that they make of a quantized W, by warpgroups,
+m64 tiles of a warpgroup and CTAs an SM; without an entry all tokens of a tile."""
 _ELEMENTS_BESIDE_CHUNKS = 144
 """Most tokens where threads make such elements beside sums of earlier chunks of K."""
 _HELD, _HELD_OF_THREE = 168, 72
@@ -142,7 +146,11 @@ class WgmmaSpSchedule(NamedTuple):
         return 2 * sums - (_HELD_OF_THREE if three else _HELD)
 
     def fits(self) -> bool:
-        """Whether a thread's registers hold its sums, and the CTAs of a cluster can share X."""
+        """Whether registers hold the sums of a thread, and shared memory those that the CTAs of a cluster
+        exchange; and whether these CTAs can share X.
+        """
+        if self.split_k > 2 and self.rows * self.tokens > _MOST_EXCHANGED:
+            return False
         most = _SUMS_OF_FOUR if self.ctas_per_sm == 4 else _SUMS
         if self.stream_k and self.k_chunks > 2:
             most = 0 if self.warpgroups == 3 else _STREAM_K_CHUNKS
@@ -155,11 +163,7 @@ class WgmmaSpSchedule(NamedTuple):
 
     def makes_elements(self) -> bool:
         """Whether threads have registers for the elements that they make of a quantized W."""
-        most = _ELEMENTS_OF_THREE if self.warpgroups == 3 else WIDEST
-        if self.ctas_per_sm == 4:
-            most = _ELEMENTS_OF_FOUR
-        elif self.ctas_per_sm == 2 and self.m_tiles == 2:
-            most = _ELEMENTS_OF_TWO
+        most = _ELEMENTS.get((self.warpgroups, self.m_tiles, self.ctas_per_sm), WIDEST)
         if self.k_chunks > 1 and not self.stream_k:
             most = 0 if self.warpgroups == 3 or self.m_tiles == 2 else _ELEMENTS_BESIDE_CHUNKS
         return self.tokens <= most
@@ -197,8 +201,22 @@ class WgmmaSpSchedule(NamedTuple):
         barriers = _C_BARRIER_BYTES if lines.stages_c else 0
         return self.warpgroups * lines.buffers * (step_bytes + barriers) if self.split_k == 1 else 0
 
+    def _part_bytes(self, lines: OperandLayouts) -> int:
+        """Bytes of what a CTA sends to another with split-K: the sums of the other's share of the rows."""
+        rows = align_up(-(-self.rows // self.split_k), 8)
+        if lines.y_columns:
+            return 4 * rows * (self.tokens + (0 if self.tokens % 16 else 8))
+        return 4 * (rows + 4) * self.tokens
+
+    def has_share_apart(self, lines: OperandLayouts) -> bool:
+        """Whether a CTA receives parts beside its stages, so that others need not wait before they send."""
+        bytes_of_sm = self.ctas_per_sm * self.split_k * self._part_bytes(lines)
+        return self.split_k > 1 and bytes_of_sm <= _SHARES_APART
+
     def _fixed_bytes(self, lines: OperandLayouts) -> int:
-        return self._staging_bytes(lines) + _BARRIER_BYTES + lines.table_bytes
+        share = self.split_k * self._part_bytes(lines) if self.has_share_apart(lines) else 0
+        barrier = _SHARE_BARRIER_BYTES if self.split_k > 1 else 0
+        return self._staging_bytes(lines) + share + _BARRIER_BYTES + barrier + lines.table_bytes
 
     def _stage_bytes(self, lines: OperandLayouts) -> tuple[int, int]:
         group = self.group(2) if lines.x_columns else 1
@@ -339,13 +357,16 @@ _OF_FEW = (
     (2, 2, 1, 2, 1),
     (2, 2, 1, 3, 1),
 )
-# Weights of few bytes need more warps at once: beside those above, these are tried.
+# Weights of few bytes need more warps at once. The fastest of these is nearly always the fastest of all 37 that
+# were measured. The others are left out, since the model would choose them where it errs.
 _OF_FEW_QUANTIZED = (
-    *((1, 1, 1, split, 4) for split in (1, 2, 4, 5, 6, 7, 8)),
-    *((1, 2, 1, split, 2) for split in (1, 2, 3, 4, 8)),
-    *((2, 1, 1, split, 2) for split in (1, 2, 3, 4, 6)),
-    *((2, 2, 1, split, 2) for split in (1, 2, 3, 4)),
-    *((2, 2, 1, 4, 1), (2, 2, 1, 8, 1), (1, 1, 1, 8, 2)),
+    *((1, 1, 1, split, 1) for split in (2, 4, 8)),
+    *((1, 1, 1, split, 2) for split in (1, 3, 4, 6)),
+    *((1, 1, 1, split, 4) for split in (2, 3, 4, 7, 8)),
+    *((1, 2, 1, split, 2) for split in (2, 4)),
+    *((2, 2, 1, split, 2) for split in (1, 2)),
+    *((2, 1, 1, 2, 1), (2, 2, 1, 1, 1), (2, 2, 1, 8, 1), (3, 2, 1, 1, 1)),
+    *((3, 1, 1, split, 1) for split in (1, 2, 4)),
 )
 _OF_MANY = ((1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (3, 1, 1, 1, 1), (2, 2, 1, 1, 1), (2, 1, 2, 1, 1))
 _OF_SOME = (
@@ -357,26 +378,21 @@ _MANY = 2048
 """Tokens beyond which there are CTAs enough without split-K."""
 
 
-# The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M, CTAs per SM).
-_OF_RANGES = ((1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (2, 1, 2, 1))
-_OF_RANGES_QUANTIZED = ((2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 2), (2, 2, 1, 1), (1, 1, 1, 4))
-"""Weights of few bytes need more warps at once: for few tokens these are tried, too."""
+# The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M).
+_OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
 def _schedules_of_ranges(
-    n: int, m: int, parts: int = 1, min_idle: float | None = None, quantized: bool = False
+    n: int, m: int, parts: int = 1, min_idle: float | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
-    shapes = _OF_RANGES
-    if quantized and n <= MAX_MEMORY_BOUND_N and parts == 1:
-        shapes += _OF_RANGES_QUANTIZED
     least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
     least = least if parts == 1 else 0.0
     found = []
     for tokens in widths(n, m=m):
-        for warpgroups, m_tiles, cluster_m, ctas_per_sm in shapes:
-            ranges = H200_MULTIPROCESSORS * ctas_per_sm // cluster_m
-            one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, 1, ctas_per_sm, parts, ranges)
+        for warpgroups, m_tiles, cluster_m in _OF_RANGES:
+            ranges = H200_MULTIPROCESSORS // cluster_m
+            one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, k_chunks=parts, stream_k=ranges)
             work_tiles = one.work_tiles(n, m)
             if one.fits() and one.stream_k < work_tiles and -work_tiles % ranges > least * ranges:
                 found.append(one)
@@ -392,11 +408,11 @@ def schedules_for(
     ``min_idle`` is the fraction of a last wave that must be idle for stream-K; None takes the fitted one.
     ``quantized``: W is.
     """
-    few = tuple(dict.fromkeys((*_OF_FEW, *_OF_FEW_QUANTIZED))) if quantized else _OF_FEW
+    few = _OF_FEW_QUANTIZED if quantized else _OF_FEW
     shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
     tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
     fitting = tuple(one for one in tried if one.fits() and not (m and one.oversubscribes(n, m)))
-    found = fitting + _schedules_of_ranges(n, m, min_idle=min_idle, quantized=quantized)
+    found = fitting + _schedules_of_ranges(n, m, min_idle=min_idle)
     return tuple(one for one in found if one.makes_elements()) if quantized else found
 
 
