@@ -24,7 +24,7 @@ from .random_figures import random_summary, with_worst
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
-GROUPED_RECORD, QUANTIZED_RECORD = "h100-grouped.json", "h200-quantized.json"
+GROUPED_RECORD, QUANTIZED_RECORD = "h100-grouped.json", "h100-quantized.json"
 LAYERS_RECORD = "h200-layers.json"
 EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
 _EXPORTED_CALLS = {

@@ -32,21 +32,23 @@
 //   load_weights       last warpgroup, thread 0         loads W, kMTiles tiles per stage
 //   load_x             last warpgroup, thread 32        loads this CTA's part of X into all CTAs that share it
 //   load_weights_and_x last warpgroup, a lane of warp 0 replaces both where kOneProducer
-//   load_joint_stages  last warpgroup, warp 0          replaces it where kJointStages
+//   load_joint_stages  last warpgroup, warp 0           replaces all three where kJointStages
 //   load_x_cp_async    last warpgroup, threads 64 ..    replaces load_x for a column-major X of few tokens (kXCpAsync)
 //   publish_x          last warpgroup, thread 32        fences the stages that cp.async loaded
 //   StreamKFixup       last warpgroup, warp 2           waits for the flags of partial sums, and sets them
 //   produce_c          last warpgroup, thread 96        loads C into the staging buffers (kCStaged)
 //   Mainloop           each consumer warpgroup          multiplies kMTilesPerWarpgroup m64 tiles with all tokens
 //   EpilogueStore      each consumer warpgroup          without split-K: stages results and stores them by TMA
-//   ClusterReduce      all consumer warpgroups          with split-K: reduces this CTA's part of the cluster's rows
+//   send_to_shares     all consumer warpgroups          with split-K: sends sums to the CTAs that reduce them
+//   ClusterReduce      all consumer warpgroups          with split-K: reduces this CTA's share of the rows
 //
 //   barriers     weight_full, x_full: a stage is loaded. weight_empty, x_empty: all consumer warps have read a stage,
 //                of X in all CTAs that share it. x_copied: cp.async has loaded a stage. c_full, c_empty: a staging
-//                buffer holds C, or its results have been read. Named barriers from 1 on guard
-//                the staging area of a warpgroup; with split-K barrier 1 says that all stages have been read. Further
-//                ones with stream-K: partial sums have been stored, or can be loaded. Ping-pong: kPingPongBarrier and
-//                the next. The cluster syncs before and after the reduction.
+//                buffer holds C, or its results have been read. share_full: this CTA has received the sums of its
+//                share. Named barriers from 1 on guard the staging area of a warpgroup; with split-K barrier 1 says
+//                that all stages have been read, and that the parts can be sent. Further ones with stream-K: partial
+//                sums have been stored, or can be loaded. Ping-pong: kPingPongBarrier and the next. The CTAs of a
+//                cluster sync before they send sums over one another's stages, and before they exit.
 //   registers    at most 128 accumulators per thread, kAccumulators * kMTilesPerWarpgroup; twice as many with kPromote,
 //                and kHeldAccumulators more with several K chunks: at most 192. Where kReallocRegisters, a producer
 //                thread keeps 40 registers and a consumer thread has 232.

@@ -52,8 +52,8 @@ __device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
                "r"(parity)
                : "memory");
 }
-// Copies shared memory to that of a CTA of the cluster, where the copy completes on a barrier. cluster_address gives the
-// addresses there. `bytes` and both addresses are multiples of 16.
+// Copies shared memory to that of a CTA of the cluster, where the copy completes on a barrier. cluster_address gives
+// the addresses there. `bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_send(u32 to, u32 from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "r"(from), "r"(bytes), "r"(barrier)

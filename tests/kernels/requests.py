@@ -115,7 +115,7 @@ SIZES = {
     },
 }
 WGMMA_TOKENS = {
-    "wgmma_sp": (8, 48, 64, 128, 300, 1024),
+    "wgmma_sp": (8, 16, 48, 64, 128, 300, 1024),
     "wgmma_sp_invariant": (64, 300, 1024),
     "wgmma_sp_s8": (48, 64, 400),
     "wgmma_sp_fp8": (8, 1024),

@@ -1,6 +1,5 @@
-// The epilogue of gemm/wgmma_sp.cu with split-K: the CTAs of a cluster send each other their sums, and each reduces those
-// of its share of the rows and stores the results. A CTA waits only for what it receives, so none waits for another to
-// read.
+// The epilogue of gemm/wgmma_sp.cu with split-K. The CTAs of a cluster send each other their sums. Each then reduces
+// those of its share of the rows and stores the results.
 #pragma once
 #include "gemm/wgmma_sp/accumulators.cuh"
 #include "gemm/wgmma_sp/dot_in_float64.cuh"

@@ -50,8 +50,13 @@ def allowed_schedules(
 
 def _leaves_registers(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -> bool:
     """Whether a thread with little room for its sums can finish them without spilling."""
-    if desc.quantization is not None and desc.epilogue.is_gated and schedule.ctas_per_sm > 1:
-        return schedule.split_k <= _GATED_SLICES
+    if desc.quantization is not None and schedule.ctas_per_sm > 1:
+        is_largest = (schedule.warpgroups, schedule.m_tiles, schedule.split_k) == (2, 2, 1)
+        stores_much = is_largest and schedule.tokens > 8
+        if desc.epilogue.is_gated:
+            return schedule.split_k <= _GATED_SLICES and not stores_much
+        few_scales = desc.weight_group != 32 and desc.weight_scale_element.itemsize == 2
+        return not stores_much or (desc.weight_element is ElementKind.S4 and few_scales)
     if desc.out_element is not ElementKind.S8:
         return True
     most = 128 if schedule.warpgroups == 3 else 32 if schedule.ctas_per_sm == 4 else schedule.tokens

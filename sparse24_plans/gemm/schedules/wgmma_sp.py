@@ -357,8 +357,8 @@ _OF_FEW = (
     (2, 2, 1, 2, 1),
     (2, 2, 1, 3, 1),
 )
-# Weights of few bytes need more warps at once. The fastest of these is nearly always the fastest of all 37 that
-# were measured. The others are left out, since the model would choose them where it errs.
+# Weights of few bytes need more warps at once. The fastest of these is nearly always the fastest of all 37
+# shapes that were measured. The others are left out, since the model would choose them where it errs.
 _OF_FEW_QUANTIZED = (
     *((1, 1, 1, split, 1) for split in (2, 4, 8)),
     *((1, 1, 1, split, 2) for split in (1, 3, 4, 6)),
