@@ -1,9 +1,10 @@
 """Fits the cost models that choose schedules to measured problems, and writes their constants.
 
-``python -m benchmarks.fit [--gpu NAME] [--only MODEL ...] [--check]``. Reads ``benchmarks/schedules/`` and
+``python -m benchmarks.fit [--gpu NAME] [--only MODEL ...] [--check]`` reads ``benchmarks/schedules/`` and
 writes ``sparse24_plans/tuning/models/<gpu>.json``: for each model its constants, the measured problems, and
 how much longer the schedule that it chooses takes than the best measured one. ``--check`` writes nothing and
-fails where the file differs. All models take about a minute on two quiet cores.
+fails where the file differs. All models take about five minutes on two quiet cores.
+Models whose problems have not been measured on the GPU keep their given constants.
 
 The loss of a fit is what its choices lose, softened: every candidate is chosen a little, the less the longer
 it is predicted to take. Predicted times far from the measured ones count too, by less. A random descent makes
@@ -23,24 +24,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from sparse24_plans import (
-    BlockSparseMatmulDescriptor,
-    BlockSparseOp,
-    BlockSparseShape,
-    GemmSparse24Descriptor,
-)
-from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
+from sparse24_plans import GemmSparse24Descriptor
+from sparse24_plans.gemm.schedules import f32_split_heuristics as f32_split
 from sparse24_plans.gemm.schedules.wgmma_cost_model import (
     CLASSES,
     CostConstants,
@@ -52,17 +46,31 @@ from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
 from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule, schedules_for, schedules_in
 from sparse24_plans.plan.schedule_choice import FOLDER
 
-from .blocks import Cell
+from .block_fits import (
+    PACKED,
+    PACKED_MODELS,
+    SDD_MODELS,
+    SMALL_MODELS,
+    block_fit,
+    packed_entry,
+    small_constants,
+)
+from .descent import (
+    FOLDS,
+    SCHEDULES,
+    Array,
+    Choices,
+    Constants,
+    Fit,
+    descend,
+    file_of,
+    given_models,
+    lines_of,
+    plain,
+    summary,
+)
 
-Array = Any
-Constants = dict[str, Any]
-SCHEDULES = Path(__file__).parent / "schedules"
-SMS = 132
-FRESH, PACKED, QUANTIZED = "fresh-times", "packed-times", "quantized-times"
-FOLDS = 4
-NEAR, FAR, OFF, WORST = 0.01, 0.05, 0.1, 0.2
-"""Relative times told apart in a softened choice; relative errors of a predicted time that count in full; the
-weight of these errors; and that of the choices that lose most."""
+FRESH, QUANTIZED, F32 = "fresh-times", "quantized-times", "f32-times"
 BOUNDS = {
     "launch": (1, 4), "cluster_launch": (0.001, 1.5), "cluster_sync": (0.001, 1), "stall": (1, 150),
     "step": (0.1, 50), "step_token": (0.01, 2), "cta_slowdown": (0.001, 1), "cta_slowdown_token": (1e-5, 0.1),
@@ -76,139 +84,19 @@ BOUNDS = {
     "pipeline_refill": (0.1, 6), "overlap_exponent": (1.5, 12), "bottleneck_exponent": (1.5, 8),
 }  # fmt: skip
 """The least and the most of each constant of wgmma_sp's model."""
-HELD_NEAR = 0.05
-"""The weight of the mean squared distance from the start, in logarithms. wgmma_sp's models start at the given
-constants of invariant split-K: fitted freely, they lost 1.5% on 242 fresh problems where choices differed."""
 KEPT = {"wgmma_sp_8bit_some"}
 """Models that keep their start: descents from it lose 15% on one fp8_e4m3 problem, the start loses 12."""
 NAMES = [field.name for field in fields(CostConstants)]
 PROBLEM = ("n", "m", "k", "element", "weight_element", "weight_group")
 """Fields of a measured product that its descriptor has."""
-SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
-PACKED_BOUNDS = {
-    "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
-    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "weight_bytes": (1e-7, 1e-6),
-    "token_bytes": (1e-8, 1e-6), "cells": (1e-9, 1e-8),
+F32_BOUNDS = {
+    "tile": (0.05, 3), "token": (0.0003, 0.03), "launch": (1, 4), "cluster_launch": (0.01, 1.5),
+    "output": (1e-6, 1e-3), "multicast": (0.8, 1.5), "pipeline_refill": (0.01, 6), "fixup_wait": (0.1, 15),
+    "dram_bandwidth": (2e6, 7e6), "sm_bandwidth": (1e4, 2e5),
 }  # fmt: skip
-SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
-
-
-class Fit(NamedTuple):
-    """How one model is fitted: its problems, and the descent."""
-
-    problems: Sequence[Any]
-    matrix: Callable[[Any], tuple[int, int]]
-    """M and K of a problem, which is held out with all others of its matrix."""
-    choices: Callable[[Sequence[Any]], Choices]
-    bounds: Mapping[str, tuple[float, float]]
-    steps: int
-    descents: int
-    start: Array | None = None
-    """Constants that a descent starts at and is held near; None: the middle of the bounds."""
-
-
-class Choices(NamedTuple):
-    """Measured candidates of all choices, one after the other."""
-
-    predict: Callable[[Array], Array]
-    """Predicted times of all candidates by constants, in the order of the bounds."""
-    taken: Array
-    """Measured times."""
-    begins: Array
-    """The place where each choice's candidates begin."""
-    best: Array
-    """The least measured time of each choice's problem."""
-    weights: Array
-    """How much each choice counts."""
-    in_microseconds: bool
-    """Whether predicted times are microseconds; else they compare a problem's schedules alone."""
-
-    def lost(self, constants: Array) -> Array:
-        """The time of each chosen candidate over that of its problem's best."""
-        guessed, ends = self.predict(constants), [*self.begins[1:], len(self.taken)]
-        chosen = [
-            begin + int(np.argmin(guessed[begin:end])) for begin, end in zip(self.begins, ends, strict=True)
-        ]
-        return self.taken[chosen] / self.best
-
-    def free(self, constants: Array) -> Array:
-        """The losses of the choices that count in full."""
-        return self.lost(constants)[self.weights == 1]
-
-    def loss(self) -> Callable[[Array], float]:
-        """The function that a descent makes small."""
-        counts = np.diff([*self.begins, len(self.taken)])
-        choice = np.repeat(np.arange(len(counts)), counts)
-        taken = np.log(self.taken)
-        gap = taken - np.log(self.best)[choice]
-        near = np.where(gap < np.log(1.1), 1.0, np.where(gap < np.log(2), 0.5, 0.25))
-        total = self.weights.sum()
-
-        def loss(constants: Array) -> float:
-            guessed = np.log(self.predict(constants))
-            share = np.exp((np.minimum.reduceat(guessed, self.begins)[choice] - guessed) / NEAR)
-            each = np.add.reduceat(share * gap, self.begins) / np.add.reduceat(share, self.begins)
-            error = guessed - taken
-            if not self.in_microseconds:
-                error -= (np.add.reduceat(error, self.begins) / counts)[choice]
-            off = near * error / FAR
-            wrong = 2 * FAR**2 * (np.sqrt(1 + off**2) - 1).mean()
-            worst = ((self.weights * each**8).sum() / total) ** 0.125
-            return float((self.weights * each).sum() / total + WORST * worst + OFF * wrong)
-
-        return loss
-
-
-def descend(fit: Fit, problems: Sequence[Any]) -> Array:
-    """Constants of little loss: of several random descents, those whose choices lose least."""
-    choices = fit.choices(problems)
-
-    def hard_loss(constants: Array) -> float:
-        lost = np.log(choices.lost(constants))
-        return float(np.average(lost, weights=choices.weights) + WORST * lost.max())
-
-    found = [descent(choices.loss(), fit, seed) for seed in range(fit.descents)]
-    return min(found, key=hard_loss)
-
-
-def descent(loss: Callable[[Array], float], fit: Fit, seed: int) -> Array:
-    """One random descent in the constants' logarithms."""
-    rng = random.Random(seed)
-    low, high = np.log(np.array(list(fit.bounds.values()), dtype=np.float64)).T
-    free = [place for place in range(len(low)) if low[place] < high[place]]
-    start = (low + high) / 2 if fit.start is None else np.clip(np.log(fit.start), low, high)
-    weight = 0.0 if fit.start is None else HELD_NEAR
-
-    def total(at: Array) -> float:
-        return loss(np.exp(at)) + weight * float(((at - start) ** 2).mean())
-
-    at, least = start, total(start)
-    for _ in range(fit.steps):
-        trial, size = at.copy(), rng.choice((0.05, 0.12, 0.25, 0.5, 1.2))
-        for place in rng.sample(free, rng.randint(1, min(3, len(free)))):
-            trial[place] = min(max(at[place] + size * rng.uniform(-1, 1), low[place]), high[place])
-        if (found := total(trial)) < least:
-            at, least = trial, found
-    return np.array([float(f"{value:.4g}") for value in np.exp(at)])
 
 
 # The models ----------------------------------------------------------------------------------------
-
-
-def lines_of(gpu: str, family: str) -> list[dict[str, Any]]:
-    """The measured problems of a family, as ``benchmarks.measure_schedules`` writes them."""
-    path = SCHEDULES / file_of(gpu, family)
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def file_of(gpu: str, family: str) -> str:
-    return f"{gpu.removeprefix('nvidia_')}-{family}.jsonl"
-
-
-def given_models() -> dict[str, Constants]:
-    """The constants that no measurement decides, with the reasons."""
-    found: dict[str, Constants] = json.loads((SCHEDULES / "given.json").read_text())
-    return found
 
 
 def gemm_problems(gpu: str, family: str = "times") -> list[Any]:
@@ -234,6 +122,39 @@ def gemm_fit(model: str, gpu: str) -> Fit:
     start = np.array([max(near[name], 1e-9) for name in BOUNDS])
     return Fit(
         found, lambda one: (one[0].m, one[0].k), choices, BOUNDS, 0 if model in KEPT else 4000, 1, start
+    )
+
+
+def f32_fit(model: str, gpu: str) -> Fit:
+    """The fit of a model of f32_split, near the given constants where nothing measured decides."""
+    found = []
+    for row in lines_of(gpu, F32):
+        if f32_split.model_of(row["terms"], row["n"]) == model:
+            desc = GemmSparse24Descriptor(**{name: row[name] for name in PROBLEM if name in row})
+            times = {WgmmaSpSchedule(*map(int, name.split(","))): us for name, us in row["us"].items()}
+            found.append((desc, row["terms"], times))
+    given = given_models()[model.replace("f32_split", "f32_split_split_k")]["constants"]
+    start = np.array([given[name] for name in F32_BOUNDS])
+    return Fit(found, lambda one: (one[0].m, one[0].k), f32_choices, F32_BOUNDS, 4000, 1, start)
+
+
+def f32_choices(problems: Sequence[Any]) -> Choices:
+    """Each problem's choice among the schedules that are tried."""
+    pairs: list[Any] = []
+    taken, begins, best = [], [], []
+    for desc, terms, times in problems:
+        candidates = [one for one in f32_split.tried_schedules(desc.n, desc.m, terms) if one in times]
+        begins.append(len(pairs))
+        pairs += [(one, desc) for one in candidates]
+        taken += [times[one] for one in candidates]
+        best.append(min(times[one] for one in candidates))
+    work = f32_split.SplitCostInputs.of(pairs)
+
+    def predict(constants: Array) -> Array:
+        return f32_split.microseconds(work, dict(zip(F32_BOUNDS, constants.tolist(), strict=True)))
+
+    return Choices(
+        predict, np.array(taken), np.array(begins), np.array(best), np.ones(len(begins)), in_microseconds=True
     )
 
 
@@ -282,179 +203,26 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
     return Choices(predict, *arrays, in_microseconds=True)
 
 
-def block_problems(op: str, block: int, gpu: str) -> list[Any]:
-    """Descriptors of measured products of block-sparse matrices, and times by a schedule's first sizes."""
-    found = []
-    for row in lines_of(gpu, "block-times"):
-        if (row["op"], row["block"]) == (op, block):
-            about = {name: row[name] for name in ("m", "k", "n", "block", "density", "pattern")}
-            kept = int(Cell(BlockSparseOp(op), **about).bitmap().sum())
-            shape = BlockSparseShape(heads=1, rows=row["m"], cols=row["k"], block=block, blocks=kept)
-            desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=row["n"], element="bf16")
-            found.append((desc, row["us"]))
-    return found
-
-
-def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:
-    desc, times = problem
-    tried = blocks_wgmma.schedules_by_density(desc)
-    return tried, [times[f"{one.rows},{one.tokens},{one.cluster_n}"] for one in tried]
-
-
-def block_choices(problems: Sequence[Any], predict: Callable[[Array], Array]) -> Choices:
-    times = [measured_of(one)[1] for one in problems]
-    begins = np.cumsum([0, *map(len, times)])[:-1]
-    best, taken = np.array([min(one) for one in times]), np.concatenate(times)
-    return Choices(predict, taken, begins, best, np.ones(len(times)), False)
-
-
-def small_choices(problems: Sequence[Any]) -> Choices:
-    """dsd and dds: a problem's time with full tiles of step 1 is linear in the part of a begun wave."""
-    tried = [measured_of(one)[0] for one in problems]
-    ones = {"step": dict.fromkeys(SIZES, 1.0)}
-    whole, begun = (
-        np.concatenate(
-            [
-                blocks_wgmma.small_time(some, one[0], SMS, {**ones, "partial_wave": part})
-                for some, one in zip(tried, problems, strict=True)
-            ]
-        )
-        for part in (0.0, 1.0)
-    )
-
-    def predict(constants: Array) -> Array:
-        steps = np.tile(list(small_constants(constants)["step"].values()), len(problems))
-        return (whole + constants[0] * (begun - whole)) * steps
-
-    return block_choices(problems, predict)
-
-
-def small_bounds(block: int) -> Mapping[str, tuple[float, float]]:
-    """Bounds of the steps, of which the first is given as 50, and the last is relative to SIZES[1].
-
-    Few large products of few blocks were measured. Where 5% are kept, the largest tile must win there.
-    """
-    kept = [1 - 0.95 ** (rows // block) for rows in (64, 128)]
-    steps = {
-        SIZES[0]: (50, 50),
-        **dict.fromkeys(SIZES[1:-1], (20, 200)),
-        SIZES[-1]: (0.8, 1.98 * kept[0] / kept[1]),
-    }
-    return {"partial_wave": (0.05, 1), **steps}
-
-
-def small_constants(constants: Array) -> Constants:
-    part, *steps = constants.tolist()
-    steps[-1] = float(f"{steps[-1] * steps[1]:.4g}")
-    return {"partial_wave": part, "step": dict(zip(SIZES, steps, strict=True))}
-
-
-def sdd_choices(problems: Sequence[Any]) -> Choices:
-    """sdd: all problems of one block have the same candidates."""
-    tried = measured_of(problems[0])[0]
-    loads = [
-        np.stack(each, axis=1)
-        for each in zip(*(blocks_wgmma.sdd_loads(tried, one[0], SMS) for one in problems), strict=True)
-    ]
-
-    def predict(constants: Array) -> Array:
-        fit = dict(zip(SDD_BOUNDS, constants.tolist(), strict=True))
-        busiest = [blocks_wgmma.busiest(one, load, fit) for one, load in zip(tried, loads, strict=True)]
-        return np.sum(busiest, axis=-1).T.ravel()
-
-    return block_choices(problems, predict)
-
-
-def block_fit(model: str, gpu: str) -> Fit:
-    _, _, op, block = model.split("_")
-    found = block_problems(op, int(block), gpu)
-    fit = Fit(found, lambda one: (one[0].layout.rows, one[0].layout.cols), sdd_choices, SDD_BOUNDS, 300, 24)
-    if op == "sdd":
-        return fit
-    return fit._replace(choices=small_choices, bounds=small_bounds(int(block)), steps=3000, descents=8)
-
-
-def packed_problems(model: str, gpu: str) -> list[Any]:
-    """Descriptors of measured products of packed operands, each with the time that the model predicts."""
-    found = []
-    for row in lines_of(gpu, PACKED):
-        about = {"heads": 1, "rows": row["m"], "cols": row["k"], "block": row["block"]}
-        desc = BlockSparseMatmulDescriptor(
-            op=row["op"],
-            layout=BlockSparseShape(**about, blocks=row["blocks"]),
-            n=row["n"],
-            element=row["element"],
-            trans_a="a" in row["transposed"],
-            trans_b="b" in row["transposed"],
-            packed=True,
-            longest_panel=row["longest_panel"],
-        )
-        if model == packed.DENSE:
-            found.append((desc, row["dense_us"]))
-        elif model == packed.model_of(desc):
-            found.append((desc, row["us"]))
-    return found
-
-
-def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
-    """Each problem has one candidate: what is fitted are times, which two models are compared by."""
-    count = packed.dense_work if dense else packed.blocks_work
-    factor = np.array([packed.unaligned_factor(desc) if dense else 1.0 for desc, _ in problems])
-    work = np.array([count(desc) for desc, _ in problems])
-    before = np.array([0.0 if dense else packed.pre_pass_us(desc) for desc, _ in problems])
-    taken = np.array([us for _, us in problems])
-
-    def predict(constants: Array) -> Array:
-        launch, exponent, *costs = constants
-        norm = ((np.array(costs) * work) ** exponent).sum(axis=1)
-        return (launch + norm ** (1 / exponent)) * factor + before
-
-    return Choices(predict, taken, np.arange(len(taken)), taken, np.ones(len(taken)), True)
-
-
-def packed_entry(model: str, gpu: str) -> Constants:
-    """The entry of a model of packed operands, with its errors in place of losses."""
-    dense, problems = model == packed.DENSE, packed_problems(model, gpu)
-    terms = packed.DENSE_TERMS if dense else packed.TERMS
-    bounds = {"launch": (1, 8), "exponent": (1.05, 8), **{term: PACKED_BOUNDS[term] for term in terms}}
-    fit = Fit(
-        problems,
-        lambda one: (one[0].layout.rows, one[0].layout.cols),
-        partial(packed_choices, dense=dense),
-        bounds,
-        steps=6000,
-        descents=1,
-    )
-    order = {one: place for place, one in enumerate(dict.fromkeys(map(fit.matrix, problems)))}
-    parts = [
-        [one for one in problems if (order[fit.matrix(one)] % FOLDS > 0) is held] for held in (True, False)
-    ]
-    found, elsewhere = descend(fit, problems), descend(fit, parts[0])
-
-    def errors(constants: Array, some: Sequence[Any]) -> dict[str, float]:
-        choices = fit.choices(some)
-        return summary(np.exp(np.abs(np.log(choices.predict(constants) / choices.taken))))
-
-    measured = {
-        "file": file_of(gpu, PACKED),
-        "problems": len(problems),
-        "error": errors(found, problems),
-        "held_out": {"problems": len(parts[1]), "error": errors(elsewhere, parts[1])},
-    }
-    return {"constants": dict(zip(bounds, map(plain, found.tolist()), strict=True)), "measured": measured}
-
-
 # The data file -------------------------------------------------------------------------------------
 
 GEMM_MODELS = [f"wgmma_sp_{kind}_{size}" for kind in ("16bit", "8bit", "quantized") for size in CLASSES]
-SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
-SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
-PACKED_MODELS = [
-    packed.DENSE,
-    *(f"packed_blocks_{kind}_last_{block}" for kind in ("k", "n") for block in (16, 32, 64, 128)),
-]
+F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
 STREAM_K = "wgmma_sp_stream_k"
-FITTED = [STREAM_K, *GEMM_MODELS, *SMALL_MODELS, *SDD_MODELS, *PACKED_MODELS]
+FITTED = [STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS, *PACKED_MODELS]
+
+
+def family_of(model: str) -> str:
+    """The measured problems of a model."""
+    if model in PACKED_MODELS:
+        return PACKED
+    if model in F32_MODELS:
+        return F32
+    return "block-times" if model in (*SMALL_MODELS, *SDD_MODELS) else gemm_family(model)
+
+
+def is_measured(model: str, gpu: str) -> bool:
+    """Whether problems of the model have been measured on the GPU. Else its given constants stay."""
+    return (SCHEDULES / file_of(gpu, family_of(model))).is_file()
 
 
 def entry(model: str, gpu: str) -> Constants:
@@ -464,14 +232,15 @@ def entry(model: str, gpu: str) -> Constants:
     if model in PACKED_MODELS:
         return packed_entry(model, gpu)
     gemm = model in GEMM_MODELS
-    fit = gemm_fit(model, gpu) if gemm else block_fit(model, gpu)
+    fit_of = gemm_fit if gemm else f32_fit if model in F32_MODELS else block_fit
+    fit = fit_of(model, gpu)
     order = {one: place for place, one in enumerate(dict.fromkeys(map(fit.matrix, fit.problems)))}
     inside = [one for one in fit.problems if order[fit.matrix(one)] % FOLDS]
     outside = [one for one in fit.problems if order[fit.matrix(one)] % FOLDS == 0]
     found, elsewhere = descend(fit, fit.problems), descend(fit._replace(descents=1), inside)
     every, held_out = fit.choices(fit.problems), fit.choices(outside)
     measured = {
-        "file": file_of(gpu, gemm_family(model) if gemm else "block-times"),
+        "file": file_of(gpu, family_of(model)),
         "problems": len(fit.problems),
         "loss": summary(every.free(found)),
         "held_out": {"problems": len(outside), "loss": summary(held_out.free(elsewhere))},
@@ -484,26 +253,15 @@ def entry(model: str, gpu: str) -> Constants:
     return {"constants": values, "measured": measured}
 
 
-def summary(ratios: Array) -> dict[str, float]:
-    """Loss of the choices: the geometric mean and the worst, as fractions of the best measured time."""
-    return {
-        "mean": round(float(np.exp(np.log(ratios).mean()) - 1), 4),
-        "worst": round(float(ratios.max() - 1), 3),
-    }
-
-
-def plain(value: float) -> float:
-    return int(value) if value == int(value) else value
-
-
 def file_text(gpu: str, only: Sequence[str]) -> str:
     """The data file of a GPU, with the models of ``only`` fitted anew, or all where it is empty."""
     path = FOLDER / f"{gpu}.json"
     given = given_models()
     models = {name: {**one, "measured": None} for name, one in given.items()}
-    wanted = [one for one in FITTED if not only or one in only]
-    if len(wanted) < len(FITTED):
-        models |= {one: json.loads(path.read_text())["models"][one] for one in FITTED if one not in wanted}
+    measured = [one for one in FITTED if is_measured(one, gpu) or one not in given]
+    wanted = [one for one in measured if not only or one in only]
+    if len(wanted) < len(measured):
+        models |= {one: json.loads(path.read_text())["models"][one] for one in measured if one not in wanted}
     with ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1) or 1) as pool:
         models |= dict(zip(wanted, pool.map(entry, wanted, [gpu] * len(wanted)), strict=True))
     ordered = {name: models[name] for name in (*FITTED, *given)}
@@ -519,6 +277,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the file differs")
     wish = parser.parse_args(arguments)
     path = FOLDER / f"{wish.gpu}.json"
+    unmeasured = [one for one in FITTED if not is_measured(one, wish.gpu)]
+    for model in unmeasured:
+        if model in wish.only or model not in given_models():
+            file = file_of(wish.gpu, family_of(model))
+            parser.error(f"{model}: {file} is missing; benchmarks.measure_schedules writes it")
+    for family in sorted(set(map(family_of, unmeasured))):
+        print(
+            f"{file_of(wish.gpu, family)} is missing: its models keep their given constants", file=sys.stderr
+        )
     text = file_text(wish.gpu, wish.only)
     if wish.check:
         same = path.read_text() == text

@@ -194,7 +194,7 @@ def gemm_rows(cell: Cell) -> Iterator[Row]:
 def f32_rows(cell: Cell) -> Iterator[Row]:
     for entry in (one for one in ENTRIES if one.backend.startswith("f32_split") and one.split_terms):
         plans = {}
-        for schedule in f32_split_heuristics._tried(cell.desc.n, cell.desc.m, entry.split_terms):
+        for schedule in f32_split_heuristics.tried_schedules(cell.desc.n, cell.desc.m, entry.split_terms):
             with choosing("gemm.backends.f32_split", schedule):
                 plans[name_of(schedule)] = plan_of(cell, entry)
         yield {"terms": entry.split_terms, **timed(cell, plans)}

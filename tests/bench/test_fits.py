@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import fit
+from benchmarks import block_fits, descent, fit
 from benchmarks.measure_schedules import packed_cells
-from sparse24_plans import BlockSparseLayout, BlockSparseMatmulDescriptor, BlockSparseShape
+from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseMatmulDescriptor,
+    BlockSparseShape,
+    GemmSparse24Descriptor,
+)
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
+from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_for
 from sparse24_plans.plan.schedule_choice import FOLDER, constants, fastest, invariant_split
 
 GPU = "nvidia_h200"
 FILE = json.loads((FOLDER / f"{GPU}.json").read_text())["models"]
-GIVEN = json.loads((fit.SCHEDULES / "given.json").read_text())
+GIVEN = json.loads((descent.SCHEDULES / "given.json").read_text())
 
 
 def test_every_model_is_fitted_or_says_why_not():
     assert set(FILE) == {*fit.FITTED, *GIVEN}
     for name, one in FILE.items():
-        assert (one["measured"] is None) == (name in GIVEN)
-        if name in GIVEN:
+        assert (one["measured"] is not None) == (name in fit.FITTED and fit.is_measured(name, GPU))
+        if one["measured"] is None:
             assert (one["constants"], one["reason"]) == (GIVEN[name]["constants"], GIVEN[name]["reason"])
 
 
-@pytest.mark.parametrize("model", [fit.STREAM_K, *fit.SMALL_MODELS[:1]])
+@pytest.mark.parametrize("model", [fit.STREAM_K, *block_fits.SMALL_MODELS[:1]])
 def test_the_script_writes_what_is_committed(model):
     """``python -m benchmarks.fit --check`` does it for all models, in minutes."""
     assert fit.entry(model, GPU) == FILE[model]
@@ -44,16 +52,16 @@ def test_choices_among_schedules_of_wgmma_sp_lose_what_the_file_says(model):
         tried = [one for one in free if one in times]
         chosen = fastest(tried, lambda some, desc=desc: predicted(some, desc))
         lost.append(times[chosen] / min(times[one] for one in tried))
-    assert fit.summary(np.array(lost)) == FILE[model]["measured"]["loss"]
+    assert descent.summary(np.array(lost)) == FILE[model]["measured"]["loss"]
 
 
-@pytest.mark.parametrize("model", [*fit.SMALL_MODELS, *fit.SDD_MODELS])
+@pytest.mark.parametrize("model", [*block_fits.SMALL_MODELS, *block_fits.SDD_MODELS])
 def test_choices_among_schedules_of_blocks_wgmma_lose_what_the_file_says(model):
     lost = []
-    for problem in fit.block_fit(model, GPU).problems:
-        tried, times = fit.measured_of(problem)
-        lost.append(times[tried.index(blocks_wgmma.best_schedule(problem[0], fit.SMS))] / min(times))
-    assert fit.summary(np.array(lost)) == FILE[model]["measured"]["loss"]
+    for problem in block_fits.block_fit(model, GPU).problems:
+        tried, times = block_fits.measured_of(problem)
+        lost.append(times[tried.index(blocks_wgmma.best_schedule(problem[0], block_fits.SMS))] / min(times))
+    assert descent.summary(np.array(lost)) == FILE[model]["measured"]["loss"]
 
 
 WORST = {
@@ -97,7 +105,7 @@ def test_the_invariant_split_weighs_every_n_and_rewards_nothing_faster():
 def test_no_model_is_without_constants():
     for name in FILE:
         assert constants(name)
-    assert Path(fit.SCHEDULES / fit.file_of(GPU, "times")).exists()
+    assert Path(descent.SCHEDULES / descent.file_of(GPU, "times")).exists()
 
 
 def made_times(seed: int) -> list[dict]:
@@ -123,15 +131,46 @@ def made_times(seed: int) -> list[dict]:
 
 def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch):
     lines = made_times(3)
-    monkeypatch.setattr(fit, "lines_of", lambda gpu, family: lines)
-    names = {packed.DENSE, *(model for model in fit.PACKED_MODELS if "_128" in model)}
-    assert sum(len(fit.packed_problems(name, GPU)) for name in names if name != packed.DENSE) > 5
+    monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
+    names = {packed.DENSE, *(model for model in block_fits.PACKED_MODELS if "_128" in model)}
+    assert sum(len(block_fits.packed_problems(name, GPU)) for name in names if name != packed.DENSE) > 5
     for name in names:
-        found = fit.packed_entry(name, GPU)
+        found = block_fits.packed_entry(name, GPU)
         terms = packed.DENSE_TERMS if name == packed.DENSE else packed.TERMS
         assert set(found["constants"]) == {"launch", "exponent", *terms}
         assert found["measured"]["file"] == "h200-packed-times.jsonl"
         assert found["measured"]["error"]["mean"] < 0.03
+
+
+def test_models_of_float32_are_fitted_to_measured_times(monkeypatch):
+    true = {**GIVEN["f32_split_3_few"]["constants"], "tile": 0.3, "token": 0.002, "launch": 3.0}
+    rng, lines = random.Random(5), []
+    for _ in range(40):
+        n, m, k = rng.randint(1, 64), 8 * rng.randint(16, 2048), 64 * rng.randint(8, 128)
+        desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+        tried = f32_split_heuristics.tried_schedules(n, m, 3)
+        us = f32_split_heuristics.microseconds(
+            f32_split_heuristics.SplitCostInputs.of([(one, desc) for one in tried]), true
+        )
+        times = {",".join(map(str, one)): t for one, t in zip(tried, us.tolist(), strict=True)}
+        lines.append({"terms": 3, "n": n, "m": m, "k": k, "element": "f32", "us": times})
+    monkeypatch.setattr(fit, "lines_of", lambda gpu, family: lines)
+    found = fit.entry("f32_split_3_few", GPU)
+    assert found["measured"]["file"] == "h200-f32-times.jsonl"
+    assert found["measured"]["problems"] == 40
+    assert found["measured"]["loss"]["mean"] < 0.01
+
+
+def test_models_without_measured_problems_keep_what_is_given(monkeypatch, capsys):
+    monkeypatch.setattr(fit, "is_measured", lambda model, gpu: model not in fit.F32_MODELS)
+    monkeypatch.setattr(fit, "entry", lambda model, gpu: {"constants": {}, "measured": {"file": model}})
+    monkeypatch.setattr(fit, "ProcessPoolExecutor", ThreadPoolExecutor)
+    models = json.loads(fit.file_text(GPU, ()))["models"]
+    assert models["f32_split_2_few"] == {**GIVEN["f32_split_2_few"], "measured": None}
+    assert models[fit.STREAM_K]["measured"] == {"file": fit.STREAM_K}
+    with pytest.raises(SystemExit):
+        fit.main(["--only", "f32_split_2_few"])
+    assert "f32_split_2_few: h200-f32-times.jsonl is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])

@@ -244,7 +244,7 @@ CUTS = [
     (row, n, cut)
     for row in ("f32_split3", "f32_split6")
     for n in (1, 13, 60, 200)
-    for cut in f32_split_heuristics._tried(n, 9000, row_of(row).split_terms)
+    for cut in f32_split_heuristics.tried_schedules(n, 9000, row_of(row).split_terms)
 ]
 
 

@@ -6,9 +6,11 @@ tile is 64 rows x 64 columns of W. The model knows the problem's shape alone, as
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...plan.kernel import align_up
 from ...plan.schedule_choice import constants, fastest, invariant_split
@@ -21,6 +23,7 @@ from ..limits import split_bytes
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
 
+Array = Any
 _WIDEST, _WIDEST_SPLIT_K, _WIDEST_OF_MANY_ROWS = 128, 112, 16
 """Maximum tokens of a tile, as registers limit them: in general, with split-K, with many rows."""
 _SPLITS = (1, 2, 3, 4, 8)
@@ -35,28 +38,79 @@ RANGE_TILES = {2: SPLIT_SUM[2] // SPLIT_TILE, 3: 2}
 """The unit of stream-K in K tiles for each number of terms. A unit is a whole number of tensor-core sums."""
 
 
-def predicted(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, parts: int) -> float:
-    """Microseconds of one run, weights coming from memory."""
-    fit, few = constants("f32_split"), desc.n <= MAX_MEMORY_BOUND_N
-    tile, token = (fit[name][str(parts)]["few" if few else "many"] for name in ("tile", "token"))
-    work_tiles = schedule.work_tiles(desc.n, desc.m)
-    resident = schedule.stream_k or schedule.resident_clusters(H200_MULTIPROCESSORS)
-    waves = work_tiles / resident if schedule.stream_k else -(-work_tiles // resident)
-    busy = min(work_tiles, resident) * schedule.cluster
-    tiles = -(-desc.k // SPLIT_TILE) / schedule.split_k
-    rows = schedule.rows // TILE_M
-    multiply = (tile + token * schedule.tokens) * (0.5 + 0.25 * rows)
-    multiply *= fit["multicast"] if schedule.cluster_m > 1 else 1.0
-    bandwidth = min(fit["sm_bandwidth"], fit["dram_bandwidth"] / busy)
-    load = rows * TILES_32BIT.tile_bytes / bandwidth if few else 0.0
-    stored = schedule.rows * min(schedule.tokens, desc.n) * fit["output"]
-    each = tiles * max(multiply, load) + stored + (fit["pipeline_refill"] if schedule.split_k > 1 else 0.0)
-    fixup = fit["fixup_wait"] if schedule.stream_k else 0.0
-    return float(fit["launch"] + fit["cluster_launch"] * math.log2(schedule.cluster) + waves * each + fixup)
+class SplitCostInputs(NamedTuple):
+    """The facts that the model reads of pairs of a schedule and a problem: arrays with an entry a pair."""
+
+    k_tiles: Array
+    """Tiles of K that a CTA multiplies for a work tile."""
+    m_tiles: Array
+    """Tiles of 64 rows of a CTA."""
+    width: Array
+    """Tokens of a CTA's tile."""
+    sums: Array
+    """Sums of a CTA that are stored."""
+    waves: Array
+    busy: Array
+    """CTAs that run at once."""
+    cluster: Array
+    weight_bytes: Array
+    """Bytes of a tile of W, or 0 where so many tokens share it that loading it costs nothing."""
+    multicasts: Array
+    splits: Array
+    streams: Array
+    """Whether clusters share X, split K, or take ranges by stream-K: 1 or 0."""
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[WgmmaSpSchedule, GemmSparse24Descriptor]]) -> SplitCostInputs:
+        return cls(*np.array([_facts(one, desc) for one, desc in pairs], dtype=np.float64).T)
+
+
+def _facts(one: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -> tuple[float, ...]:
+    work_tiles = one.work_tiles(desc.n, desc.m)
+    resident = one.stream_k or one.resident_clusters(H200_MULTIPROCESSORS)
+    return (
+        -(-desc.k // SPLIT_TILE) / one.split_k,
+        one.rows // TILE_M,
+        one.tokens,
+        one.rows * min(one.tokens, desc.n),
+        work_tiles / resident if one.stream_k else -(-work_tiles // resident),
+        min(work_tiles, resident) * one.cluster,
+        one.cluster,
+        TILES_32BIT.tile_bytes if desc.n <= MAX_MEMORY_BOUND_N else 0,
+        one.cluster_m > 1,
+        one.split_k > 1,
+        one.stream_k > 0,
+    )
+
+
+def microseconds(work: SplitCostInputs, fit: Mapping[str, float]) -> Array:
+    """Predicted time of one launch of each pair, weights coming from memory."""
+    multiply = (fit["tile"] + fit["token"] * work.width) * (0.5 + 0.25 * work.m_tiles)
+    multiply *= np.where(work.multicasts, fit["multicast"], 1.0)
+    bandwidth = np.minimum(fit["sm_bandwidth"], fit["dram_bandwidth"] / work.busy)
+    load = work.m_tiles * work.weight_bytes / bandwidth
+    stored = work.sums * fit["output"] + fit["pipeline_refill"] * work.splits
+    each = work.k_tiles * np.maximum(multiply, load) + stored
+    launch = fit["launch"] + fit["cluster_launch"] * np.log2(work.cluster)
+    return launch + work.waves * each + fit["fixup_wait"] * work.streams
+
+
+def model_of(terms: int, n: int, family: str = "f32_split") -> str:
+    """The name of the model of a family that serves n tokens and such a number of terms."""
+    return f"{family}_{terms}_{'few' if n <= MAX_MEMORY_BOUND_N else 'many'}"
+
+
+def predicted(
+    tried: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor, terms: int, family: str = "f32_split"
+) -> Array:
+    """Microseconds of one launch with each schedule."""
+    work = SplitCostInputs.of([(one, desc) for one in tried])
+    return microseconds(work, constants(model_of(terms, desc.n, family)))
 
 
 @lru_cache(1024)
-def _tried(n: int, m: int, parts: int) -> tuple[WgmmaSpSchedule, ...]:
+def tried_schedules(n: int, m: int, parts: int) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules that are tried for ``parts`` terms."""
     found = []
     for warpgroups, m_tiles, cluster_m, split_k in _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_MANY:
         most = _WIDEST_SPLIT_K if split_k > 1 else _WIDEST
@@ -106,7 +160,7 @@ def best_schedule(
     """
     return fastest(
         allowed_schedules(desc, row, whole_m),
-        lambda tried: [predicted(one, desc, row.split_terms) for one in tried],
+        lambda tried: predicted(tried, desc, row.split_terms),
         lambda one: _workspace(one, desc, row.split_terms),
         max_workspace,
     )
@@ -123,7 +177,7 @@ def allowed_schedules(
     desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
     """The schedules with which the kernel keeps its guarantee."""
-    tried = _tried(desc.n, desc.m, row.split_terms)
+    tried = tried_schedules(desc.n, desc.m, row.split_terms)
     if not row.guarantee(desc).batch_invariant:
         return tried
     split = invariant_split_k(whole_m or desc.m, desc.k, row.split_terms)
@@ -132,11 +186,15 @@ def allowed_schedules(
 
 @lru_cache(4096)
 def invariant_split_k(m: int, k: int, parts: int) -> int:
-    """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone."""
+    """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone.
+
+    It fixes bits, so its constants are those of their first fit, and no refit moves them.
+    """
 
     def times(n: int) -> tuple[float, list[float]]:
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=ElementKind.F32)
-        us = {one: predicted(one, desc, parts) for one in _tried(n, m, parts)}
+        found = tried_schedules(n, m, parts)
+        us = dict(zip(found, predicted(found, desc, parts, "f32_split_split_k").tolist(), strict=True))
         return min(us.values()), [min(us[one] for one in us if one.split_k == split) for split in _SPLITS]
 
     return invariant_split(_SPLITS, times, **constants("f32_split_split_k"))

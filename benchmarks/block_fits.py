@@ -1,0 +1,194 @@
+"""The fits of the models of block-sparse products: schedules of kept blocks, and packed operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
+from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
+
+from .blocks import Cell
+from .descent import FOLDS, Array, Choices, Constants, Fit, descend, file_of, lines_of, plain, summary
+
+SMS = 132
+PACKED = "packed-times"
+SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
+PACKED_BOUNDS = {
+    "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
+    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "weight_bytes": (1e-7, 1e-6),
+    "token_bytes": (1e-8, 1e-6), "cells": (1e-9, 1e-8),
+}  # fmt: skip
+SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
+SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
+SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
+PACKED_MODELS = [
+    packed.DENSE,
+    *(f"packed_blocks_{kind}_last_{block}" for kind in ("k", "n") for block in (16, 32, 64, 128)),
+]
+F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
+
+
+def block_problems(op: str, block: int, gpu: str) -> list[Any]:
+    """Descriptors of measured products of block-sparse matrices, and times by a schedule's first sizes."""
+    found = []
+    for row in lines_of(gpu, "block-times"):
+        if (row["op"], row["block"]) == (op, block):
+            about = {name: row[name] for name in ("m", "k", "n", "block", "density", "pattern")}
+            kept = int(Cell(BlockSparseOp(op), **about).bitmap().sum())
+            shape = BlockSparseShape(heads=1, rows=row["m"], cols=row["k"], block=block, blocks=kept)
+            desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=row["n"], element="bf16")
+            found.append((desc, row["us"]))
+    return found
+
+
+def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:
+    desc, times = problem
+    tried = blocks_wgmma.schedules_by_density(desc)
+    return tried, [times[f"{one.rows},{one.tokens},{one.cluster_n}"] for one in tried]
+
+
+def block_choices(problems: Sequence[Any], predict: Callable[[Array], Array]) -> Choices:
+    times = [measured_of(one)[1] for one in problems]
+    begins = np.cumsum([0, *map(len, times)])[:-1]
+    best, taken = np.array([min(one) for one in times]), np.concatenate(times)
+    return Choices(predict, taken, begins, best, np.ones(len(times)), False)
+
+
+def small_choices(problems: Sequence[Any]) -> Choices:
+    """dsd and dds: a problem's time with full tiles of step 1 is linear in the part of a begun wave."""
+    tried = [measured_of(one)[0] for one in problems]
+    ones = {"step": dict.fromkeys(SIZES, 1.0)}
+    whole, begun = (
+        np.concatenate(
+            [
+                blocks_wgmma.small_time(some, one[0], SMS, {**ones, "partial_wave": part})
+                for some, one in zip(tried, problems, strict=True)
+            ]
+        )
+        for part in (0.0, 1.0)
+    )
+
+    def predict(constants: Array) -> Array:
+        steps = np.tile(list(small_constants(constants)["step"].values()), len(problems))
+        return (whole + constants[0] * (begun - whole)) * steps
+
+    return block_choices(problems, predict)
+
+
+def small_bounds(block: int) -> Mapping[str, tuple[float, float]]:
+    """Bounds of the steps, of which the first is given as 50, and the last is relative to SIZES[1].
+
+    Few large products of few blocks were measured. Where 5% are kept, the largest tile must win there.
+    """
+    kept = [1 - 0.95 ** (rows // block) for rows in (64, 128)]
+    steps = {
+        SIZES[0]: (50, 50),
+        **dict.fromkeys(SIZES[1:-1], (20, 200)),
+        SIZES[-1]: (0.8, 1.98 * kept[0] / kept[1]),
+    }
+    return {"partial_wave": (0.05, 1), **steps}
+
+
+def small_constants(constants: Array) -> Constants:
+    part, *steps = constants.tolist()
+    steps[-1] = float(f"{steps[-1] * steps[1]:.4g}")
+    return {"partial_wave": part, "step": dict(zip(SIZES, steps, strict=True))}
+
+
+def sdd_choices(problems: Sequence[Any]) -> Choices:
+    """sdd: all problems of one block have the same candidates."""
+    tried = measured_of(problems[0])[0]
+    loads = [
+        np.stack(each, axis=1)
+        for each in zip(*(blocks_wgmma.sdd_loads(tried, one[0], SMS) for one in problems), strict=True)
+    ]
+
+    def predict(constants: Array) -> Array:
+        fit = dict(zip(SDD_BOUNDS, constants.tolist(), strict=True))
+        busiest = [blocks_wgmma.busiest(one, load, fit) for one, load in zip(tried, loads, strict=True)]
+        return np.sum(busiest, axis=-1).T.ravel()
+
+    return block_choices(problems, predict)
+
+
+def block_fit(model: str, gpu: str) -> Fit:
+    _, _, op, block = model.split("_")
+    found = block_problems(op, int(block), gpu)
+    fit = Fit(found, lambda one: (one[0].layout.rows, one[0].layout.cols), sdd_choices, SDD_BOUNDS, 300, 24)
+    if op == "sdd":
+        return fit
+    return fit._replace(choices=small_choices, bounds=small_bounds(int(block)), steps=3000, descents=8)
+
+
+def packed_problems(model: str, gpu: str) -> list[Any]:
+    """Descriptors of measured products of packed operands, each with the time that the model predicts."""
+    found = []
+    for row in lines_of(gpu, PACKED):
+        about = {"heads": 1, "rows": row["m"], "cols": row["k"], "block": row["block"]}
+        desc = BlockSparseMatmulDescriptor(
+            op=row["op"],
+            layout=BlockSparseShape(**about, blocks=row["blocks"]),
+            n=row["n"],
+            element=row["element"],
+            trans_a="a" in row["transposed"],
+            trans_b="b" in row["transposed"],
+            packed=True,
+            longest_panel=row["longest_panel"],
+        )
+        if model == packed.DENSE:
+            found.append((desc, row["dense_us"]))
+        elif model == packed.model_of(desc):
+            found.append((desc, row["us"]))
+    return found
+
+
+def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
+    """Each problem has one candidate: what is fitted are times, which two models are compared by."""
+    count = packed.dense_work if dense else packed.blocks_work
+    factor = np.array([packed.unaligned_factor(desc) if dense else 1.0 for desc, _ in problems])
+    work = np.array([count(desc) for desc, _ in problems])
+    before = np.array([0.0 if dense else packed.pre_pass_us(desc) for desc, _ in problems])
+    taken = np.array([us for _, us in problems])
+
+    def predict(constants: Array) -> Array:
+        launch, exponent, *costs = constants
+        norm = ((np.array(costs) * work) ** exponent).sum(axis=1)
+        return (launch + norm ** (1 / exponent)) * factor + before
+
+    return Choices(predict, taken, np.arange(len(taken)), taken, np.ones(len(taken)), True)
+
+
+def packed_entry(model: str, gpu: str) -> Constants:
+    """The entry of a model of packed operands, with its errors in place of losses."""
+    dense, problems = model == packed.DENSE, packed_problems(model, gpu)
+    terms = packed.DENSE_TERMS if dense else packed.TERMS
+    bounds = {"launch": (1, 8), "exponent": (1.05, 8), **{term: PACKED_BOUNDS[term] for term in terms}}
+    fit = Fit(
+        problems,
+        lambda one: (one[0].layout.rows, one[0].layout.cols),
+        partial(packed_choices, dense=dense),
+        bounds,
+        steps=6000,
+        descents=1,
+    )
+    order = {one: place for place, one in enumerate(dict.fromkeys(map(fit.matrix, problems)))}
+    parts = [
+        [one for one in problems if (order[fit.matrix(one)] % FOLDS > 0) is held] for held in (True, False)
+    ]
+    found, elsewhere = descend(fit, problems), descend(fit, parts[0])
+
+    def errors(constants: Array, some: Sequence[Any]) -> dict[str, float]:
+        choices = fit.choices(some)
+        return summary(np.exp(np.abs(np.log(choices.predict(constants) / choices.taken))))
+
+    measured = {
+        "file": file_of(gpu, PACKED),
+        "problems": len(problems),
+        "error": errors(found, problems),
+        "held_out": {"problems": len(parts[1]), "error": errors(elsewhere, parts[1])},
+    }
+    return {"constants": dict(zip(bounds, map(plain, found.tolist()), strict=True)), "measured": measured}
