@@ -59,8 +59,9 @@ def _leaves_registers(schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -
         return not stores_much or (desc.weight_element is ElementKind.S4 and few_scales)
     if desc.out_element is not ElementKind.S8:
         return True
-    most = 128 if schedule.warpgroups == 3 else 32 if schedule.ctas_per_sm == 4 else schedule.tokens
-    return schedule.tokens <= most
+    if schedule.warpgroups == 3:
+        return schedule.tokens <= (96 if desc.epilogue.is_gated else 128)
+    return schedule.ctas_per_sm < 4 or schedule.tokens <= 32
 
 
 def candidates(desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
