@@ -12,7 +12,7 @@ from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSpar
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
 
 from .blocks import Cell
-from .descent import FOLDS, Array, Choices, Constants, Fit, descend, file_of, lines_of, plain, summary
+from .descent import Array, Choices, Constants, Fit, descend, file_of, lines_of, plain, summary
 
 SMS = 132
 PACKED = "packed-times"
@@ -29,7 +29,6 @@ PACKED_MODELS = [
     packed.DENSE,
     *(f"packed_blocks_{kind}_last_{block}" for kind in ("k", "n") for block in (16, 32, 64, 128)),
 ]
-F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
 
 
 def block_problems(op: str, block: int, gpu: str) -> list[Any]:
@@ -175,11 +174,8 @@ def packed_entry(model: str, gpu: str) -> Constants:
         steps=6000,
         descents=1,
     )
-    order = {one: place for place, one in enumerate(dict.fromkeys(map(fit.matrix, problems)))}
-    parts = [
-        [one for one in problems if (order[fit.matrix(one)] % FOLDS > 0) is held] for held in (True, False)
-    ]
-    found, elsewhere = descend(fit, problems), descend(fit, parts[0])
+    inside, outside = fit.parts()
+    found, elsewhere = descend(fit, problems), descend(fit, inside)
 
     def errors(constants: Array, some: Sequence[Any]) -> dict[str, float]:
         choices = fit.choices(some)
@@ -189,6 +185,6 @@ def packed_entry(model: str, gpu: str) -> Constants:
         "file": file_of(gpu, PACKED),
         "problems": len(problems),
         "error": errors(found, problems),
-        "held_out": {"problems": len(parts[1]), "error": errors(elsewhere, parts[1])},
+        "held_out": {"problems": len(outside), "error": errors(elsewhere, outside)},
     }
     return {"constants": dict(zip(bounds, map(plain, found.tolist()), strict=True)), "measured": measured}

@@ -25,7 +25,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
@@ -56,7 +56,6 @@ from .block_fits import (
     small_constants,
 )
 from .descent import (
-    FOLDS,
     SCHEDULES,
     Array,
     Choices,
@@ -70,6 +69,7 @@ from .descent import (
     summary,
 )
 
+Times = Mapping[WgmmaSpSchedule, float]
 FRESH, QUANTIZED, F32 = "fresh-times", "quantized-times", "f32-times"
 BOUNDS = {
     "launch": (1, 4), "cluster_launch": (0.001, 1.5), "cluster_sync": (0.001, 1), "stall": (1, 150),
@@ -99,13 +99,15 @@ F32_BOUNDS = {
 # The models ----------------------------------------------------------------------------------------
 
 
-def gemm_problems(gpu: str, family: str = "times") -> list[Any]:
-    found = []
+def measured_products(gpu: str, family: str) -> Iterator[tuple[Mapping[str, Any], Any, Times]]:
+    """Lines of a family, each with its descriptor and its times by schedule."""
     for row in lines_of(gpu, family):
         desc = GemmSparse24Descriptor(**{name: row[name] for name in PROBLEM if name in row})
-        times = {WgmmaSpSchedule(*map(int, name.split(","))): us for name, us in row["us"].items()}
-        found.append((desc, times))
-    return found
+        yield row, desc, {WgmmaSpSchedule(*map(int, name.split(","))): us for name, us in row["us"].items()}
+
+
+def gemm_problems(gpu: str, family: str = "times") -> list[Any]:
+    return [(desc, times) for _, desc, times in measured_products(gpu, family)]
 
 
 def gemm_family(model: str) -> str:
@@ -127,35 +129,50 @@ def gemm_fit(model: str, gpu: str) -> Fit:
 
 def f32_fit(model: str, gpu: str) -> Fit:
     """The fit of a model of f32_split, near the given constants where nothing measured decides."""
-    found = []
-    for row in lines_of(gpu, F32):
-        if f32_split.model_of(row["terms"], row["n"]) == model:
-            desc = GemmSparse24Descriptor(**{name: row[name] for name in PROBLEM if name in row})
-            times = {WgmmaSpSchedule(*map(int, name.split(","))): us for name, us in row["us"].items()}
-            found.append((desc, row["terms"], times))
+    found = [
+        (desc, row["terms"], times)
+        for row, desc, times in measured_products(gpu, F32)
+        if f32_split.model_of(row["terms"], desc.n) == model
+    ]
     given = given_models()[model.replace("f32_split", "f32_split_split_k")]["constants"]
     start = np.array([given[name] for name in F32_BOUNDS])
     return Fit(found, lambda one: (one[0].m, one[0].k), f32_choices, F32_BOUNDS, 4000, 1, start)
 
 
-def f32_choices(problems: Sequence[Any]) -> Choices:
-    """Each problem's choice among the schedules that are tried."""
+def choices_among(
+    sets: Iterable[tuple[Any, Sequence[WgmmaSpSchedule], Times, float]],
+    predictor: Callable[[Sequence[Any]], Callable[[Array], Array]],
+) -> Choices:
+    """The choice of each set: a problem, candidates that were measured, their times, and how much it counts.
+
+    ``predictor`` makes the prediction of all pairs of a schedule and a problem.
+    """
     pairs: list[Any] = []
-    taken, begins, best = [], [], []
-    for desc, terms, times in problems:
-        candidates = [one for one in f32_split.tried_schedules(desc.n, desc.m, terms) if one in times]
+    taken, begins, best, weights = [], [], [], []
+    for desc, candidates, times, weight in sets:
         begins.append(len(pairs))
         pairs += [(one, desc) for one in candidates]
         taken += [times[one] for one in candidates]
         best.append(min(times[one] for one in candidates))
-    work = f32_split.SplitCostInputs.of(pairs)
+        weights.append(weight)
+    arrays = np.array(taken), np.array(begins), np.array(best), np.array(weights)
+    return Choices(predictor(pairs), *arrays, in_microseconds=True)
 
-    def predict(constants: Array) -> Array:
-        return f32_split.microseconds(work, dict(zip(F32_BOUNDS, constants.tolist(), strict=True)))
 
-    return Choices(
-        predict, np.array(taken), np.array(begins), np.array(best), np.ones(len(begins)), in_microseconds=True
+def f32_choices(problems: Sequence[Any]) -> Choices:
+    """Each problem's choice among the schedules that are tried."""
+    sets = (
+        (desc, [one for one in f32_split.tried_schedules(desc.n, desc.m, terms) if one in times], times, 1.0)
+        for desc, terms, times in problems
     )
+
+    def predictor(pairs: Sequence[Any]) -> Callable[[Array], Array]:
+        work = f32_split.SplitCostInputs.of(pairs)
+        return lambda constants: f32_split.microseconds(
+            work, dict(zip(F32_BOUNDS, constants.tolist(), strict=True))
+        )
+
+    return choices_among(sets, predictor)
 
 
 def stream_k_entry(gpu: str) -> Constants:
@@ -178,8 +195,7 @@ def stream_k_entry(gpu: str) -> Constants:
 
 def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
     """The choice among all schedules, those with an invariant kernel's split-K, and stream-K or not."""
-    pairs: list[Any] = []
-    taken, begins, best, weights = [], [], [], []
+    sets = []
     for desc, times in problems:
         split = invariant_split_k(desc.m, desc.k, desc.element)
         quantized = desc.quantization is not None
@@ -189,18 +205,15 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
         for tried, weight in ((free, 1.0), (split_free, 0.9), *((pair, 0.2) for pair in pairs_of)):
             candidates = [one for one in tried if one in times]
             if len(candidates) > (weight == 0.2):
-                begins.append(len(pairs))
-                pairs += [(one, desc) for one in candidates]
-                taken += [times[one] for one in candidates]
-                best.append(min(times[one] for one in candidates))
-                weights.append(weight)
-    work = CostInputs(pairs)
+                sets.append((desc, candidates, times, weight))
 
-    def predict(constants: Array) -> Array:
-        return microseconds(work, CostConstants(**dict(zip(NAMES, constants.tolist(), strict=True))))
+    def predictor(pairs: Sequence[Any]) -> Callable[[Array], Array]:
+        work = CostInputs(pairs)
+        return lambda constants: microseconds(
+            work, CostConstants(**dict(zip(NAMES, constants.tolist(), strict=True)))
+        )
 
-    arrays = np.array(taken), np.array(begins), np.array(best), np.array(weights)
-    return Choices(predict, *arrays, in_microseconds=True)
+    return choices_among(sets, predictor)
 
 
 # The data file -------------------------------------------------------------------------------------
@@ -234,9 +247,7 @@ def entry(model: str, gpu: str) -> Constants:
     gemm = model in GEMM_MODELS
     fit_of = gemm_fit if gemm else f32_fit if model in F32_MODELS else block_fit
     fit = fit_of(model, gpu)
-    order = {one: place for place, one in enumerate(dict.fromkeys(map(fit.matrix, fit.problems)))}
-    inside = [one for one in fit.problems if order[fit.matrix(one)] % FOLDS]
-    outside = [one for one in fit.problems if order[fit.matrix(one)] % FOLDS == 0]
+    inside, outside = fit.parts()
     found, elsewhere = descend(fit, fit.problems), descend(fit._replace(descents=1), inside)
     every, held_out = fit.choices(fit.problems), fit.choices(outside)
     measured = {
@@ -261,7 +272,8 @@ def file_text(gpu: str, only: Sequence[str]) -> str:
     measured = [one for one in FITTED if is_measured(one, gpu) or one not in given]
     wanted = [one for one in measured if not only or one in only]
     if len(wanted) < len(measured):
-        models |= {one: json.loads(path.read_text())["models"][one] for one in measured if one not in wanted}
+        kept = json.loads(path.read_text())["models"]
+        models |= {one: kept[one] for one in measured if one not in wanted}
     with ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1) or 1) as pool:
         models |= dict(zip(wanted, pool.map(entry, wanted, [gpu] * len(wanted)), strict=True))
     ordered = {name: models[name] for name in (*FITTED, *given)}
@@ -277,9 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the file differs")
     wish = parser.parse_args(arguments)
     path = FOLDER / f"{wish.gpu}.json"
-    unmeasured = [one for one in FITTED if not is_measured(one, wish.gpu)]
+    given, unmeasured = given_models(), [one for one in FITTED if not is_measured(one, wish.gpu)]
     for model in unmeasured:
-        if model in wish.only or model not in given_models():
+        if model in wish.only or not (wish.only or model in given):
             file = file_of(wish.gpu, family_of(model))
             parser.error(f"{model}: {file} is missing; benchmarks.measure_schedules writes it")
     for family in sorted(set(map(family_of, unmeasured))):

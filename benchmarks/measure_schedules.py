@@ -30,7 +30,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -65,8 +64,8 @@ from sparse24_plans.tuning.data import Matrix, free_memory
 from sparse24_plans.tuning.timing import time_contenders
 
 from . import blocks, random_blocks
+from .descent import SCHEDULES, file_of
 
-FOLDER = Path(__file__).parent / "schedules"
 Row = dict[str, Any]
 # (M, K) of models: Qwen2.5, Gemma 2, Phi-3, Llama 2 and 3.2.
 MODELS = """
@@ -328,7 +327,7 @@ def main() -> None:
         rows = measure_packed(wish.seed, end)
     else:
         rows = measure_gemm(wish.family, rng, end)
-    with (FOLDER / f"{gpu}-{FILES[wish.family]}.jsonl").open("a") as file:
+    with (SCHEDULES / file_of(gpu, FILES[wish.family])).open("a") as file:
         for row in rows:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
             file.flush()

@@ -184,7 +184,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         else named_barrier_sync(1, Config::kConsumerThreads);  // every stage has been read
         send_to_shares(accumulators, base, barriers, m_tile, m_rank, slice);
         barrier_wait_cluster(barriers.share_full(), 0);
-        __syncwarp();
+        __syncwarp();  // all lanes arrive together, and their waits may have ended one by one
         cluster_arrive_relaxed();
         ClusterReduce(p, work, base, slice).run();
       }

@@ -230,8 +230,7 @@ class WgmmaSpSchedule(NamedTuple):
         weight, source = self._stage_bytes(lines)
         room = _SHARED_BYTES[self.ctas_per_sm] - self._fixed_bytes(lines)
         if self.joins_stages(lines):
-            counts = range(2, 9)
-            both = max(w for w in counts if align_up(w * weight, _PATTERN) + 2 * w * source <= room)
+            both = max(w for w in range(2, 9) if align_up(w * weight, _PATTERN) + 2 * w * source <= room)
             return both, 2 * both
         if parts:  # two tiles of W at a time, and the terms of X for them
             aligned = (w for w in range(2, 9) if w * weight % _PATTERN == 0)
