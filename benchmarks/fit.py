@@ -12,8 +12,9 @@ it small: there are no slopes to follow where two terms of a model change places
 given constants and stay near them, the others start in the middle of each constant's bounds.
 
 ``held_out`` is the loss for a quarter of the matrices by constants fitted to the others; ``fresh`` is the
-loss for problems that no fit sees: random ones, of which two schedules were measured, and large matrices with
-24 to 256 tokens, whose schedules were each measured alone in a steady state.
+loss for problems that no fit sees: random ones, of which two schedules were measured, or all of them with the
+newest kernels, and large matrices with 24 to 256 tokens, whose schedules were each measured alone in a steady
+state.
 
 ``schedules/given.json`` holds what no measurement decides. The constants that fix split-K are given, since a
 fit must not change bits; others are given until their problems are measured, and say so.
