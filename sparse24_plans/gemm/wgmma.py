@@ -181,7 +181,7 @@ def defines(
     """The kernel's macros for a problem type and schedule.
 
     ``terms`` is the number of bf16 terms of a float32. ``x_from_prepass`` says that the launch before this
-    one writes X, and nothing else that this one reads.
+    one writes X, and nothing else that this one reads; without it the kernel itself splits a float32 X.
     """
     weight_stages, x_stages = schedule.stages(layouts, terms)
     return {
@@ -212,6 +212,7 @@ def defines(
         "C_STAGED": int(layouts.stages_c and schedule.split_k == 1),
         "GROUPED": int(desc.groups > 0),
         "X_FROM_PREPASS": int(x_from_prepass),
+        "X_SPLIT": int(terms > 0 and not x_from_prepass),
         "X_COLUMN_MAJOR": int(layouts.x_columns),
         "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
         "Y_COLUMN_MAJOR": int(layouts.y_columns),

@@ -1,0 +1,78 @@
+// Producers of gemm/wgmma_sp.cu that split X of few tokens into its bf16 terms (kXSplit), as gemm/f32_split.cu does
+// with more tokens in a launch of its own. The terms are the same, and so are the bits of a product.
+#pragma once
+#include "gemm/bf16_terms.cuh"
+#include "gemm/wgmma_sp/pipeline.cuh"
+#include "gemm/wgmma_sp/tile_scheduler.cuh"
+
+// The elements of X that one thread splits for a K tile: 8 adjacent columns of every eighth token. Loads of two K tiles
+// are in flight at a time, since one takes about as long as the multiplication of a K tile.
+struct SplitPiece {
+  static constexpr int kPasses = Config::kTileN / 8;
+
+  float4 low[kPasses], high[kPasses];
+
+  static __device__ __forceinline__ constexpr int token(u32 thread) { return int(thread % 64) / 8; }
+  static __device__ __forceinline__ constexpr int chunk(u32 thread) { return int(thread % 8); }
+  // The offset in a stage of the thread's terms of its first token, swizzled as wgmma reads them.
+  static __device__ __forceinline__ constexpr u32 offset(u32 thread) {
+    return token(thread) * 128 + (chunk(thread) ^ token(thread)) * 16;
+  }
+
+  __device__ __forceinline__ void load(const WgmmaSpParams& p, WorkTile work, u32 tile, u32 end) {
+    const i64 column = (i64)tile * Config::kBoxColumns + chunk(threadIdx.x) * 8,
+              first = work.token + token(threadIdx.x);
+    const float* from = (const float*)p.x + first * p.x_stride + column;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i, from += 8 * p.x_stride) {
+      low[i] = high[i] = make_float4(0, 0, 0, 0);
+      if (tile >= end || column >= p.k || first + 8 * i >= p.n) continue;
+      low[i] = ((const float4*)from)[0], high[i] = ((const float4*)from)[1];
+    }
+  }
+
+  // Stores the terms in one stage each, the low term first.
+  __device__ __forceinline__ void store(u32 base, Barriers barriers, PipelineState<Config::kXStages>& at) {
+    constexpr int kTerms = Config::kSplitTerms;
+    u32 stages[kTerms];
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i, at.next()) {
+      barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
+      stages[i] = at.stage;
+    }
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i)
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        const u32 a = take_term(low[i].x, low[i].y), b = take_term(low[i].z, low[i].w);
+        const u32 c = take_term(high[i].x, high[i].y), d = take_term(high[i].z, high[i].w);
+        const u32 to = base + Config::kXAt + stages[kTerms - 1 - term] * Config::kXStageBytes;
+        store_shared_x4(to + offset(threadIdx.x) + i * 1024, a, b, c, d);
+      }
+    async_proxy_fence();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) barrier_arrive(barriers.x_full(stages[i]));
+  }
+};
+
+// Two warps load and split all of X.
+__device__ __forceinline__ void load_and_split_x(const WgmmaSpParams& p, u32 base, Barriers barriers, u32 m_rank,
+                                                 u32 slice) {
+  PipelineState<Config::kXStages> at;
+  for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
+    const WorkTile work(p, scheduler.index, m_rank);
+    const u32 end = scheduler.last;
+    SplitPiece even, odd;
+    even.load(p, work, scheduler.first, end);
+    odd.load(p, work, scheduler.first + 1, end);
+    for (u32 tile = scheduler.first; tile < end; tile += 2) {
+      even.store(base, barriers, at);
+      even.load(p, work, tile + 2, end);
+      if (tile + 1 == end) break;
+      odd.store(base, barriers, at);
+      odd.load(p, work, tile + 3, end);
+    }
+  }
+}
