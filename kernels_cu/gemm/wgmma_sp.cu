@@ -21,8 +21,8 @@
 // A thread has the sums of rows r and r + 8 of W. A gated epilogue makes one result of the two: Y is half as wide, and
 // an m64 tile gives 32 of its columns.
 //
-// float32 (kSplitTerms) is multiplied in bf16 terms: gemm/f32_split.cu is the pre-pass kernel that splits X, or with few
-// tokens the producers do (kXSplit); W is split into two terms when it is packed (kWPresplit), or into three in
+// float32 (kSplitTerms) is multiplied in bf16 terms: gemm/f32_split.cu is the pre-pass kernel that splits X, or the
+// producers split X of few tokens (kXSplit). W is split into two terms when it is packed (kWPresplit), or into three in
 // registers.
 //
 // A quantized W (kQuantized) stores 4 or 8 bits a value and scales of groups of columns. Each thread makes the elements

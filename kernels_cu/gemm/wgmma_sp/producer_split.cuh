@@ -8,7 +8,7 @@
 // The elements of X that one thread splits for a K tile: 8 adjacent columns of every eighth token. Loads of two K tiles
 // are in flight at a time, since one takes about as long as the multiplication of a K tile.
 struct SplitPiece {
-  static constexpr int kPasses = Config::kTileN / 8;
+  static constexpr int kPasses = Config::kTileN / 8, kTerms = Config::kSplitTerms ? Config::kSplitTerms : 1;
 
   float4 low[kPasses], high[kPasses];
 
@@ -33,7 +33,6 @@ struct SplitPiece {
 
   // Stores the terms in one stage each, the low term first.
   __device__ __forceinline__ void store(u32 base, Barriers barriers, PipelineState<Config::kXStages>& at) {
-    constexpr int kTerms = Config::kSplitTerms;
     u32 stages[kTerms];
 #pragma unroll
     for (int i = 0; i < kTerms; ++i, at.next()) {

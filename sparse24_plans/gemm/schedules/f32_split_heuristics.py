@@ -158,7 +158,7 @@ class Regions(NamedTuple):
 def chunk_of(
     schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, max_workspace: int | None = None
 ) -> int:
-    """Tokens of a chunk: whole tiles, about as many in each chunk, and no more than the workspace may hold."""
+    """Tokens of a chunk: whole tiles, about as many in each, and no more than the workspace may hold."""
     most = most_chunk(terms, desc, max_workspace)
     if most == desc.n:
         return most
