@@ -41,7 +41,14 @@ STRICT_SMALL_TILE = (32, 16)
 
 def strict(problem: GemmSparse24Descriptor) -> str | None:
     rows, tokens = STRICT_SMALL_TILE
-    return grid_limit_refusal(-(-problem.sums // rows) * -(-problem.n // tokens))
+    return grid_limit_refusal(-(-problem.sums // rows) * most_token_tiles(problem, tokens))
+
+
+def most_token_tiles(problem: GemmSparse24Descriptor, tokens: int) -> int:
+    """Tiles of so many tokens, or the most there can be: each group may end within a tile."""
+    if not problem.groups:
+        return -(-problem.n // tokens)
+    return problem.n // tokens + min(problem.groups, problem.n)
 
 
 def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:

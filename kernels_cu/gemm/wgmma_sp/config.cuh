@@ -89,7 +89,9 @@ struct Config
   static constexpr bool kPingPong = kSplitTerms == 3 && kWarpgroups == 2;
   // Producers release registers to consumers. Small tiles need no more than an equal number per thread.
   static constexpr bool kReallocRegisters = kCtasPerSm == 1 && kWarpgroups == 2;
-  static constexpr int kProducerRegisters = kXSplit ? 96 : 40, kConsumerRegisters = kXSplit ? 208 : 232;
+  static constexpr int kProducerRegisters = kXSplit ? 88 : 40, kConsumerRegisters = kXSplit ? 208 : 232;
+  // A CTA is launched with 168 registers a thread. More than it has then would be waited for without end.
+  static_assert(!kReallocRegisters || kProducerRegisters + kWarpgroups * kConsumerRegisters <= 3 * 168);
 
   // Shared memory: stages of W, stages of X, a staging area per warpgroup, barriers -----------------
   static constexpr int kWeightStages = S24_WEIGHT_STAGES, kXStages = S24_X_STAGES;

@@ -10,6 +10,7 @@ from ...plan.schedule_choice import constants
 from ...vocab import MatrixOrder
 from ...weights.packed_layouts import TILE_M, TileLayout, layout_of, quantized_tiles
 from ..descriptor import GemmSparse24Descriptor
+from ..limits import most_token_tiles
 from .mma_sp import H200_MULTIPROCESSORS
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
@@ -266,10 +267,7 @@ class WgmmaSpSchedule(NamedTuple):
 
     def most_work_tiles(self, desc: GemmSparse24Descriptor) -> int:
         """Work tiles, or the most there can be: each group may end within a tile."""
-        if not desc.groups:
-            return self.work_tiles(desc.n, desc.m)
-        token_tiles = desc.n // self.tokens + min(desc.groups, desc.n)
-        return token_tiles * self.work_tiles(1, desc.m)
+        return most_token_tiles(desc, self.tokens) * self.work_tiles(1, desc.m)
 
     def oversubscribes(self, n: int, m: int) -> bool:
         """Whether CTAs share SMs although all clusters would run at once without sharing."""
