@@ -278,8 +278,8 @@ template <class T> __device__ __forceinline__ void compute_tile(const StrictPara
   }
 }
 
-// Finds the group that has the slot-th tile of tokens, and makes `p` the product of this group. Returns the tile's first
-// token, or -1 behind the last tile. Every warp does the same.
+// Finds the group that has the slot-th tile of tokens, and makes `p` the product of this group. Returns the tile's
+// first token, or -1 behind the last tile. Every warp does the same.
 template <class T> __device__ __forceinline__ i64 go_to_group(StrictParams& p, i64 slot) {
   const u32 lane = threadIdx.x % 32;
   for (u32 first = 0; first < p.groups; first += 32) {

@@ -99,7 +99,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       barrier_init(barriers.weight_empty(i), kReaders);
     }
     for (int i = 0; i < Config::kXStages; ++i) {
-      barrier_init(barriers.x_full(i), Config::kXWriters);
+      barrier_init(barriers.x_full(i), 1);
       barrier_init(barriers.x_empty(i), kReaders * Config::kXMulticast);
       if (Config::kXCpAsync) barrier_init(barriers.x_copied(i), Config::kXCopyThreads);
     }
@@ -148,7 +148,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         if (thread == 32) publish_x(p, barriers, slice);
         if (thread >= 128 - Config::kXCopyThreads) load_x_cp_async(p, base, barriers, m_rank, slice);
       } else if constexpr (Config::kXSplit) {
-        if (thread >= 32 && thread < 96) load_and_split_x(p, base, barriers, m_rank, slice);
+        if (thread / 32 == 1 || thread / 32 == 2) load_and_split_x(p, base, barriers, m_rank, slice, thread / 32 == 2);
       } else {
         if (thread == 32) load_x(p, base, barriers, m_rank, slice);
       }

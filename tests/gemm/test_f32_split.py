@@ -17,7 +17,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.device.jit.launcher import recording
 from sparse24_plans.device.tensors import Device, TensorView
-from sparse24_plans.gemm import limits
+from sparse24_plans.gemm import limits, wgmma
 from sparse24_plans.gemm.arithmetic.bf16_terms import (
     MAX_TERMS,
     SPLIT_GROUP,
@@ -28,13 +28,14 @@ from sparse24_plans.gemm.arithmetic.bf16_terms import (
 )
 from sparse24_plans.gemm.backends import f32_split
 from sparse24_plans.gemm.schedules import f32_split_heuristics
-from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts
+from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from sparse24_plans.plan import plan as plans
 from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import TILE_M, layout_called
 
+from ..kernels.index_functions import Table, check_tables
 from ..sample_devices import HOPPER
 from ..support import Data, case_of, device_of_row, make_case, plan_of_row, random_data
 from .kernel_entries import gpu, row_of
@@ -276,6 +277,31 @@ def test_tiles_of_x_begin_where_a_swizzles_pattern_does(name, n, m):
     for one in f32_split_heuristics.allowed_schedules(desc, row):
         weights, _ = one.stages(OperandLayouts.of(desc, layout), row.split_terms)
         assert weights * one.rows // TILE_M * layout.shared_bytes % 1024 == 0
+
+
+@pytest.mark.parametrize("row", ["f32_split3", "f32_split6"])
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_producers_store_terms_where_wgmma_reads_them(row, tokens):
+    """A warp fills a stage: a line of 128 swizzled bytes for each token, 16 bytes of 8 columns at a time."""
+    desc, layout = (
+        GemmSparse24Descriptor(n=tokens, m=64, k=64, element="f32"),
+        layout_called(row_of(row).layout),
+    )
+    layouts, schedule = OperandLayouts.of(desc, layout), WgmmaSpSchedule(2, 1, tokens)
+    defined = wgmma.defines(desc, schedule, layouts, False, row_of(row).split_terms)
+    assert defined["X_SPLIT"] == 1
+    lane, step = np.arange(32)[:, None], np.arange(tokens // 4)
+    token, chunk = lane // 8 + 4 * step, lane % 8
+    at = token * 128 + (chunk ^ token % 8) * 16
+    np.testing.assert_array_equal(np.sort(at, axis=None), 16 * np.arange(8 * tokens))
+    check_tables(
+        "gemm/wgmma_sp/producer_split.cuh",
+        defined,
+        Table("SplitPiece::token(i0, i1)", token),
+        Table("SplitPiece::chunk(i0)", chunk[:, 0]),
+        Table("SplitPiece::offset(i0, i1)", at),
+        Table("SplitPiece::kPasses + 0 * i0", [tokens // 4]),
+    )
 
 
 @every_row

@@ -75,7 +75,6 @@ struct Config
   static constexpr bool kXFromPrepass = S24_X_FROM_PREPASS;  // a pre-pass kernel, launched just before, writes X
   static constexpr bool kXSplit = S24_X_SPLIT;               // two warps split X of few tokens into bf16 terms
   static_assert(!kXSplit || (kSplitTerms && !kXFromPrepass && kClusterM == 1 && !kStreamK), "X stays in its CTA");
-  static constexpr int kXWriters = kXSplit ? 2 : 1;              // arrivals at the full barrier of a stage of X
   static constexpr int kXCopyThreads = kStreamK ? 32 : 64;       // stream-K needs one of the warps for its flags
   static constexpr int kXMulticast = kXCpAsync ? 1 : kClusterM;  // CTAs that receive a stage of X
   // One thread loads W and X in the order of their use where it can. Larger tiles have few stages, and W would wait for

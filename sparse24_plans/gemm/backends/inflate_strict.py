@@ -58,8 +58,8 @@ class Kernel(GemmKernel):
         self._ctas = _grid_size(desc, tile)
         name, threads = _TILES[tile]
         self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
-        defines = {**product_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD), "GROUPED": int(desc.groups > 0)}
-        self._function = load(_SOURCE, name, threads, device, defines)
+        kind = {"DGRAD": int(desc.op is GemmOp.DGRAD), "GROUPED": int(desc.groups > 0)}
+        self._function = load(_SOURCE, name, threads, device, product_defines(desc) | kind)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
