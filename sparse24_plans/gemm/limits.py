@@ -24,8 +24,8 @@ S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
 SPLIT_CTA_ELEMENTS = 2048
 """Elements of X that one CTA of the pre-pass kernel splits."""
-PRODUCER_SPLIT_TOKENS = 16
-"""Most tokens of which the product's own producers split X, so that no pre-pass kernel is launched."""
+_PRODUCER_SPLIT_TOKENS, _PRODUCER_SPLIT_CELLS = 24, 2**23
+"""Most tokens, and cells of W, with which a launch less is worth more than producers that only load."""
 SPLIT_CHUNK_BYTES, _LEAST_CHUNK = 512 << 20, 128
 """Most bytes of bf16 terms of X that the workspace holds at once, and tokens whose terms it always holds."""
 _BLOCKED_SUM_BYTES = 132 * 128 * 128 * 4
@@ -150,6 +150,11 @@ def most_chunk(terms: int, problem: GemmSparse24Descriptor, most: int | None = N
     return min(max(room // (terms * max(problem.k, 1) * BF16.itemsize), _LEAST_CHUNK), problem.n)
 
 
+def producers_split(problem: GemmSparse24Descriptor, tokens: int) -> bool:
+    """Return whether producers split X, in tiles of so many tokens. Else a pre-pass kernel does."""
+    return tokens <= _PRODUCER_SPLIT_TOKENS and problem.m * problem.k <= _PRODUCER_SPLIT_CELLS
+
+
 def split_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:
     """Bytes of the bf16 terms of X, whose tokens are one chunk."""
     return terms * problem.n * problem.k * BF16.itemsize
@@ -158,7 +163,7 @@ def split_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:
 def split_workspace(terms: int, problem: GemmSparse24Descriptor) -> int:
     """Bytes of the terms of the least chunk of X, and of its blocked sums."""
     least = problem.model_copy(update={"n": min(problem.n, _LEAST_CHUNK)})
-    split = 0 if problem.n <= PRODUCER_SPLIT_TOKENS else align_up(split_bytes(terms, least))
+    split = 0 if producers_split(problem, problem.n) else align_up(split_bytes(terms, least))
     return split + _blocked_sum_bytes(terms, least)
 
 

@@ -185,7 +185,7 @@ def test_the_least_workspace_is_enough(name, n, m, k):
         choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
         kernel = row.kernel.sized(choice)
         assert most is None or kernel.workspace_size <= most
-        assert (kernel.launches == 1) == (n <= limits.PRODUCER_SPLIT_TOKENS)
+        assert (kernel.launches == 1) == limits.producers_split(desc, n)
         named.add(row.kernel.arithmetic(choice))
     assert len(named) == 1
     assert row.limits(desc) is None
@@ -330,20 +330,20 @@ def test_the_bounds_are_below_those_of_float32_in_order():
 
 
 CUTS = [
-    (row, n, cut)
+    (row, n, m, cut)
     for row in ("f32_split3", "f32_split6")
-    for n in (1, 13, 60, 200)
-    for cut in f32_split_heuristics.tried_schedules(n, 9000, row_of(row).split_terms)
+    for n, m in ((1, 1800), (13, 9000), (20, 1800), (60, 9000), (200, 9000))
+    for cut in f32_split_heuristics.tried_schedules(n, m, row_of(row).split_terms)
 ]
 
 
 @gpu
-@pytest.mark.parametrize(("row", "n", "cut"), CUTS, ids=str)
-def test_every_cut(monkeypatch, row, n, cut):
+@pytest.mark.parametrize(("row", "n", "m", "cut"), CUTS, ids=str)
+def test_every_cut(monkeypatch, row, n, m, cut):
     """Forced on a problem that is ragged in n, m and k, and long enough for groups of sums."""
     monkeypatch.setattr(f32_split, "best_schedule", lambda *_: cut)
-    alpha = 1 + CUTS.index((row, n, cut)) / 64  # of its own: plans are cached
-    desc = GemmSparse24Descriptor(n=n, m=9000, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
+    alpha = 1 + CUTS.index((row, n, m, cut)) / 64  # of its own: plans are cached
+    desc = GemmSparse24Descriptor(n=n, m=m, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
     case = make_case(desc, row=row, pad=8)
     case.check(case.run())
 
@@ -377,21 +377,20 @@ def test_bits_do_not_depend_on_chunks(row, n, m, k):
 @pytest.mark.parametrize(("m", "k"), [(1280, 1280), (130, 200), (520, 8232)])
 def test_bits_do_not_depend_on_who_splits_x(row, m, k):
     """Producers split X of few tokens, and a pre-pass kernel X of more."""
-    most, found = limits.PRODUCER_SPLIT_TOKENS, set()
+    most, found = 24, set()
     rng = np.random.default_rng()
     x = (rng.standard_normal((most, k)) * 2.0 ** rng.integers(-120, 60, (most, k))).astype(np.float32)
     for few in (most, 0):
-        for n in (1, 2, 7, 8, 9, most):
+        for n in (1, 2, 7, 8, 9, 16, most):
             desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(limits, "PRODUCER_SPLIT_TOKENS", few)
-                patch.setattr(f32_split_heuristics, "PRODUCER_SPLIT_TOKENS", few)
+                patch.setattr(limits, "_PRODUCER_SPLIT_TOKENS", few)
                 plans._select.cache_clear()  # plans of the other kernel
                 case = make_case(desc, row=row, x=x[:n], pad=4)
                 assert (" bf16 terms, " in case.plan.explain().details) == (few < n)
             found.add((n, case.run().tobytes()))
     plans._select.cache_clear()
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 @gpu

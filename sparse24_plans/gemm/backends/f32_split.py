@@ -16,8 +16,8 @@ from ...plan.kernel import Choice, launch_in_order
 from ...plan.operands import Views
 from ..arithmetic.tensor_core import named
 from ..groups import PER_TOKEN, lines_of
-from ..limits import BF16, SPLIT_CTA_ELEMENTS, most_chunk
-from ..schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule, chunk_of, producers_split
+from ..limits import BF16, SPLIT_CTA_ELEMENTS, most_chunk, producers_split
+from ..schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule, chunk_of
 from ..schedules.wgmma_sp import WgmmaSpSchedule
 from ..wgmma import SOURCE, WgmmaKernel, WgmmaSpParams, grid_size, possible_schedules
 
@@ -89,7 +89,7 @@ class _Chunk(WgmmaKernel):
         super().__init__(choice._replace(descriptor=desc))
         device, terms = choice.device, self.entry.split_terms
         self._split, prepass, element = None, "", desc.element
-        if not producers_split(schedule):
+        if not producers_split(desc, schedule.tokens):
             self._split = load(_SPLIT, "f32_split", _THREADS, device, {"SPLIT_TERMS": terms})
             self.launches, prepass, element = 2, f"X in {terms} bf16 terms", BF16
         unit = RANGE_TILES[terms]

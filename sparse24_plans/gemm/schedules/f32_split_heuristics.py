@@ -19,7 +19,7 @@ from ...weights.packed_layouts import TILE_M, TILES_32BIT
 from ..arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
-from ..limits import PRODUCER_SPLIT_TOKENS, most_chunk, split_bytes
+from ..limits import most_chunk, producers_split, split_bytes
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
 
@@ -132,11 +132,6 @@ def _with_stream_k(one: WgmmaSpSchedule, n: int, m: int) -> WgmmaSpSchedule | No
     return one._replace(stream_k=ranges)
 
 
-def producers_split(schedule: WgmmaSpSchedule) -> bool:
-    """Whether producers split X into its terms. Else a pre-pass kernel does, and the workspace holds them."""
-    return schedule.tokens <= PRODUCER_SPLIT_TOKENS
-
-
 class Regions(NamedTuple):
     """Offsets in the workspace, behind the terms of a chunk of X, in bytes."""
 
@@ -148,7 +143,7 @@ class Regions(NamedTuple):
 
     @classmethod
     def of(cls, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, ctas: int) -> Regions:
-        handed = 0 if producers_split(schedule) else align_up(split_bytes(terms, desc))
+        handed = 0 if producers_split(desc, schedule.tokens) else align_up(split_bytes(terms, desc))
         groups = handed + align_up(schedule.workspace_bytes())
         in_groups = schedule.split_k == 1 and 0 < SPLIT_GROUP[terms] < desc.k
         sums = 4 * schedule.rows * schedule.tokens * ctas * (2 if schedule.stream_k else 1)
