@@ -111,7 +111,7 @@ class _Chunk(WgmmaKernel):
         return launch_in_order(split, self._multiply(self._product(views, terms, workspace)))
 
     def _product(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
-        """The parameters of a product that loads ``x`` by TMA, if not its producers split X."""
+        """The parameters of a product. TMA loads ``x``, unless the producers split X."""
         parameters = self._parameters(views, x, workspace + self._regions.handed)
         parameters.blocked_sums = workspace + self._regions.groups
         return parameters

@@ -167,8 +167,8 @@ def best_schedule(
 ) -> WgmmaSpSchedule:
     """The kernel's schedule of the least predicted time.
 
-    ``whole_m``: M of the weight that W is a part of. ``max_workspace``: bytes that the kernel may ask for.
-    They can make chunks smaller, but change no split-K, so the bits are those without a limit.
+    ``whole_m``: M of the weight that W is a part of. ``max_workspace``: bytes that the kernel may ask for. A
+    limit can make chunks smaller, but it changes no split-K, so the bits are those without one.
     """
     found = _fastest(desc, row, whole_m)
     return found if max_workspace is None else _fastest(desc, row, whole_m, found.split_k, max_workspace)
@@ -181,6 +181,7 @@ def _fastest(
     split_k: int | None = None,
     max_workspace: int | None = None,
 ) -> WgmmaSpSchedule:
+    """The fastest schedule of all chunks of tokens, with a given split-K if it is not None."""
     terms = row.split_terms
     most = desc.model_copy(update={"n": most_chunk(terms, desc, max_workspace)})
 
