@@ -252,6 +252,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         backend="inflate_strict",
         tier=Tier.INFLATE,
         guarantee=guarantees.strict,
+        groups=True,
         limits=limits.strict,
     ),
     # cuSPARSELt comes after this package's own kernels, whose bits and layouts the package can guarantee. It

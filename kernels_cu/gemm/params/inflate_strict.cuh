@@ -32,8 +32,14 @@ struct StrictParams {
   const void* c;
   // Elements from one row of C to the next.
   i64 c_stride;
+  // Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].
+  const int* group_tokens;
+  // Grouped: number of groups of tokens. m is that of one group.
+  u32 groups;
+  // Grouped: rows of X and Y that every group has; 0 where offsets are given.
+  u32 group_places;
 };
-static_assert(sizeof(StrictParams) == 104);
+static_assert(sizeof(StrictParams) == 120);
 static_assert(S24_OFFSET(StrictParams, values) == 0);
 static_assert(S24_OFFSET(StrictParams, metadata) == 8);
 static_assert(S24_OFFSET(StrictParams, x) == 16);
@@ -48,3 +54,6 @@ static_assert(S24_OFFSET(StrictParams, alpha) == 80);
 static_assert(S24_OFFSET(StrictParams, beta) == 84);
 static_assert(S24_OFFSET(StrictParams, c) == 88);
 static_assert(S24_OFFSET(StrictParams, c_stride) == 96);
+static_assert(S24_OFFSET(StrictParams, group_tokens) == 104);
+static_assert(S24_OFFSET(StrictParams, groups) == 112);
+static_assert(S24_OFFSET(StrictParams, group_places) == 116);
