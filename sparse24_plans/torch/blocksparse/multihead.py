@@ -18,15 +18,29 @@ _RULES = (SparsityInfo, SparsityConfig)
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, masks: Any, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    masks: Any,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    kv_tokens: int | None = None,
 ) -> Tensor:
-    """Attention by its op, or with masks by products and ``softmax``, whose arguments ``masks`` are."""
+    """Attention by its op, or with masks by products and ``softmax``, whose arguments ``masks`` are.
+
+    With ``kv_tokens`` only so many of the first tokens of k and v count.
+    """
     if all(mask is None for mask in masks[:3]):
-        o: Tensor = attention(q, k, v, layout, causal=causal)
+        lengths: Any = (None, None)
+        if kv_tokens is not None:
+            lengths = (q.new_full((len(q),), n, dtype=torch.int32) for n in (q.shape[2], kv_tokens))
+        options = dict(zip(("q_lengths", "kv_lengths"), lengths, strict=True))
+        o: Tensor = attention(q, k, v, layout, causal=causal, dropout_p=dropout_p, **options)
         return o
     scores = matmul(q, k, layout, "sdd", trans_b=True)
     found = softmax(scores, layout, q.shape[3] ** -0.5, *masks, causal=causal)
-    return matmul(found, v, layout, "dsd")
+    return matmul(F.dropout(found, dropout_p), v, layout, "dsd")
 
 
 class MultiheadAttention(nn.Module):
