@@ -38,8 +38,8 @@ _LEAST_TILE = 32
 _ALIGNMENT = 1024
 """Bytes that a pipeline group's shared memory is aligned to."""
 _STAGE_BYTES, _MATRIX_BYTES, _GROUP_BYTES = 20, 4, 96
-"""Bytes of a stage's barriers and first row, with dropout of its matrix, and of a pipeline group's two barriers
-and four descriptions.
+"""Bytes of a stage's barriers and first row, with dropout of its matrix, and of a pipeline group's two
+barriers and four descriptions.
 """
 _MOST_TOGETHER = 128
 """Largest head whose dK and dV one launch computes."""
