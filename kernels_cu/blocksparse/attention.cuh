@@ -23,7 +23,7 @@ struct AttentionType {
   using In = Element<kElement>;
 
   static constexpr int kPipelineGroups = kGroupCount,
-                       kGroupWarpgroups = kBlock / 64;  // warpgroups of a pipeline group
+                       kGroupWarpgroups = kBlock / 64;                        // warpgroups of a pipeline group
   static constexpr int kBoxes = (kHead + 63) / 64, kRowBytes = kBoxes * 128;  // boxes of 128 bytes in a row
   static constexpr int kStationaryBytes = 64 * kRowBytes,
                        kStationaryBoxBytes = 64 * 128;  // bytes of a stationary operand of one warpgroup
@@ -187,7 +187,7 @@ template <class Config> struct WarpgroupProducts {
 
 // Dropout ------------------------------------------------------------------------------------------------
 
-// Decides which cells are dropped. sparse24_plans/blocksparse/arithmetic/dropout.py defines it: a Philox call has 16
+// Decides which cells are dropped. sparse24_plans/blocksparse/dropout.py defines it: a Philox call has 16
 // bits for each of 8 cells, two queries that are 8 apart times four keys, and a cell is dropped whose bits are below
 // the bound. A thread has all 8 cells where rows of cells are queries, and 4 of each of two calls where they are keys.
 struct Dropout {
@@ -208,9 +208,9 @@ struct Dropout {
 
   // Calls drop(cell) for each dropped one of the thread's cells. Rows of cells are queries: `query` is the thread's
   // first one, `start` the key of the first column, and `bound` the 16 bits of the bound, shifted by 16.
-  template <int kCells, class Drop>
-  __device__ __forceinline__ void of_queries(float (&cells)[kCells], u32 matrix, u32 query, u32 start, u32 bound,
-                                             Drop drop) const {
+  template <int kCells, class Drop> __device__ __forceinline__ void of_queries(float (&cells)[kCells], u32 matrix,
+                                                                               u32 query, u32 start, u32 bound,
+                                                                               Drop drop) const {
 #pragma unroll
     for (int of_16 = 0; of_16 < kCells / 8; ++of_16) {
       u32 words[4];
@@ -224,9 +224,9 @@ struct Dropout {
     }
   }
   // Rows of cells are keys: `key` is the thread's first one, `start` the query of the first column.
-  template <int kCells, class Drop>
-  __device__ __forceinline__ void of_keys(float (&cells)[kCells], u32 matrix, u32 of_key, u32 start, u32 bound,
-                                          Drop drop) const {
+  template <int kCells, class Drop> __device__ __forceinline__ void of_keys(float (&cells)[kCells], u32 matrix,
+                                                                            u32 of_key, u32 start, u32 bound,
+                                                                            Drop drop) const {
     const u32 odd = of_key % 2;  // lanes of an even and the next odd key share two calls
 #pragma unroll
     for (int of_16 = 0; of_16 < kCells / 8; ++of_16) {

@@ -37,8 +37,8 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
   static constexpr bool kPingPong = S24_PING_PONG;  // whether the warpgroups alternate on the tensor cores
 
   // A piece is what a tile and a block have in common: a whole block, or a tile's part of one.
-  static constexpr int kPiece = kBlock < kTile ? kBlock : kTile,
-                       kPiecesPerStep = kTile / kPiece, kPiecesPerBlock = kBlock / kPiece;
+  static constexpr int kPiece = kBlock < kTile ? kBlock : kTile, kPiecesPerStep = kTile / kPiece,
+                       kPiecesPerBlock = kBlock / kPiece;
   static constexpr int kPieceBytes = kPiece * 128;  // bytes of a piece in a box
 
   // Shared memory: Q of each warpgroup; stages of each pipeline group; for each pipeline group its barriers and the
@@ -80,9 +80,10 @@ struct PipelineGroup : PipelineBarriers<Config, PipelineGroup> {
 // The work tile of a pipeline group.
 struct WorkTile {
   u32 matrix, row;  // block row, in its head
-  int count, last;  // pieces of kept blocks that are valid, -1: no work tile; the last one's keys begin at last * kPiece
-  int rows, keys;   // valid cells of the batch
-  int begin;        // first entry of the tables, known to the producer alone
+  int count,
+      last;        // pieces of kept blocks that are valid, -1: no work tile; the last one's keys begin at last * kPiece
+  int rows, keys;  // valid cells of the batch
+  int begin;       // first entry of the tables, known to the producer alone
 
   // Looks up work tile `index`. A whole warp calls it.
   __device__ __forceinline__ void find(const AttentionWgmmaParams& p, u32 index, u32 lane) {
@@ -111,7 +112,8 @@ struct WorkTile {
     last = count > 0 ? p.tables.entries[begin + count - 1] : 0;
     if constexpr (Config::kPiecesPerBlock > 1) {
       int valid = Config::kPiecesPerBlock;  // pieces of the last block
-      if constexpr (Config::kLengths) valid = min(valid, (keys - last * Config::kBlock + Config::kPiece - 1) / Config::kPiece);
+      if constexpr (Config::kLengths)
+        valid = min(valid, (keys - last * Config::kBlock + Config::kPiece - 1) / Config::kPiece);
       if (count > 0) count = (count - 1) * Config::kPiecesPerBlock + valid;
       last = last * Config::kPiecesPerBlock + valid - 1;
     }

@@ -10,8 +10,8 @@ from ..device.jit.launcher import put_maps
 from ..device.jit.structs import KernelParams, field, kernel_params
 from ..plan.operands import Views
 from ..vocab import DeviceProperties
-from .arithmetic.dropout import drop_bound
 from .descriptor import BlockSparseAttentionDescriptor
+from .dropout import drop_bound
 from .lookup_tables import addresses
 from .wgmma import matrices_map
 

@@ -23,7 +23,7 @@ from ..vocab import (
     Integer,
     OpCategory,
 )
-from .arithmetic.dropout import MOST_DROPOUT
+from .dropout import MOST_DROPOUT
 from .layout import BlockSparseLayout
 from .lookup_tables import length, longest_panel, view_of
 from .packed import packing
@@ -386,7 +386,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
         Whether each batch has lengths of its own: rows and columns beyond them are dropped and not read.
     dropout : float
         Probability p that a cell of the softmax is replaced by 0; the others are multiplied by 1 / (1 - p).
-        From 0 (default) to 1 - 2^-16. ``arithmetic/dropout.py`` defines which cells a seed and an offset
+        From 0 (default) to 1 - 2^-16. ``blocksparse/dropout.py`` defines which cells a seed and an offset
         drop, with p rounded to a multiple of 2^-16. ``lse`` is that of all cells.
 
     Raises

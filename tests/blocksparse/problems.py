@@ -21,7 +21,7 @@ from sparse24_plans import (
     ElementKind,
     decompress_blocks,
 )
-from sparse24_plans.blocksparse.arithmetic.dropout import dropped
+from sparse24_plans.blocksparse.dropout import dropped
 from sparse24_plans.blocksparse.pattern24 import metadata_of
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.codes import VALID_CODES

@@ -21,7 +21,7 @@ from sparse24_plans import (
     BlockSparseSoftmaxPlan,
     InvalidProblemError,
 )
-from sparse24_plans.blocksparse.arithmetic.dropout import dropped, philox
+from sparse24_plans.blocksparse.dropout import dropped, philox
 
 from .problems import Operands, case_of, random_operands, reference
 from .sample_layouts import EDGES, layouts, random_layout

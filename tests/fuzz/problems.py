@@ -27,7 +27,7 @@ from sparse24_plans import (
     TileRule,
 )
 from sparse24_plans.arithmetic.epilogue import UNGATED
-from sparse24_plans.blocksparse.arithmetic.dropout import MOST_DROPOUT
+from sparse24_plans.blocksparse.dropout import MOST_DROPOUT
 from sparse24_plans.plan.families import backends
 from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
 from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS

@@ -355,8 +355,10 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
 
 
 def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
-    """Problems of each op, element, block, mask, with and without dropout, and of the tiles that head sizes have;
-    a few have a negative scale."""
+    """Problems of each op, element, block and mask, with and without dropout, and of each tile of head sizes.
+
+    A few have a negative scale.
+    """
     flags = (False, True)
     for block, head_size in itertools.product((64, 128), (128, 64, 40, 96, 192, 256)):
         shape = BlockSparseShape(heads=1, rows=1024, cols=1024, block=block, blocks=10)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..descriptor import BlockSparseAttentionDescriptor
+from ..dropout import dropped as is_dropped
 from ..lookup_tables import LookUp
 from . import products
-from .dropout import dropped as is_dropped
 from .products import Line, Multiply
 from .softmax import exp32, in_order, softmax
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...blocksparse.arithmetic.dropout import dropped
+from ...blocksparse.dropout import dropped
 from ...blocksparse.plan import BlockSparseAttentionPlan
 from ...errors import InvalidProblemError, UnsupportedError
 from ..elements import element_of
@@ -152,7 +152,8 @@ class _Unfused:
             across[:, None, None] * one.block + within[:, None],
             block_cols[:, None, None] * one.block + within,
         )
-        return (~out).float() / (1 - p)
+        kept: Tensor = (~out).float() / (1 - p)
+        return kept
 
     def _logsumexp(self, scores: Tensor, found: Tensor) -> Tensor:
         """Each row's largest score minus the logarithm of its largest probability."""

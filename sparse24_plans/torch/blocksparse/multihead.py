@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...blocksparse.arithmetic.dropout import MOST_DROPOUT
+from ...blocksparse.dropout import MOST_DROPOUT
 from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError
 from .extra_keys import Masks, widened, with_extra_keys

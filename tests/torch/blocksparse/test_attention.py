@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
-from sparse24_plans.blocksparse.arithmetic.dropout import dropped
+from sparse24_plans.blocksparse.dropout import dropped
 from sparse24_plans.torch.blocksparse import attention, plan_dispatch
 from sparse24_plans.torch.plan_cache import PlanCache
 from tests.torch.cases import wanting
