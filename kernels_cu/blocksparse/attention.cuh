@@ -11,8 +11,8 @@
 #include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma_registers.cuh"
 
-// Base of a Config: kTileRows is the rows of a streamed tile, kStageCount the stages of a pipeline group, and kGroupCount
-// the pipeline groups of a CTA. A head size that is no multiple of 32 is filled up with columns of zeros by TMA.
+// Base of a Config: kTileRows is the rows of a streamed tile, kStageCount the stages of a pipeline group, and
+// kGroupCount the pipeline groups of a CTA. TMA fills a head size that is no multiple of 32 up with columns of zeros.
 template <int kElementCode, int kBlockRows, int kHeadSize, bool kIsCausal, bool kOfLengths, bool kDrops, int kTileRows,
           int kStageCount, int kGroupCount>
 struct AttentionType {

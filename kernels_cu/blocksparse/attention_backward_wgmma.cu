@@ -1,8 +1,8 @@
 // dQ, dK and dV of O = softmax(scale * Q K^T) V over kept blocks, from dO and the results of the forward pass.
 //
-// The first launch, `attention_backward_rows`, computes for every row of Q the base of its exponents, from the logarithm
-// of its sum, and delta = sum(dO * O). Then `attention_backward_wgmma` runs two or three times, compiled for its
-// gradients. One launch for dK and dV computes S once, and its sums fit in registers for heads of up to 128 columns.
+// The first launch, `attention_backward_rows`, computes for every row of Q the base of its exponents, from the
+// logarithm of its sum, and delta = sum(dO * O). Then `attention_backward_wgmma` runs two or three times, compiled for
+// its gradients. One launch for dK and dV computes S once, and its sums fit in registers for heads of up to 128 columns.
 //
 //   kGradients  a work tile               stationary  streamed, of its kept blocks           result
 //   KV          a block column, of K's    K, V        Q, dO, of each head of Q that shares K  dK, dV
@@ -15,9 +15,9 @@
 //   S = first first^T    P = exp(scale * S - base)    G = second second^T    dS = P * (G - delta)
 //   dQ, dK: sums += dS first    dV: sums += P second
 //
-// P and dS are rounded to the element; dS is computed from the rounded P. Dropout gives P of dropped cells the sign bit.
-// Dropped cells add nothing to dV, where keep_scale multiplies the result, and their G is 0; other G are multiplied by
-// keep_scale.
+// P and dS are rounded to the element; dS is computed from the rounded P. Dropout gives P of dropped cells the sign
+// bit. Dropped cells add nothing to dV, where keep_scale multiplies the result, and their G is 0. Other G are
+// multiplied by keep_scale.
 //
 // A pipeline group is a producer thread and the consumer warpgroups that it feeds: two that share the tiles of a block
 // of 128, or one with a block of 64 of its own. A stage holds a tile of the first and of the second streamed operand.

@@ -1,5 +1,5 @@
-// Philox4x32-10, a counter-based generator: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, Parallel Random Numbers:
-// As Easy as 1, 2, 3 (SC 2011), section 3.3 and its constants.
+// Philox4x32-10, a counter-based generator: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, Parallel Random
+// Numbers: As Easy as 1, 2, 3 (SC 2011), section 3.3 and its constants.
 #pragma once
 #include "common/types.cuh"
 
