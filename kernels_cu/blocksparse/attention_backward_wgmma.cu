@@ -2,7 +2,7 @@
 //
 // The first launch, `attention_backward_rows`, computes for every row of Q the base of its exponents, from the
 // logarithm of its sum, and delta = sum(dO * O). Then `attention_backward_wgmma` runs two or three times, compiled for
-// its gradients. One launch for dK and dV computes S once, and its sums fit in registers for heads of up to 128 columns.
+// its gradients. One launch for dK and dV computes S once, and its sums fit in registers for heads up to 128.
 //
 //   kGradients  a work tile               stationary  streamed, of its kept blocks           result
 //   KV          a block column, of K's    K, V        Q, dO, of each head of Q that shares K  dK, dV
