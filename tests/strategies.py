@@ -223,6 +223,7 @@ block_attentions = st.builds(
     op=st.sampled_from(BlockSparsePass),
     causal=st.booleans(),
     lengths=st.booleans(),
+    dropout=st.just(0.0) | st.floats(0, 0.99),
 )
 
 

@@ -6,27 +6,30 @@
 // stationary rows of its own, and tiles of other rows that stream through its stages.
 #pragma once
 #include "blocksparse/params/attention_tables.cuh"
+#include "common/philox.cuh"
 #include "common/pipeline_state.cuh"
 #include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma_registers.cuh"
 
-// Base of a Config: kTileRows is the rows of a streamed tile, kStageCount the stages of a pipeline group.
-template <int kElementCode, int kBlockRows, int kHeadSize, bool kIsCausal, bool kOfLengths, int kTileRows,
-          int kStageCount>
+// Base of a Config: kTileRows is the rows of a streamed tile, kStageCount the stages of a pipeline group, and
+// kGroupCount the pipeline groups of a CTA. TMA fills a head size that is no multiple of 32 up with columns of zeros.
+template <int kElementCode, int kBlockRows, int kHeadSize, bool kIsCausal, bool kOfLengths, bool kDrops, int kTileRows,
+          int kStageCount, int kGroupCount>
 struct AttentionType {
   static constexpr ElementKind kElement = ElementKind(kElementCode);
   static constexpr int kBlock = kBlockRows, kHead = kHeadSize;
-  static constexpr bool kCausal = kIsCausal, kLengths = kOfLengths;
+  static constexpr bool kCausal = kIsCausal, kLengths = kOfLengths, kDropout = kDrops;
   static constexpr int kTile = kTileRows, kPipelineStages = kStageCount;
   using In = Element<kElement>;
 
-  static constexpr int kPipelineGroups = 128 / kBlock,
-                       kGroupWarpgroups = 2 / kPipelineGroups;  // warpgroups of a pipeline group
-  static constexpr int kBoxes = kHead / 64;                     // boxes of 128 bytes in a row
-  static constexpr int kStationaryBytes = 64 * kHead * 2,
+  static constexpr int kPipelineGroups = kGroupCount,
+                       kGroupWarpgroups = kBlock / 64;                        // warpgroups of a pipeline group
+  static constexpr int kBoxes = (kHead + 63) / 64, kRowBytes = kBoxes * 128;  // boxes of 128 bytes in a row
+  static constexpr int kStationaryBytes = 64 * kRowBytes,
                        kStationaryBoxBytes = 64 * 128;  // bytes of a stationary operand of one warpgroup
-  static constexpr int kTileBytes = kTile * kHead * 2, kBoxBytes = kTile * 128;
-  static constexpr int kAccumulators = kHead / 2,
+  static constexpr int kTileBytes = kTile * kRowBytes, kBoxBytes = kTile * 128;
+  static constexpr int kResultColumns = (kHead + 31) / 32 * 32;
+  static constexpr int kAccumulators = kResultColumns / 2,
                        kCells =
                            kTile / 2;   // accumulators of a thread for 64 rows of results, and for 64 rows of scores
   static constexpr int kThreads = 384;  // two consumer warpgroups and a producer warpgroup
@@ -149,7 +152,7 @@ template <class Config> struct WarpgroupProducts {
   template <int kSign> static __device__ __forceinline__ void issue_cells(float (&cells)[kCells], u64 own, u64 tile) {
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < Config::kHead / 16; ++k) {
+    for (int k = 0; k < (Config::kHead + 15) / 16; ++k) {
       const u64 left = own + k / 4 * (Config::kStationaryBoxBytes >> 4) + k % 4 * Stationary::kStep;
       const u64 right = tile + k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Tile::kStep;
       if (k == 0) wgmma_signed<Config::kElement, 0, kSign>(cells, left, right);
@@ -157,9 +160,93 @@ template <class Config> struct WarpgroupProducts {
     }
     wgmma_commit();
   }
+  // sums += A * tile, for the step of 16 rows of the tile that `b` describes
+  template <int kFrom = 0>
+  static __device__ __forceinline__ void add(float (&sums)[Config::kAccumulators], const u32 (&a)[4], u64 b) {
+    constexpr int kLeft = Config::kAccumulators - kFrom, kCount = kLeft >= 64 ? 64 : kLeft >= 32 ? 32 : 16;
+    wgmma_registers<Config::kElement, 1>(*(float (*)[kCount])(sums + kFrom), a,
+                                         b + kFrom / 32 * (Config::kBoxBytes >> 4));
+    if constexpr (kLeft > kCount) add<kFrom + kCount>(sums, a, b);
+  }
+  // sums += factors * tile
+  static __device__ __forceinline__ void issue_sums(float (&sums)[Config::kAccumulators],
+                                                    const u32 (&factors)[kCells / 2], u64 tile) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kTile / 16; ++k) {
+      const u32 a[4] = {factors[4 * k], factors[4 * k + 1], factors[4 * k + 2], factors[4 * k + 3]};
+      add(sums, a, tile + k * Summed::kStep);
+    }
+    wgmma_commit();
+  }
   static __device__ __forceinline__ void round(u32 (&factors)[kCells / 2], const float (&cells)[kCells]) {
 #pragma unroll
     for (int i = 0; i < kCells / 2; ++i) factors[i] = Config::In::pair(cells[2 * i], cells[2 * i + 1]);
+  }
+};
+
+// Dropout ------------------------------------------------------------------------------------------------
+
+// Decides which cells are dropped. sparse24_plans/blocksparse/dropout.py defines it: a Philox call has 16
+// bits for each of 8 cells, two queries that are 8 apart times four keys, and a cell is dropped whose bits are below
+// the bound. A thread has all 8 cells where rows of cells are queries, and 4 of each of two calls where they are keys.
+struct Dropout {
+  u32 key[2] = {0, 0};
+
+  __device__ __forceinline__ Dropout() {}
+  // `seed_offset` points to two integers of 64 bits.
+  __device__ __forceinline__ Dropout(const u32* seed_offset) {
+    const u32 seed[2] = {seed_offset[0], seed_offset[1]};
+    u32 words[4] = {seed_offset[2], seed_offset[3], 0, 0};
+    philox(words, seed);
+    key[0] = words[0], key[1] = words[1];
+  }
+  __device__ __forceinline__ void call(u32 (&words)[4], u32 of_key, u32 query, u32 matrix) const {
+    words[0] = of_key, words[1] = query, words[2] = matrix, words[3] = 0;
+    philox(words, key);
+  }
+
+  // Calls drop(cell) for each dropped one of the thread's cells. Rows of cells are queries: `query` is the thread's
+  // first one, `start` the key of the first column, and `bound` the 16 bits of the bound, shifted by 16.
+  template <int kCells, class Drop> __device__ __forceinline__ void of_queries(float (&cells)[kCells], u32 matrix,
+                                                                               u32 query, u32 start, u32 bound,
+                                                                               Drop drop) const {
+#pragma unroll
+    for (int of_16 = 0; of_16 < kCells / 8; ++of_16) {
+      u32 words[4];
+      call(words, start + 16 * of_16 + first_column(), query, matrix);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // bit 3 of the query, then bit 3 of the key
+        float* pair = cells + 8 * of_16 + i % 2 * 4 + i / 2 * 2;
+        if (words[i] << 16 < bound) drop(pair[0]);
+        if (words[i] < bound) drop(pair[1]);
+      }
+    }
+  }
+  // Rows of cells are keys: `key` is the thread's first one, `start` the query of the first column.
+  template <int kCells, class Drop> __device__ __forceinline__ void of_keys(float (&cells)[kCells], u32 matrix,
+                                                                            u32 of_key, u32 start, u32 bound,
+                                                                            Drop drop) const {
+    const u32 odd = of_key % 2;  // lanes of an even and the next odd key share two calls
+#pragma unroll
+    for (int of_16 = 0; of_16 < kCells / 8; ++of_16) {
+      u32 words[4], fields[2][2];
+      call(words, of_key - odd, start + 16 * of_16 + first_column() + odd, matrix);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 even_keys = __byte_perm(words[2 * i], words[2 * i + 1], 0x5410),
+                  odd_keys = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);
+        const u32 other = __shfl_xor_sync(~0u, odd ? even_keys : odd_keys, 4);
+        fields[0][i] = odd ? other : even_keys, fields[1][i] = odd ? odd_keys : other;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // bit 3 of the query, then bit 0
+        float* pair = cells + 8 * of_16 + i / 2 * 4 + i % 2;
+        const u32 word = fields[i % 2][i / 2];
+        if (word << 16 < bound) drop(pair[0]);
+        if (word < bound) drop(pair[2]);
+      }
+    }
   }
 };
 
@@ -187,7 +274,7 @@ template <class Config> __device__ __forceinline__ void write_row(void* results,
                                                                   float factor, bool counts) {
   u16* to = (u16*)results + line * Config::kHead + threadIdx.x % 4 * 8;
 #pragma unroll
-  for (int j = 0; j < Config::kHead / 32; ++j) {
+  for (int j = 0; j < Config::kResultColumns / 32; ++j) {
     u32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -195,6 +282,7 @@ template <class Config> __device__ __forceinline__ void write_row(void* results,
       words[i] = counts ? Config::In::pair(sums[from] * factor, sums[from + 1] * factor) : 0;
     }
     transpose_quad(words);
-    *(uint4*)(to + 32 * j) = make_uint4(words[0], words[1], words[2], words[3]);
+    if (32 * j + 32 <= Config::kHead || 32 * j + (int)threadIdx.x % 4 * 8 < Config::kHead)
+      *(uint4*)(to + 32 * j) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }

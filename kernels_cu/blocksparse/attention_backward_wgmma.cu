@@ -1,23 +1,27 @@
 // dQ, dK and dV of O = softmax(scale * Q K^T) V over kept blocks, from dO and the results of the forward pass.
 //
-// There are three launches. `attention_backward_rows` computes for every row of Q the base of its exponents, from the
-// logarithm of its sum, and delta = sum(dO * O). Then `attention_backward_wgmma` runs twice, compiled for what is
-// stationary:
+// The first launch, `attention_backward_rows`, computes for every row of Q the base of its exponents, from the
+// logarithm of its sum, and delta = sum(dO * O). Then `attention_backward_wgmma` runs two or three times, compiled for
+// its gradients. One launch for dK and dV computes S once, and its sums fit in registers for heads up to 128.
 //
-//   S24_STATIONARY_KV  a work tile               stationary  streamed, of its kept blocks           result
-//   1                  a block column, of K's    K, V        Q, dO, of each head of Q that shares K  dK, dV
-//   0                  a block row, of Q's       Q, dO       K, V                                    dQ
+//   kGradients  a work tile               stationary  streamed, of its kept blocks           result
+//   KV          a block column, of K's    K, V        Q, dO, of each head of Q that shares K  dK, dV
+//   K, V        a block column, of K's    K, V; K     Q, dO, of each head of Q that shares K  dK; dV
+//   Q           a block row, of Q's       Q, dO       K, V                                    dQ
 //
 // Let first and second be the members of either pair. A warpgroup has 64 rows of the stationary operands, and a tile
-// has kTile rows of the streamed ones. It computes in registers (for 1 everything is transposed):
+// has kTile rows of the streamed ones. It computes in registers (for K and V everything is transposed):
 //
 //   S = first first^T    P = exp(scale * S - base)    G = second second^T    dS = P * (G - delta)
-//   sums[0] += dS first    sums[1] += P second, for 1 alone
+//   dQ, dK: sums += dS first    dV: sums += P second
 //
-// P and dS are rounded to the element; dS is computed from the rounded P.
+// P and dS are rounded to the element; dS is computed from the rounded P. Dropout gives P of dropped cells the sign
+// bit. Dropped cells add nothing to dV, where keep_scale multiplies the result, and their G is 0. Other G are
+// multiplied by keep_scale.
 //
 // A pipeline group is a producer thread and the consumer warpgroups that it feeds: two that share the tiles of a block
 // of 128, or one with a block of 64 of its own. A stage holds a tile of the first and of the second streamed operand.
+// Two pipeline groups of large heads exceed shared memory: then there is one, and a warpgroup has no work.
 //
 //   role      warps                               work
 //   producer  last warpgroup, a thread of warp c  pipeline group c: the stationary operands of each work tile; stages;
@@ -34,6 +38,7 @@
 // One warpgroup computes each sum in the order of its tables, without atomics, so the bits of a result depend on its
 // block row or block column alone. Work tiles are scheduled as in attention_wgmma.cu.
 #include "blocksparse/attention_backward_wgmma/rows.cuh"
+#include "blocksparse/attention_backward_wgmma/work_tiles.cuh"
 
 // Keeps what is computed from `v` out of registers until here: the compiler may not hoist it out of a loop.
 __device__ __forceinline__ u32 made_here(u32 v) {
@@ -41,94 +46,15 @@ __device__ __forceinline__ u32 made_here(u32 v) {
   return v;
 }
 
+// Spreads the sign of either half over its 16 bits: bit 3 of a selector's digit repeats the sign of its byte.
+__device__ __forceinline__ u32 spread_signs(u32 pair) {
+  u32 mask;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(mask) : "r"(pair));
+  return mask;
+}
+
 using Ring = PipelineState<Config::kPipelineStages>;
 using Products = WarpgroupProducts<Config>;
-
-// A pipeline group's part of shared memory.
-struct PipelineGroup : PipelineBarriers<Config, PipelineGroup> {
-  u32 base;
-  __device__ __forceinline__ PipelineGroup(u32 base) : base(base) {}
-  __device__ __forceinline__ u32 barriers() const { return base + Config::kBarrierAt; }
-  __device__ __forceinline__ u32 empty(u32 stage) const { return full(stage) + 8 * Config::kPipelineStages; }
-  __device__ __forceinline__ u32 work(u32 count) const {  // address of a work tile's description
-    return base + Config::kItemsAt + count % Config::kItems * Config::kItemBytes;
-  }
-  __device__ __forceinline__ u32 start(u32 stage) const { return base + Config::kStartsAt + 4 * stage; }
-  __device__ __forceinline__ u32 tile(u32 stage, u32 which) const {
-    return base + Config::kStagesAt + (stage * 2 + which) * Config::kTileBytes;
-  }
-  __device__ __forceinline__ u32 line(u32 stage, u32 which) const {
-    return base + Config::kRowStatsAt + (stage * 2 + which) * Config::kRowStatBytes;
-  }
-  __device__ __forceinline__ u32 stationary(u32 group, u32 which) const {
-    return base + (group * 2 + which) * Config::kStationaryBytes;
-  }
-};
-
-// Work tiles -----------------------------------------------------------------------------------------------
-
-// The description of a pipeline group's work tile, as it lies in shared memory.
-struct WorkTile {
-  u32 matrix, line;  // matrix of the stationary operands; block row or block column in it
-  int tiles;         // streamed tiles, -1: no work tile
-  int rows, keys;    // valid cells of the batch
-
-  static constexpr u32 kBlockLineAt = 4, kTilesAt = 8, kRowsAt = 12, kKeysAt = 16;
-
-  // Loads the description. A whole warp calls it.
-  __device__ __forceinline__ void load(u32 at) {
-    matrix = uniform(at), line = uniform(at + kBlockLineAt), tiles = (int)uniform(at + kTilesAt);
-    rows = (int)uniform(at + kRowsAt), keys = (int)uniform(at + kKeysAt);
-  }
-};
-
-// The valid table entries of a work tile, for its `one`-th head of Q; they increase. The producer has few registers, so
-// everything is loaded where it is needed.
-struct Entries {
-  const int* first;
-  int count;
-
-  static __device__ __forceinline__ u32 batch(const AttentionBackwardWgmmaParams& p, u32 work) {
-    return load_shared_as<u32>(work) / (Config::kStationaryKv ? p.kv_heads : p.heads);
-  }
-  static __device__ __forceinline__ u32 head(const AttentionBackwardWgmmaParams& p, u32 work, u32 one) {
-    const u32 matrix = load_shared_as<u32>(work);
-    return Config::kStationaryKv ? matrix % p.kv_heads * p.heads_per_kv + one : matrix % p.heads;
-  }
-  // Returns the matrix of the streamed operands.
-  static __device__ __forceinline__ u32 matrix(const AttentionBackwardWgmmaParams& p, u32 work, u32 one) {
-    const u32 from = batch(p, work), of_head = head(p, work, one);
-    return Config::kStationaryKv ? from * p.heads + of_head : from * p.kv_heads + of_head / p.heads_per_kv;
-  }
-
-  // Returns how many entries are below `limit`.
-  __device__ __forceinline__ int below(int limit) const {
-    int found = 0;
-    for (int end = count; found < end;) {
-      const int middle = (found + end) / 2;
-      if (first[middle] < limit) found = middle + 1;
-      else end = middle;
-    }
-    return found;
-  }
-
-  __device__ __forceinline__ Entries(const AttentionBackwardWgmmaParams& p, u32 work, u32 one) {
-    const int line = load_shared_as<int>(work + WorkTile::kBlockLineAt);
-    const int* from = p.tables.pointers + (head(p, work, one) * p.matrix_tiles + line);
-    first = p.tables.entries + from[0];
-    count = from[1] - from[0];
-    if constexpr (Config::kLengths) {
-      const int own = load_shared_as<int>(work + (Config::kStationaryKv ? WorkTile::kKeysAt : WorkTile::kRowsAt));
-      const int other = load_shared_as<int>(work + (Config::kStationaryKv ? WorkTile::kRowsAt : WorkTile::kKeysAt));
-      count = line * Config::kBlock < own ? below((other + Config::kBlock - 1) / Config::kBlock) : 0;
-    }
-    if constexpr (Config::kCausal && !Config::kStationaryKv) count = below(line + 1);
-    if constexpr (Config::kCausal && Config::kStationaryKv) {
-      const int hidden = below(line);
-      first += hidden, count -= hidden;
-    }
-  }
-};
 
 // Producer ---------------------------------------------------------------------------------------------
 
@@ -145,6 +71,7 @@ struct Producer {
     matrix = made_here(matrix);
     barrier_wait(pipeline.empty(stage), ~(tiles / Config::kPipelineStages) & 1);
     store_shared(pipeline.start(stage), start);
+    if constexpr (Config::kDropout && Config::kStationaryKv) store_shared(pipeline.matrix(stage), matrix);
     barrier_arrive_expect_tx(full, 2 * (Config::kTileBytes + Config::kRowStatBytes));
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
@@ -185,11 +112,12 @@ struct Producer {
     const u32 work = pipeline.work(sequence), full = pipeline.work_full();
     const int tiles = load_shared_as<int>(work + WorkTile::kTilesAt);
     barrier_wait(pipeline.work_empty(), ~sequence & 1);
-    barrier_arrive_expect_tx(full, tiles > 0 ? Config::kGroupWarpgroups * 2 * Config::kStationaryBytes : 0);
+    barrier_arrive_expect_tx(
+        full, tiles > 0 ? Config::kGroupWarpgroups * Config::kStationaries * Config::kStationaryBytes : 0);
     if (tiles > 0) {
       const u32 matrix = load_shared_as<u32>(work), line = load_shared_as<u32>(work + WorkTile::kBlockLineAt);
 #pragma unroll
-      for (int which = 0; which < 2; ++which)
+      for (int which = 0; which < Config::kStationaries; ++which)
 #pragma unroll
         for (u32 group = 0; group < Config::kGroupWarpgroups; ++group)
           load_rows<Config, Config::kStationaryBoxBytes>(pipeline.stationary(group, which), &p.stationary_maps[which],
@@ -235,6 +163,7 @@ struct ConsumerMainloop {
   const AttentionBackwardWgmmaParams& p;
   const PipelineGroup pipeline;
   const u32 group;  // of its pipeline
+  const Dropout dropout;
   Ring at;
   u32 sequence = 0;           // so far
   float bases[2], deltas[2];  // bases and deltas of the thread's rows, if rows of Q are stationary
@@ -247,7 +176,7 @@ struct ConsumerMainloop {
   // Waits for a stage and zeroes rows that are not valid. Returns the stage's first row if that matters.
   __device__ __forceinline__ int take(const WorkTile& work, const Ring& one) const {
     barrier_wait(pipeline.full(one.stage), one.parity);
-    if constexpr (!Config::kCausal && !Config::kLengths) return 0;
+    if constexpr (!Config::kCausal && !Config::kLengths && !Config::kDropout) return 0;
     const int start = (int)uniform(pipeline.start(one.stage));
     if constexpr (Config::kLengths) {
       const int end = (Config::kStationaryKv ? work.rows : work.keys) - start;
@@ -264,14 +193,7 @@ struct ConsumerMainloop {
   }
   __device__ __forceinline__ void issue_sums(float (&sums)[Config::kAccumulators],
                                              const u32 (&factors)[Config::kCells / 2], u32 which, u32 stage) const {
-    const u64 b = Products::Summed::descriptor(pipeline.tile(stage, which));
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Config::kTile / 16; ++k) {
-      const u32 a[4] = {factors[4 * k], factors[4 * k + 1], factors[4 * k + 2], factors[4 * k + 3]};
-      wgmma_registers<Config::kElement, 1>(sums, a, b + k * Products::Summed::kStep);
-    }
-    wgmma_commit();
+    Products::issue_sums(sums, factors, Products::Summed::descriptor(pipeline.tile(stage, which)));
   }
 
   __device__ __forceinline__ void load_rows(const WorkTile& work) {
@@ -331,6 +253,19 @@ struct ConsumerMainloop {
           if (8 * j + i < begin || 8 * j + i >= end) scores[4 * j + 2 * half + i] = 0.0f;
     }
   }
+  // Gives the exponentials of dropped cells the sign bit.
+  __device__ __forceinline__ void drop(float (&scores)[Config::kCells], const WorkTile& work, int start) const {
+    const auto negate = [](float& cell) { cell = -cell; };
+    if constexpr (Config::kStationaryKv)
+      dropout.of_keys(scores, uniform(pipeline.matrix(at.stage)), row(work), start, p.drop_below, negate);
+    else dropout.of_queries(scores, work.matrix, row(work), start, p.drop_below, negate);
+  }
+  // Zeroes the factors that have the sign bit.
+  static __device__ __forceinline__ void clear_dropped(u32 (&kept)[Config::kCells / 2],
+                                                       const u32 (&factors)[Config::kCells / 2]) {
+#pragma unroll
+    for (int i = 0; i < Config::kCells / 2; ++i) kept[i] = factors[i] & ~spread_signs(factors[i]);
+  }
   // Computes dS from P and G, in place of G.
   __device__ __forceinline__ void differentiate(float (&cells)[Config::kCells],
                                                 const u32 (&factors)[Config::kCells / 2], u32 stage) const {
@@ -342,7 +277,13 @@ struct ConsumerMainloop {
       for (int i = 0; i < 4; ++i) {
         float& cell = cells[4 * j + i];
         const float factor = Config::In::to_float((u16)(factors[2 * j + i / 2] >> (i % 2 * 16)));
-        cell = factor * (cell - (Config::kStationaryKv ? delta[i % 2] : deltas[i / 2]));
+        const float of_row = Config::kStationaryKv ? delta[i % 2] : deltas[i / 2];
+        if constexpr (Config::kDropout) {
+          const float given = __float_as_int(factor) < 0 ? 0.0f : cell * p.keep_scale;
+          cell = fabsf(factor) * (given - of_row);
+        } else {
+          cell = factor * (cell - of_row);
+        }
       }
     }
   }
@@ -352,11 +293,18 @@ struct ConsumerMainloop {
                                                              float (&scores)[Config::kCells],
                                                              float (&cells)[Config::kCells],
                                                              u32 (&factors)[Config::kCells / 2]) {
-    u32 changes[Config::kCells / 2];
-    if constexpr (Config::kStationaryKv) issue_sums(sums[1], factors, 1, at.stage);
-    differentiate(cells, factors, at.stage);
-    Products::round(changes, cells);
-    issue_sums(sums[0], changes, 0, at.stage);
+    u32 changes[Config::kCells / 2], kept[Config::kCells / 2];
+    if constexpr (Config::kOfValues && Config::kDropout) {
+      clear_dropped(kept, factors);
+      issue_sums(sums[Config::kResults - 1], kept, 1, at.stage);
+    } else if constexpr (Config::kOfValues) {
+      issue_sums(sums[Config::kResults - 1], factors, 1, at.stage);
+    }
+    if constexpr (Config::kOfScores) {
+      differentiate(cells, factors, at.stage);
+      Products::round(changes, cells);
+      issue_sums(sums[0], changes, 0, at.stage);
+    }
     const u32 free = pipeline.empty(at.stage);
     at.next();
     if constexpr (kMore) {
@@ -366,7 +314,7 @@ struct ConsumerMainloop {
       wgmma_wait<0>();
     }
     wgmma_fence_operand(sums[0]);
-    if constexpr (Config::kStationaryKv) wgmma_fence_operand(sums[1]);
+    if constexpr (Config::kResults == 2) wgmma_fence_operand(sums[1]);
     release(free);
   }
   // Computes P and G of a tile whose S is in flight. Waits for the next tile if there is one, and sets `start` to its
@@ -374,11 +322,12 @@ struct ConsumerMainloop {
   __device__ __forceinline__ void finish(float (&scores)[Config::kCells], float (&cells)[Config::kCells],
                                          u32 (&factors)[Config::kCells / 2], int& start, bool more,
                                          const WorkTile& work) {
-    issue_cells(cells, 1, at.stage);
-    wgmma_wait<1>();
+    if constexpr (Config::kOfScores) issue_cells(cells, 1, at.stage);
+    wgmma_wait<Config::kOfScores>();
     wgmma_fence_operand(scores);
     exponentiate(scores, at.stage);
     if (hides(work, start)) hide(scores, work, start);
+    if constexpr (Config::kDropout) drop(scores, work, start);
     Products::round(factors, scores);
     settle(factors);
     if (more) {  // the branch keeps what is above it in place
@@ -386,8 +335,10 @@ struct ConsumerMainloop {
       next.next();
       start = take(work, next);
     }
-    wgmma_wait<0>();
-    wgmma_fence_operand(cells);
+    if constexpr (Config::kOfScores) {
+      wgmma_wait<0>();
+      wgmma_fence_operand(cells);
+    }
   }
 
   __device__ __forceinline__ void multiply(float (&sums)[Config::kResults][Config::kAccumulators],
@@ -439,8 +390,9 @@ struct ConsumerMainloop {
       } else {
         release(pipeline.work_empty());
       }
-      write(p.gradients[0], sums[0], p.scale, work);
-      if constexpr (Config::kStationaryKv) write(p.gradients[1], sums[1], 1.0f, work);
+      if constexpr (Config::kOfScores) write(p.gradients[0], sums[0], p.scale, work);
+      if constexpr (Config::kOfValues)
+        write(p.gradients[1], sums[Config::kResults - 1], Config::kDropout ? p.keep_scale : 1.0f, work);
     }
   }
 };
@@ -463,9 +415,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     const u32 warp = threadIdx.x % 128 / 32, index = Config::kPipelineGroups == 1 ? 0 : warp;
     if (warp < Config::kPipelineGroups && threadIdx.x % 32 == 0)
       Producer{p, {base + index * Config::kPipelineBytes}}.produce(blockIdx.x * Config::kPipelineGroups + index);
-  } else {
+  } else if (Config::kWarpgroups == 2 || warpgroup == 0) {
     warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    if constexpr (Config::kPipelineGroups == 1) ConsumerMainloop{p, {base}, warpgroup}.work();
-    else ConsumerMainloop{p, {base + warpgroup * Config::kPipelineBytes}, 0}.work();
+    Dropout dropout;
+    if constexpr (Config::kDropout) dropout = Dropout(p.seed_offset);
+    if constexpr (Config::kPipelineGroups == 1) ConsumerMainloop{p, {base}, warpgroup, dropout}.work();
+    else ConsumerMainloop{p, {base + warpgroup * Config::kPipelineBytes}, 0, dropout}.work();
   }
 }

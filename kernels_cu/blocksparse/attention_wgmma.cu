@@ -1,8 +1,9 @@
 // O = softmax(scale * Q K^T) V over kept blocks, and the logarithm of each row's sum of exponentials.
 //
-// A work tile is a block row of one head of one batch. A tile of K or V is 128 keys: a kept block of 128, or two of 64,
-// in increasing columns. A pipeline group is a producer warp and the consumer warpgroups that it feeds, each of which
-// has 64 rows: two that share the tiles of a block row of 128, or one with a block row of 64 of its own.
+// A work tile is a block row of one head of one batch. A tile of K or V is S24_TILE keys: a kept block, two of 64, or
+// for large heads a part of one, in increasing columns. A pipeline group is a producer warp and the consumer warpgroups
+// that it feeds, each of which has 64 rows: two that share the tiles of a block row of 128, or one with a block row of
+// 64 of its own.
 //
 //   role      warps                       work
 //   producer  last warpgroup, warp c      pipeline group c: Q of each work tile; K and V, one stage for each tile, also
@@ -12,10 +13,13 @@
 //   barriers  full, empty: of a stage. work_full: Q and the description of the work tile have arrived. work_empty: its
 //             warpgroups no longer need them. Named barriers 1 and 2: ping-pong of the warpgroups' products; 3
 //             and 4: the threads of one warpgroup.
-//   registers S 64, P 32, O head_size / 2 for each thread; producers release registers to the consumers.
+//   registers S S24_TILE / 2, P S24_TILE / 4, O head_size / 2 for each thread; producers release registers to the
+//             consumers.
 //
-//   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |
-//   softmax            | 0      |     | 1             |     | 2             overlaps P V of the previous tile
+//   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |        | P2 V2 | S0 |
+//   softmax            | 0      |     | 1             |     | 2             |       | write
+//
+// The softmax overlaps with P V of the previous tile, and writing with the first scores of the next work tile.
 //
 // Stages are filled in the order in which they are read: K0 K1 V0 K2 V1 ... One CTA sums each row over its kept tiles
 // in increasing columns, so the bits of a result depend on its block row alone.
@@ -23,26 +27,34 @@
 // The kernel is persistent. Work tiles: matrices in raster groups whose K and V stay in L2, and within a raster group
 // every head's longest block row, then the next. A pipeline group takes the next work tile from a counter in memory,
 // which does not influence any result.
+//
+// With S24_DROPOUT, P has zeros where Dropout drops a cell, after it has been added to the sum, and the result is
+// multiplied by keep_scale.
 #include "blocksparse/attention.cuh"
 #include "blocksparse/params/attention_wgmma.cuh"
 
 // All compile-time constants; macros are read here alone.
-struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), 128 /* keys */,
-                              S24_PIPELINE_STAGES> {
+struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), bool(S24_DROPOUT),
+                              S24_TILE, S24_PIPELINE_STAGES, 128 / S24_BLOCK> {
   static constexpr int kSign = S24_SIGN;            // sign of the scale
   static constexpr bool kPingPong = S24_PING_PONG;  // whether the warpgroups alternate on the tensor cores
 
-  static constexpr int kBlocksPerStep = kTile / kBlock,
-                       kPartBytes = kBlock * 128;  // blocks of a tile; bytes of one block in a box
+  // A piece is what a tile and a block have in common: a whole block, or a tile's part of one.
+  static constexpr int kPiece = kBlock < kTile ? kBlock : kTile, kPiecesPerStep = kTile / kPiece,
+                       kPiecesPerBlock = kBlock / kPiece;
+  static constexpr int kPieceBytes = kPiece * 128;  // bytes of a piece in a box
 
   // Shared memory: Q of each warpgroup; stages of each pipeline group; for each pipeline group its barriers and the
   // description of its work tile.
   static constexpr int kStagesAt = 2 * kStationaryBytes,
                        kBarrierAt = kStagesAt + kPipelineGroups * kPipelineStages * kTileBytes;
   static constexpr int kPipelineBytes = 256;
-  static_assert(16 * kPipelineStages + 48 <= kPipelineBytes, "barriers, then what the work is");
+  static_assert((16 + 4 * kPiecesPerStep) * kPipelineStages + 48 <= kPipelineBytes,
+                "barriers, what the work is, first keys of the pieces of each stage");
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  // Whether results are written while the next work tile's first scores are computed. Large heads lack registers.
+  static constexpr bool kWritesBehindScores = kAccumulators <= 96;
 };
 
 using Ring = PipelineState<Config::kPipelineStages>;
@@ -57,6 +69,9 @@ struct PipelineGroup : PipelineBarriers<Config, PipelineGroup> {
   __device__ __forceinline__ u32 work() const {
     return barriers() + kBarrierBytes;
   }  // address of the description of its work tile
+  __device__ __forceinline__ u32 starts(u32 stage) const {  // address of the first keys of a stage's pieces
+    return work() + 32 + stage * Config::kPiecesPerStep * 4;
+  }
   __device__ __forceinline__ u32 tile(u32 stage) const {
     return base + Config::kStagesAt + (index * Config::kPipelineStages + stage) * Config::kTileBytes;
   }
@@ -70,9 +85,10 @@ struct PipelineGroup : PipelineBarriers<Config, PipelineGroup> {
 // The work tile of a pipeline group.
 struct WorkTile {
   u32 matrix, row;  // block row, in its head
-  int count, last;  // kept blocks that are valid, -1: no work tile; column of the last block
-  int rows, keys;   // valid cells of the batch
-  int begin;        // first entry of the tables, known to the producer alone
+  int count,
+      last;        // pieces of kept blocks that are valid, -1: no work tile; the last one's keys begin at last * kPiece
+  int rows, keys;  // valid cells of the batch
+  int begin;       // first entry of the tables, known to the producer alone
 
   // Looks up work tile `index`. A whole warp calls it.
   __device__ __forceinline__ void find(const AttentionWgmmaParams& p, u32 index, u32 lane) {
@@ -99,8 +115,15 @@ struct WorkTile {
       count = found;
     }
     last = count > 0 ? p.tables.entries[begin + count - 1] : 0;
+    if constexpr (Config::kPiecesPerBlock > 1) {
+      int valid = Config::kPiecesPerBlock;  // pieces of the last block
+      if constexpr (Config::kLengths)
+        valid = min(valid, (keys - last * Config::kBlock + Config::kPiece - 1) / Config::kPiece);
+      if (count > 0) count = (count - 1) * Config::kPiecesPerBlock + valid;
+      last = last * Config::kPiecesPerBlock + valid - 1;
+    }
   }
-  __device__ __forceinline__ int tiles() const { return (count + Config::kBlocksPerStep - 1) / Config::kBlocksPerStep; }
+  __device__ __forceinline__ int tiles() const { return (count + Config::kPiecesPerStep - 1) / Config::kPiecesPerStep; }
 
   __device__ __forceinline__ void store(u32 at) const {
     store_shared(at, matrix), store_shared(at + 4, row), store_shared(at + 8, (u32)count);
@@ -122,18 +145,23 @@ struct Producer {
   Ring at;
   u32 work_parity = 1;
 
-  // Loads the rows of up to kBlocksPerStep blocks of keys.
+  // Loads the keys of up to kPiecesPerStep pieces.
   __device__ __forceinline__ void load_tile(const TensorMap* map, u32 matrix,
-                                            const int (&columns)[Config::kBlocksPerStep], int blocks) {
+                                            const int (&found)[Config::kPiecesPerStep], int pieces) {
     if (lane == 0) {
       const u32 full = pipeline.full(at.stage), to = pipeline.tile(at.stage);
       barrier_wait(pipeline.empty(at.stage), at.parity ^ 1);
-      barrier_arrive_expect_tx(full, min(blocks, Config::kBlocksPerStep) * Config::kBlock * Config::kHead * 2);
+      if constexpr (Config::kDropout) {
 #pragma unroll
-      for (int beside = 0; beside < Config::kBlocksPerStep; ++beside)
-        if (beside < blocks)
-          load_rows<Config, Config::kBoxBytes>(to + beside * Config::kPartBytes, map,
-                                               (u32)columns[beside] * Config::kBlock, matrix, full);
+        for (int beside = 0; beside < Config::kPiecesPerStep; ++beside)
+          store_shared(pipeline.starts(at.stage) + 4 * beside, (u32)found[beside] * Config::kPiece);
+      }
+      barrier_arrive_expect_tx(full, min(pieces, Config::kPiecesPerStep) * Config::kPiece * Config::kRowBytes);
+#pragma unroll
+      for (int beside = 0; beside < Config::kPiecesPerStep; ++beside)
+        if (beside < pieces)
+          load_rows<Config, Config::kBoxBytes>(to + beside * Config::kPieceBytes, map,
+                                               (u32)found[beside] * Config::kPiece, matrix, full);
     }
     __syncwarp();
     at.next();
@@ -160,25 +188,27 @@ struct Producer {
   __device__ __forceinline__ void load_work(WorkTile& work, u32 next) {
     const u32 matrix = work.matrix / p.heads * (p.heads / p.heads_per_kv) + work.matrix % p.heads / p.heads_per_kv;
     const int tiles = work.tiles(), count = work.count;
-    int columns[Config::kBlocksPerStep], before[Config::kBlocksPerStep], window = 0;
+    int pieces[Config::kPiecesPerStep], before[Config::kPiecesPerStep], window = 0;
     const int* entries = p.tables.entries + work.begin;
     if (count == 0) publish(work);
     for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
-      for (int beside = 0; beside < Config::kBlocksPerStep; ++beside) {
-        const int entry = tile * Config::kBlocksPerStep + beside;
-        if (entry % 32 == 0) window = entry + (int)lane < count ? entries[entry + lane] : 0;
-        before[beside] = columns[beside];
-        columns[beside] = __shfl_sync(~0u, window, entry % 32);
+      for (int beside = 0; beside < Config::kPiecesPerStep; ++beside) {
+        const int piece = tile * Config::kPiecesPerStep + beside, part = piece % Config::kPiecesPerBlock;
+        const int entry = piece / Config::kPiecesPerBlock;
+        if (entry % 32 == 0 && part == 0)
+          window = (entry + (int)lane) * Config::kPiecesPerBlock < count ? entries[entry + lane] : 0;
+        before[beside] = pieces[beside];
+        pieces[beside] = __shfl_sync(~0u, window, entry % 32) * Config::kPiecesPerBlock + part;
       }
-      load_tile(&p.k_map, matrix, columns, count - tile * Config::kBlocksPerStep);
+      load_tile(&p.k_map, matrix, pieces, count - tile * Config::kPiecesPerStep);
       if (tile == 0) publish(work);
-      else load_tile(&p.v_map, matrix, before, Config::kBlocksPerStep);
+      else load_tile(&p.v_map, matrix, before, Config::kPiecesPerStep);
     }
     next = __shfl_sync(~0u, next, 0);
     if (next < work_tile_count(p)) work.find(p, next, lane);
     else work.count = -1;
-    if (tiles > 0) load_tile(&p.v_map, matrix, columns, count - (tiles - 1) * Config::kBlocksPerStep);
+    if (tiles > 0) load_tile(&p.v_map, matrix, pieces, count - (tiles - 1) * Config::kPiecesPerStep);
   }
 
   __device__ __forceinline__ void produce() {
@@ -208,6 +238,7 @@ struct ConsumerMainloop {
   const AttentionWgmmaParams& p;
   const PipelineGroup pipeline;
   const u32 group, warpgroup;
+  const Dropout dropout;
   Ring at;
   u32 work_parity = 0;
   float most[2], sum[2];  // largest score so far, before the scale; this thread's part of the sum of exponentials
@@ -230,23 +261,18 @@ struct ConsumerMainloop {
     Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(pipeline.tile(at.stage)));
   }
   __device__ __forceinline__ void issue_values(float (&out)[Config::kAccumulators], u32 stage) const {
-    const u64 b = Products::Summed::descriptor(pipeline.tile(stage));
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Config::kTile / 16; ++k) {
-      const u32 a[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]};
-      wgmma_registers<Config::kElement, 1>(out, a, b + k * Products::Summed::kStep);
-    }
-    wgmma_commit();
+    Products::issue_sums(out, weights, Products::Summed::descriptor(pipeline.tile(stage)));
   }
 
-  // Hides scores of the last tile: its last block may have keys that are not valid, and stale keys may lie behind it.
-  __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const WorkTile& work) const {
-    const int first = (work.count - 1) % Config::kBlocksPerStep * Config::kBlock, key = work.last * Config::kBlock;
+  // Hides scores of the last tile, or of one of the last block's tiles, with so many behind it: the last piece may have
+  // keys that are not valid, and stale keys may lie behind it.
+  __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const WorkTile& work, int behind) const {
+    const int first = (work.count - 1) % Config::kPiecesPerStep * Config::kPiece;
+    const int key = (work.last - (Config::kPiecesPerBlock > 1 ? behind : 0)) * Config::kPiece;
     const int query = row(work);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int end = min(Config::kBlock, work.keys - key);
+      int end = min(Config::kPiece, work.keys - key);
       if constexpr (Config::kCausal) end = min(end, query + 8 * half + 1 - key);
       end += first - first_column();
 #pragma unroll
@@ -257,9 +283,33 @@ struct ConsumerMainloop {
     }
   }
   __device__ __forceinline__ static bool hides(const WorkTile& work) {
-    const bool part = Config::kBlocksPerStep > 1 && work.count % Config::kBlocksPerStep;
-    return part || (Config::kCausal && work.last == (int)work.row) ||
-           (Config::kLengths && work.keys < (work.last + 1) * Config::kBlock);
+    const bool part = Config::kPiecesPerStep > 1 && work.count % Config::kPiecesPerStep;
+    return part || (Config::kCausal && work.last / Config::kPiecesPerBlock == (int)work.row) ||
+           (Config::kLengths && work.keys < (work.last + 1) * Config::kPiece);
+  }
+
+  // Returns whether a tile may belong to the last block.
+  __device__ __forceinline__ static bool ends(int tile, int tiles) {
+    return Config::kPiecesPerBlock == 1 ? tile == tiles - 1 : tile >= tiles - Config::kPiecesPerBlock;
+  }
+
+  // Zeroes the exponentials of dropped cells.
+  __device__ __forceinline__ void drop(float (&scores)[Config::kCells], const WorkTile& work,
+                                       const u32 (&starts)[Config::kPiecesPerStep]) const {
+    if constexpr (Config::kDropout) {
+#pragma unroll
+      for (int beside = 0; beside < Config::kPiecesPerStep; ++beside)
+        dropout.of_queries(*(float (*)[Config::kPiece / 2])(scores + beside * Config::kPiece / 2), work.matrix,
+                           row(work), starts[beside], p.drop_below, [](float& cell) { cell = 0.0f; });
+    }
+  }
+  // Loads the first keys of a stage's pieces.
+  __device__ __forceinline__ void load_starts(u32 (&starts)[Config::kPiecesPerStep], u32 stage) const {
+    if constexpr (Config::kDropout) {
+#pragma unroll
+      for (int beside = 0; beside < Config::kPiecesPerStep; ++beside)
+        starts[beside] = uniform(pipeline.starts(stage) + 4 * beside);
+    }
   }
 
   // Replaces scores by exponentials, and returns in `factor` what the sums so far are multiplied by.
@@ -290,30 +340,42 @@ struct ConsumerMainloop {
 
   // Zeroes the rows of V in the last tile that are not valid, because they may hold NaN.
   __device__ __forceinline__ void clear_values(const WorkTile& work) const {
-    const int first = (work.count - 1) % Config::kBlocksPerStep * Config::kBlock;
-    const int end = first + min(Config::kBlock, work.keys - work.last * Config::kBlock);
+    const int first = (work.count - 1) % Config::kPiecesPerStep * Config::kPiece;
+    const int end = first + min(Config::kPiece, work.keys - work.last * Config::kPiece);
     if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(pipeline.tile(at.stage), end, 3 + warpgroup);
   }
 
-  __device__ __forceinline__ void multiply(float (&out)[Config::kAccumulators], const WorkTile& work) {
-    float scores[Config::kCells], factor[2];
-    const int tiles = work.tiles();
-#pragma unroll
-    for (int i = 0; i < Config::kAccumulators; ++i) out[i] = 0.0f;
-    barrier_wait(pipeline.full(at.stage), at.parity);
-    ping_pong_wait();
+  // Issues the first scores of a work tile; without `valid` of what lies in the stage, which nothing reads.
+  __device__ __forceinline__ void begin(float (&scores)[Config::kCells], u32 (&starts)[Config::kPiecesPerStep],
+                                        bool valid) const {
+    if (valid) {
+      barrier_wait(pipeline.full(at.stage), at.parity);
+      load_starts(starts, at.stage);
+      ping_pong_wait();
+    }
     issue_scores(scores);
-    ping_pong_pass();
+    if (valid) ping_pong_pass();
+  }
+
+  // Computes a work tile whose first scores are in flight, and issues the product with its last V. Returns V's stage.
+  __device__ __forceinline__ u32 multiply(float (&out)[Config::kAccumulators], float (&scores)[Config::kCells],
+                                          const WorkTile& work, u32 (&starts)[Config::kPiecesPerStep]) {
+    float factor[2];
+    const int tiles = work.tiles();
     wgmma_wait<0>();
     wgmma_fence_operand(scores);
+#pragma unroll
+    for (int i = 0; i < Config::kAccumulators; ++i) out[i] = 0.0f;
     release(pipeline.empty(at.stage));
     at.next();
-    if (tiles == 1 && hides(work)) hide(scores, work);
+    if (ends(0, tiles) && hides(work)) hide(scores, work, tiles - 1);
     softmax<true>(scores, factor);
+    drop(scores, work, starts);
     Products::round(weights, scores);
     for (int tile = 1; tile < tiles; ++tile) {
       const u32 keys = at.stage;
       barrier_wait(pipeline.full(at.stage), at.parity);
+      load_starts(starts, at.stage);
       ping_pong_wait();
       issue_scores(scores);
       at.next();
@@ -323,8 +385,9 @@ struct ConsumerMainloop {
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
       release(pipeline.empty(keys));
-      if (tile == tiles - 1 && hides(work)) hide(scores, work);
+      if (ends(tile, tiles) && hides(work)) hide(scores, work, tiles - 1 - tile);
       softmax<false>(scores, factor);
+      drop(scores, work, starts);
       wgmma_wait<0>();
       wgmma_fence_operand(out);
       release(pipeline.empty(at.stage));
@@ -337,10 +400,9 @@ struct ConsumerMainloop {
     barrier_wait(pipeline.full(at.stage), at.parity);
     clear_values(work);
     issue_values(out, at.stage);
-    wgmma_wait<0>();
-    wgmma_fence_operand(out);
-    release(pipeline.empty(at.stage));
+    const u32 values = at.stage;
     at.next();
+    return values;
   }
 
   __device__ __forceinline__ void write(const float (&out)[Config::kAccumulators], const WorkTile& work) const {
@@ -348,43 +410,73 @@ struct ConsumerMainloop {
     for (int half = 0; half < 2; ++half) {
       const int own = row(work) + 8 * half;
       const i64 line = (i64)work.matrix * p.queries + own;
-      const bool counts = own < work.rows && work.count > 0;
+      const bool counts = own < work.rows;
       const float total = quad_sum(sum[half]), part = total == 0.0f ? 0.0f : 1.0f / total;
       if (threadIdx.x % 4 == 0)
         p.lse[line] =
             counts && total != 0.0f ? __fmaf_rn(most[half] * p.scale, 0.6931471805599453f, logf(total)) : -infinity();
 
-      u16* to = (u16*)p.o + line * Config::kHead + threadIdx.x % 4 * 8;
-#pragma unroll
-      for (int j = 0; j < Config::kHead / 32; ++j) {
-        u32 words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int from = 16 * j + 4 * i + 2 * half;
-          words[i] = counts ? Config::In::pair(out[from] * part, out[from + 1] * part) : 0;
-        }
-        transpose_quad(words);
-        *(uint4*)(to + 32 * j) = make_uint4(words[0], words[1], words[2], words[3]);
-      }
+      write_row<Config>(p.o, line, half, out, Config::kDropout ? part * p.keep_scale : part, counts);
     }
+  }
+
+  // Writes the results of a work tile without blocks.
+  __device__ __forceinline__ void write_nothing(const WorkTile& work) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const i64 line = (i64)work.matrix * p.queries + row(work) + 8 * half;
+      if (threadIdx.x % 4 == 0) p.lse[line] = -infinity();
+#pragma unroll 1
+      for (int column = threadIdx.x % 4 * 8; column < Config::kHead; column += 32)
+        *(uint4*)((u16*)p.o + line * Config::kHead + column) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  // Waits for the description of the next work tile, or of the end.
+  __device__ __forceinline__ void take(WorkTile& work) {
+    barrier_wait(pipeline.work_full(), work_parity);
+    work_parity ^= 1;
+    work.load(pipeline.work());
+  }
+  // Does a work tile that has no blocks.
+  __device__ __forceinline__ void skip(const WorkTile& work) const {
+    release(pipeline.work_empty());
+    write_nothing(work);
+  }
+  // Waits for the product with the V of a stage, behind which so many groups may be pending, and writes the results.
+  template <int kPending>
+  __device__ __forceinline__ void finish(float (&out)[Config::kAccumulators], const WorkTile& work, u32 stage) const {
+    wgmma_wait<kPending>();
+    wgmma_fence_operand(out);
+    release(pipeline.empty(stage));
+    write(out, work);
   }
 
   __device__ __forceinline__ void work() {
     if (Config::kPingPong && warpgroup == 1) ping_pong_pass();
-    float out[Config::kAccumulators];
-    while (true) {
-      WorkTile work;
-      barrier_wait(pipeline.work_full(), work_parity);
-      work_parity ^= 1;
-      work.load(pipeline.work());
-      if (work.count < 0) break;
-      if (work.count > 0) {
-        multiply(out, work);
-      } else {
-        release(pipeline.work_empty());
-        sum[0] = sum[1] = 0.0f;
+    float out[Config::kAccumulators], scores[Config::kCells];
+    u32 starts[Config::kPiecesPerStep];
+    WorkTile work;
+    if constexpr (Config::kWritesBehindScores) {
+      for (take(work); work.count == 0; take(work)) skip(work);
+      if (work.count > 0) begin(scores, starts, true);
+      while (work.count > 0) {
+        const u32 values = multiply(out, scores, work, starts);
+        WorkTile next;
+        for (take(next); next.count == 0; take(next)) skip(next);
+        begin(scores, starts, next.count > 0);
+        finish<1>(out, work, values);
+        work = next;
       }
-      write(out, work);
+      wgmma_wait<0>();
+    } else {
+      for (take(work); work.count >= 0; take(work)) {
+        if (work.count > 0) {
+          begin(scores, starts, true);
+          finish<0>(out, work, multiply(out, scores, work, starts));
+        } else {
+          skip(work);
+        }
+      }
     }
     if (Config::kPingPong && warpgroup == 0) ping_pong_wait();  // matches the other warpgroup's last pass
   }
@@ -408,7 +500,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp < Config::kPipelineGroups) Producer{p, {base, warp}, threadIdx.x % 32}.produce();
   } else {
     warpgroup_reg_alloc<Config::kConsumerRegisters>();
-    ConsumerMainloop{p, {base, warpgroup / Config::kGroupWarpgroups}, warpgroup % Config::kGroupWarpgroups, warpgroup}
+    Dropout dropout;
+    if constexpr (Config::kDropout) dropout = Dropout(p.seed_offset);
+    ConsumerMainloop{
+        p, {base, warpgroup / Config::kGroupWarpgroups}, warpgroup % Config::kGroupWarpgroups, warpgroup, dropout}
         .work();
   }
 }

@@ -16,8 +16,12 @@
 // Issues a step of 16 k: D = A * (kSign * B), or += where kAdd is 1, with A and B K-major in shared memory.
 template <ElementKind kElement, int kAdd, int kSign, int kCount>
 __device__ __forceinline__ void wgmma_signed(float (&d)[kCount], u64 a, u64 b) {
-  static_assert(kCount == 32 || kCount == 64, "no wgmma of this width");
-  if constexpr (kCount == 32 && !kAdd) {
+  static_assert(kCount == 16 || kCount == 32 || kCount == 64, "no wgmma of this width");
+  if constexpr (kCount == 16 && !kAdd) {
+    S24_WGMMA("32", S24_D16, "=f", S24_N16, "%16, %17, 0, 1, %18, 0, 0", "l"(a), "l"(b), "n"(kSign));
+  } else if constexpr (kCount == 16) {
+    S24_WGMMA("32", S24_D16, "+f", S24_N16, "%16, %17, 1, 1, %18, 0, 0", "l"(a), "l"(b), "n"(kSign));
+  } else if constexpr (kCount == 32 && !kAdd) {
     S24_WGMMA("64", S24_D32, "=f", S24_N32, "%32, %33, 0, 1, %34, 0, 0", "l"(a), "l"(b), "n"(kSign));
   } else if constexpr (kCount == 32) {
     S24_WGMMA("64", S24_D32, "+f", S24_N32, "%32, %33, 1, 1, %34, 0, 0", "l"(a), "l"(b), "n"(kSign));
@@ -31,8 +35,11 @@ __device__ __forceinline__ void wgmma_signed(float (&d)[kCount], u64 a, u64 b) {
 // Issues a step of 16 k: D = A * B, or += where kAdd is 1, with A in registers and B N-major in shared memory.
 template <ElementKind kElement, int kAdd, int kCount>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kCount], const u32 (&a)[4], u64 b) {
-  static_assert(kCount == 32 || kCount == 64, "no wgmma of this width");
-  if constexpr (kCount == 32) {
+  static_assert(kCount == 16 || kCount == 32 || kCount == 64, "no wgmma of this width");
+  if constexpr (kCount == 16) {
+    S24_WGMMA("32", S24_D16, "+f", S24_N16, "{%16, %17, %18, %19}, %20, %21, 1, 1, 1", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+              "r"(a[3]), "l"(b), "n"(kAdd));
+  } else if constexpr (kCount == 32) {
     S24_WGMMA("64", S24_D32, "+f", S24_N32, "{%32, %33, %34, %35}, %36, %37, 1, 1, 1", "r"(a[0]), "r"(a[1]), "r"(a[2]),
               "r"(a[3]), "l"(b), "n"(kAdd));
   } else {

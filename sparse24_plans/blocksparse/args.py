@@ -67,6 +67,8 @@ class BlockSparseAttentionArgs(Args):
     Tensors of any framework, contiguous, on the plan's device. Read: ``q`` [Z, H, rows, head_size], ``k`` and
     ``v`` [Z, kv_heads, cols, head_size] of the element. Written: ``o`` like q, and ``lse`` [Z, H, rows] in
     float32. ``q_lengths`` and ``kv_lengths`` [Z] in int32, exactly when the descriptor has lengths.
+    ``seed_offset`` [4] in int32, exactly when it has dropout: the 32-bit words of two 64-bit integers, the
+    seed and the offset, low word first. It is read when the work runs, so a captured graph takes new numbers.
     """
 
     layout: BlockSparseTables
@@ -77,14 +79,15 @@ class BlockSparseAttentionArgs(Args):
     lse: Any
     q_lengths: Any = None
     kv_lengths: Any = None
+    seed_offset: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSparseAttentionBackwardArgs(Args):
     """Operands of a ``backward`` attention; ``layout`` is what ``plan.pack`` returned.
 
-    Read: ``q``, ``k``, ``v``, ``q_lengths`` and ``kv_lengths`` of the forward pass, its results ``o`` and
-    ``lse``, and ``do`` like o. Written: ``dq`` like q, ``dk`` and ``dv`` like k.
+    Read: ``q``, ``k``, ``v``, ``q_lengths``, ``kv_lengths`` and ``seed_offset`` of the forward pass, its
+    results ``o`` and ``lse``, and ``do`` like o. Written: ``dq`` like q, ``dk`` and ``dv`` like k.
     """
 
     layout: BlockSparseTables
@@ -99,6 +102,7 @@ class BlockSparseAttentionBackwardArgs(Args):
     dv: Any
     q_lengths: Any = None
     kv_lengths: Any = None
+    seed_offset: Any = None
 
 
 @dataclass(frozen=True, slots=True)

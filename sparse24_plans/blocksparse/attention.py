@@ -11,6 +11,7 @@ from ..device.jit.structs import KernelParams, field, kernel_params
 from ..plan.operands import Views
 from ..vocab import DeviceProperties
 from .descriptor import BlockSparseAttentionDescriptor
+from .dropout import drop_bound
 from .lookup_tables import addresses
 from .wgmma import matrices_map
 
@@ -21,7 +22,7 @@ BOX = 64
 MAX_STAGES = 8
 """Most pipeline stages of a pipeline group."""
 _SIDE = 128
-"""Rows of a CTA: one block of 128, or two of 64 with a pipeline group each."""
+"""Most rows of a CTA: one block of 128, or two of 64 with a pipeline group each."""
 _RASTER_BYTES = 16 << 20
 """Most bytes that the work tiles of a raster group share, so that L2 holds two raster groups."""
 _OF_COLUMNS = {"order": "columns_by_length", "pointers": "column_pointers", "entries": "column_rows"}
@@ -46,6 +47,8 @@ class Walk(NamedTuple):
 
     problem: BlockSparseAttentionDescriptor
     columns: bool
+    groups: int
+    """Pipeline groups of a CTA."""
 
     @property
     def matrices(self) -> int:
@@ -71,28 +74,29 @@ class Walk(NamedTuple):
 
     def blocks(self, device: DeviceProperties) -> int:
         """CTAs of the launch."""
-        return min(
-            -(-self.matrices * self.block_lines // pipeline_groups(self.problem)), device.multiprocessors
-        )
+        return min(-(-self.matrices * self.block_lines // self.groups), device.multiprocessors)
 
     def details(self, device: DeviceProperties, stages: str) -> str:
         """Line for ``explain``; ``stages`` describes the pipeline stages of a CTA."""
+        warpgroups = self.groups * self.problem.layout.block // 64
         return (
             f"{self.matrices * self.block_lines} {'columns' if self.columns else 'rows'} of blocks on "
-            f"{self.blocks(device)} CTAs of 2 x 64 rows, {stages}"
+            f"{self.blocks(device)} CTAs of {warpgroups} x 64 rows, {stages}"
         )
 
-    def sizes(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, float]:
         """Fields that both structs of parameters have."""
-        one = self.problem.layout
+        desc, one = self.problem, self.problem.layout
         return {
             "matrices": self.matrices,
             "heads": one.heads,
-            "heads_per_kv": self.problem.group,
+            "heads_per_kv": desc.group,
             "queries": one.rows,
             "keys": one.cols,
             "matrix_tiles": self.block_lines,
             "raster_matrices": self.raster_matrices,
+            "drop_below": drop_bound(desc.dropout) << 16,
+            "keep_scale": 1 / (1 - desc.dropout),
         }
 
     def fill(self, parameters: KernelParams, views: Views, boxes: dict[str, int], taken: int) -> None:
@@ -107,6 +111,8 @@ class Walk(NamedTuple):
         found = {parameter: tables[name] for parameter, name in names.items()}
         found |= {name: views[name].address for name in ("q_lengths", "kv_lengths") if desc.lengths}
         parameters.tables = AttentionTables(claimed=taken, **found)
+        if desc.dropout:
+            parameters.seed_offset = views["seed_offset"].address  # type: ignore[attr-defined]
         if desc.layout.blocks:  # else nothing is read
             put_maps(parameters, _maps, views, boxes)
 
@@ -116,8 +122,13 @@ def _maps(views: Views, boxes: dict[str, int]) -> bytes:
 
 
 def pipeline_groups(problem: BlockSparseAttentionDescriptor) -> int:
-    """Pipeline groups of a CTA."""
+    """Pipeline groups of a CTA of two warpgroups."""
     return _SIDE // problem.layout.block
+
+
+def row_bytes(problem: BlockSparseAttentionDescriptor) -> int:
+    """Shared-memory bytes of a row of Q, K or V: whole boxes."""
+    return -(-problem.head_size // BOX) * BOX * problem.element.itemsize
 
 
 def problem_defines(problem: BlockSparseAttentionDescriptor) -> dict[str, int]:
@@ -128,4 +139,5 @@ def problem_defines(problem: BlockSparseAttentionDescriptor) -> dict[str, int]:
         "HEAD": problem.head_size,
         "CAUSAL": int(problem.causal),
         "LENGTHS": int(problem.lengths),
+        "DROPOUT": int(problem.dropout > 0),
     }

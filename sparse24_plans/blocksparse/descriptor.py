@@ -23,6 +23,7 @@ from ..vocab import (
     Integer,
     OpCategory,
 )
+from .dropout import MOST_DROPOUT
 from .layout import BlockSparseLayout
 from .lookup_tables import length, longest_panel, view_of
 from .packed import packing
@@ -383,6 +384,10 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
         Whether cells whose column is beyond their row are dropped, inside of blocks too.
     lengths : bool
         Whether each batch has lengths of its own: rows and columns beyond them are dropped and not read.
+    dropout : float
+        Probability p that a cell of the softmax is replaced by 0; the others are multiplied by 1 / (1 - p).
+        From 0 (default) to 1 - 2^-16. ``blocksparse/dropout.py`` defines which cells a seed and an offset
+        drop, with p rounded to a multiple of 2^-16. ``lse`` is that of all cells.
 
     Raises
     ------
@@ -398,6 +403,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
     scale: Factor = Field(default_factory=lambda data: float(data["head_size"]) ** -0.5)
     causal: Flag = False
     lengths: Flag = False
+    dropout: Factor = 0.0
 
     if TYPE_CHECKING:
 
@@ -413,11 +419,14 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
             scale: SupportsFloat = ...,
             causal: bool = ...,
             lengths: bool = ...,
+            dropout: SupportsFloat = ...,
         ) -> None: ...
 
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseAttentionDescriptor:
         self._expect("element", FLOATS)
+        if not 0 <= self.dropout <= MOST_DROPOUT:
+            raise ValueError(f"dropout: expected a probability from 0 to 1 - 2^-16, got {self.dropout}")
         heads = self.layout.heads
         if heads % self.kv_heads if self.kv_heads else heads:
             raise ValueError(
@@ -442,7 +451,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
 
     def operands(self) -> tuple[Operand, ...]:
         """Operands: the tables; ``q``, ``k``, ``v``, ``o``, ``lse``; the gradients for ``backward``; the
-        lengths."""
+        lengths; dropout's seed and offset."""
         one, read, written = self.layout, Role.IN, Role.OUT
         queries = (self.batch, one.heads, one.rows, self.head_size)
         keys = (self.batch, self.kv_heads, one.cols, self.head_size)
@@ -464,4 +473,6 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
         if self.lengths:
             names = ("q_lengths", "kv_lengths")
             found += [Operand(name, read, (self.batch,), ElementKind.I32) for name in names]
+        if self.dropout:
+            found.append(Operand("seed_offset", read, (4,), ElementKind.I32))
         return self._tables(), *found

@@ -27,8 +27,10 @@ _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
 """Range of scales that remain normal numbers when multiplied by log2(e)."""
 COUNTER_BYTES = 4
 """Workspace bytes of a launch's counter of work tiles."""
-PASSES = 2
-"""Passes of attention's gradients: over block rows and over block columns, each with a counter."""
+MOST_PASSES = 3
+"""Most passes of attention's gradients over the kept blocks, each with a counter."""
+_MOST_HEAD, _HEAD_STEP = 256, 8
+"""Largest head size of attention, and what divides head sizes: TMA reads rows in multiples of 16 bytes."""
 _STEP_OF_8_BITS = 32
 _SMALLEST_TILE = 64
 """Rows and tokens of the smallest tile."""
@@ -125,8 +127,8 @@ def attention(op: BlockSparsePass, problem: BlockSparseAttentionDescriptor) -> s
         return f"serves op {op}, not {problem.op}"
     if one.block < _SMALLEST_TILE:
         return f"serves blocks of 64 and 128, not {one.block}"
-    if problem.head_size not in (64, 128):
-        return f"serves head_size 64 and 128, not {problem.head_size}"
+    if problem.head_size % _HEAD_STEP or problem.head_size > _MOST_HEAD:
+        return f"serves head_size up to {_MOST_HEAD} in multiples of {_HEAD_STEP}, not {problem.head_size}"
     if not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
         return f"serves scales from 2^-120 to 2^120, got {problem.scale}"
     matrices = problem.batch * one.heads
@@ -143,7 +145,7 @@ def rows_of_queries(problem: BlockSparseAttentionDescriptor) -> int:
 
 def backward_workspace(problem: BlockSparseAttentionDescriptor) -> int:
     """Workspace bytes: two float32 for each row of Q, and the counters behind them."""
-    return 8 * rows_of_queries(problem) + PASSES * COUNTER_BYTES
+    return 8 * rows_of_queries(problem) + MOST_PASSES * COUNTER_BYTES
 
 
 _MOST_CORNER, _MOST_OFFSET, _MOST_STRIDE = 127, 255, 8

@@ -193,12 +193,14 @@ class PrecisionGuarantee(Model):
         element: ElementLike,
         *,
         head_size: int,
+        dropout: Float64s | None = None,
     ) -> tuple[Float64s, Float64s]:
         """The whole allowed errors of attention's results ``o`` and ``lse``, elementwise, as float64.
 
         ``scores`` [..., rows, cols] are exact: scale * Q K^T; -Inf where nothing is kept. ``sizes`` are
         |scale| * |Q| |K|^T of :meth:`magnitudes`, ``values`` [..., cols, head] are V. ``k`` is the
-        descriptor's ``reduction``, and ``element`` the type of Q, K, V and O. Raises InvalidProblemError.
+        descriptor's ``reduction``, and ``element`` the type of Q, K, V and O. ``dropout`` are the factors of
+        the softmax's cells, 0 or 1 / (1 - p). Raises InvalidProblemError.
         """
         k, depth, kind = _length(k), _length(head_size), element_kind(element, "element")
         scores, sizes = _scores(scores, sizes, dimensions=2)
@@ -215,9 +217,14 @@ class PrecisionGuarantee(Model):
         # The exponentials, of which the largest is 1, enter the product as what the kernel multiplies.
         multiplied = ElementKind(self.math_precision.value)
         least = multiplied.smallest_subnormal + sums * multiplied.smallest_normal
-        lost = (found.weights * (found.relative + sums + multiplied.unit_roundoff)) @ values
-        lost = lost + values.sum(axis=-2, keepdims=True) * least + k * tiny
-        return tolerance.of_rounding(np.abs(found.weights @ signed), lost, kind), found.of_lse
+        weights, relative, most = found.weights, found.relative + sums + multiplied.unit_roundoff, 1.0
+        if dropout is not None:
+            factors = _wide("dropout", dropout)
+            _check_shape("dropout", factors.shape, "scores", scores.shape)
+            weights, relative, most = weights * factors, relative + 3 * u, factors.max(initial=0.0)
+        lost = (weights * relative) @ values
+        lost = lost + values.sum(axis=-2, keepdims=True) * least * most + k * tiny
+        return tolerance.of_rounding(np.abs(weights @ signed), lost, kind), found.of_lse
 
 
 def of_sums_in_float32(

@@ -21,6 +21,7 @@ from sparse24_plans import (
     ElementKind,
     decompress_blocks,
 )
+from sparse24_plans.blocksparse.dropout import dropped
 from sparse24_plans.blocksparse.pattern24 import metadata_of
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.codes import VALID_CODES
@@ -295,13 +296,24 @@ def attention_scores(desc: BlockSparseAttentionDescriptor, operands: Operands) -
     return np.where(hidden, -np.inf, desc.scale * (q @ k)), abs(desc.scale) * (np.abs(q) @ np.abs(k))
 
 
+def dropout_factors(desc: BlockSparseAttentionDescriptor, operands: Operands) -> Array:
+    """Factors of the softmax's cells [Z, H, rows, cols]: 0 where one is dropped, else 1 / (1 - p)."""
+    one = desc.layout
+    if not desc.dropout:
+        return np.ones((1, 1, 1, 1))
+    matrices = np.arange(desc.batch * one.heads).reshape(desc.batch, one.heads, 1, 1)
+    places = matrices, np.arange(one.rows)[:, None], np.arange(one.cols)
+    out = dropped(operands["seed_offset"].astype(np.int64), desc.dropout, *places)
+    return np.where(out, 0.0, 1 / (1 - desc.dropout))
+
+
 def forward64(desc: BlockSparseAttentionDescriptor, operands: Operands) -> tuple[Array, Array, Array]:
-    """O, logsumexp, probabilities."""
+    """O, logsumexp, probabilities before dropout."""
     v, _ = attention_scores(desc, operands)
     p, top = softmax64(v)
     with np.errstate(divide="ignore"):
         lse = top[..., 0] + np.log(np.exp(v - top).sum(axis=-1))
-    return p @ within(desc, operands, "v"), lse, p
+    return (p * dropout_factors(desc, operands)) @ within(desc, operands, "v"), lse, p
 
 
 def _moved(plan: BlockSparseAttentionPlan, v: Array, size: Array, base: Array) -> Array:
@@ -316,7 +328,13 @@ def _attention(plan: BlockSparseAttentionPlan, operands: Operands) -> Expected:
     v, size = attention_scores(desc, operands)
     o, lse, _ = forward64(desc, operands)
     allowed, of_lse = plan.guarantee.attention_tolerance(
-        desc.reduction, v, size, within(desc, operands, "v"), desc.element, head_size=desc.head_size
+        desc.reduction,
+        v,
+        size,
+        within(desc, operands, "v"),
+        desc.element,
+        head_size=desc.head_size,
+        dropout=dropout_factors(desc, operands),
     )
     return {"o": (o, allowed), "lse": (lse, of_lse)}
 
@@ -333,8 +351,10 @@ def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> E
     # exp is cut at 1, which lse's own rounding may exceed.
     of_p = p * (np.expm1(2 * (_moved(plan, s, size, base) + u * np.abs(base))) + 2 * u) + tiny
     of_p = of_p + np.maximum(p - 1, 0)
-    dp, delta = do @ v.swapaxes(-1, -2), (do * o).sum(axis=-1, keepdims=True)
-    of_dp = gamma(depth) * (np.abs(do) @ np.abs(v).swapaxes(-1, -2)) + depth * tiny
+    kept = dropout_factors(desc, operands)
+    dp, delta = kept * (do @ v.swapaxes(-1, -2)), (do * o).sum(axis=-1, keepdims=True)
+    of_dp = kept * (gamma(depth) * (np.abs(do) @ np.abs(v).swapaxes(-1, -2)) + depth * tiny)
+    of_dp = of_dp + (2 * u * np.abs(dp) if desc.dropout else 0)
     of_delta = (gamma(depth) + u) * np.abs(do * o).sum(axis=-1, keepdims=True) + depth * tiny
     ds, inner = p * (dp - delta), np.abs(dp - delta)
     of_inner = of_dp + of_delta + u * inner
@@ -345,6 +365,7 @@ def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> E
         return lost + weights.unit_roundoff * (np.abs(exact) + lost) + weights.smallest_subnormal
 
     of_p = rounded(p, of_p)
+    of_kept = kept * (of_p + (2 * u * (p + of_p) if desc.dropout else 0))
     of_ds = rounded(ds, of_p * (inner + of_inner) + p * of_inner + u * np.abs(ds) + tiny)
 
     def product(left: Array, lost: Array, right: Array, terms: int) -> tuple[Array, Array]:
@@ -362,7 +383,7 @@ def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> E
     found = {
         "dq": (desc.scale, product(ds, of_ds, k, cols)),
         "dk": (desc.scale, grouped(*product(turned, of_turned, q, rows))),
-        "dv": (1.0, grouped(*product(p.swapaxes(-1, -2), of_p.swapaxes(-1, -2), do, rows))),
+        "dv": (1.0, grouped(*product((kept * p).swapaxes(-1, -2), of_kept.swapaxes(-1, -2), do, rows))),
     }
     expected: Expected = {}
     for name, (scale, (exact, lost)) in found.items():

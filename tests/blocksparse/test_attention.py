@@ -21,6 +21,7 @@ from sparse24_plans import (
     BlockSparseSoftmaxPlan,
     InvalidProblemError,
 )
+from sparse24_plans.blocksparse.dropout import dropped, philox
 
 from .problems import Operands, case_of, random_operands, reference
 from .sample_layouts import EDGES, layouts, random_layout
@@ -188,6 +189,92 @@ def test_products_and_softmax_compose_to_the_same(row):
     np.testing.assert_allclose(o, want, rtol=1e-5, atol=1e-6)
 
 
+# Dropout ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layout=layouts(3),
+    op=st.sampled_from(["forward", "backward"]),
+    causal=st.booleans(),
+    p=st.sampled_from([0.001, 0.5, 1 - 2.0**-16]) | st.floats(0, 0.99),
+)
+def test_dropout_of_any_layout(layout, op, causal, p):
+    random_check("host_blas", layout, op=op, causal=causal, dropout=p, head_size=5)
+
+
+@every_row
+@every_op
+@pytest.mark.parametrize("element", ["f32", "f16", "bf16"])
+def test_dropout_of_every_element(row, op, element):
+    layout = random_layout(rows=3, cols=3)
+    random_check(row, layout, op=op, element=element, lengths=True, dropout=0.3, kv_heads=1)
+
+
+def words_of(seed: int, offset: int) -> np.ndarray:
+    return np.array([seed, offset], np.uint64).view(np.int32).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_known_answers_of_philox(counter, key, words):
+    """Those of the generator's authors."""
+    counter, key = (tuple(np.array([word]) for word in one) for one in (counter, key))
+    assert tuple(int(word[0]) for word in philox(counter, key)) == words
+
+
+@pytest.mark.parametrize("p", [2.0**-10, 0.1, 0.5, 0.9])
+def test_cells_are_dropped_with_their_probability(p):
+    """Within 5 standard deviations, overall and of neighbours together, in each direction."""
+    matrices = np.arange(4)[:, None, None]
+    out = dropped(words_of(1, 2), p, matrices, np.arange(512)[:, None], np.arange(768))
+    pairs = (
+        out[1:] & out[:-1],
+        out[:, 1:] & out[:, :-1],
+        out[..., 1:] & out[..., :-1],
+        out[..., 8:] & out[..., :-8],
+    )
+    for found, wanted in ((out, p), *((pair, p * p) for pair in pairs)):
+        assert abs(found.mean() - wanted) < 5 * np.sqrt(wanted * (1 - wanted) / found.size) + 2.0**-17
+
+
+def test_a_cell_depends_on_seed_offset_and_its_place_alone():
+    matrices, rows, cols = np.arange(3)[:, None, None], np.arange(64)[:, None], np.arange(64)
+    whole = dropped(words_of(5, 6), 0.5, matrices, rows, cols)
+    for at in ((0, 0, 0), (2, 9, 63), (1, 40, 17)):
+        one = dropped(words_of(5, 6), 0.5, *(np.array([place]) for place in at))
+        assert one[0] == whole[at]
+    others = [(6, 6), (5, 7), (5 + (1 << 40), 6), (5, 6 + (1 << 40)), (6, 5)]
+    for seed, offset in others:
+        share = (dropped(words_of(seed, offset), 0.5, matrices, rows, cols) == whole).mean()
+        assert 0.45 < share < 0.55
+
+
+def test_dropout_keeps_the_mean():
+    """Over many offsets, and the logarithm of sums is that of all cells."""
+    layout = random_layout(rows=2, cols=2, density=1.0)
+    plan, whole = plan_of("host_blas", layout, dropout=0.25), plan_of("host_blas", layout)
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    without = {name: one for name, one in operands.arrays.items() if name != "seed_offset"}
+    wanted = case_of(whole, replace(operands, arrays=without)).run()
+    total = np.zeros(operands["q"].shape)
+    for offset in range(200):
+        got = case_of(plan, operands.with_(seed_offset=words_of(9, offset).astype(np.int32))).run()
+        assert np.array_equal(got["lse"], wanted["lse"])
+        total += got["o"].view(np.float32)
+    assert np.abs(total / 200 - wanted["o"].view(np.float32)).max() < 0.2
+
+
 # Bits ---------------------------------------------------------------------------------------------
 
 
@@ -234,6 +321,9 @@ def test_another_mask_of_the_same_shape_takes_an_update_of_the_tables():
         ({"kv_heads": 0}, "kv_heads: expected a divisor of the layout's 2 heads, got 0"),
         ({"scale": float("nan")}, "scale: "),
         ({"scale": 1e39}, "scale: expected a value finite in float32"),
+        ({"dropout": 1.0}, "dropout: expected a probability from 0 to 1 - 2"),
+        ({"dropout": -0.1}, "dropout: expected a probability from 0 to 1 - 2"),
+        ({"dropout": float("nan")}, "dropout: "),
         ({"head_size": 2**31 - 1, "batch": 2**31 - 1}, "expected operands of fewer than"),
     ],
 )

@@ -9,7 +9,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sparse24_plans.blocksparse.dropout import drop_bound, dropped, philox
+
 LANES = 128
+SEED_OFFSET = np.array([11, 12, 13, 14])
 
 
 def accumulators(columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -65,3 +68,52 @@ def test_a_quad_writes_whole_groups_of_8_columns(half, group):
     turned = turn_quad(words)
     for t in range(4):
         assert turned[t].tolist() == [32 * group + 8 * t + 2 * word for word in range(4)]
+
+
+def cell_words(key: np.ndarray, query: np.ndarray, matrix: int) -> np.ndarray:
+    """The four words of each lane's call, [4, lanes]."""
+    seed, offset = SEED_OFFSET[:2, None], SEED_OFFSET[2:, None]
+    zero = np.zeros(1, np.int64)
+    of_cells = philox((offset[0], offset[1], zero, zero), (seed[0], seed[1]))[:2]
+    zero = np.zeros(LANES, np.int64)
+    return np.stack(philox((key + zero, query + zero, matrix + zero, zero), of_cells))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_a_thread_drops_the_defined_cells_where_rows_are_queries(p):
+    """``of_queries``: word i of a call has cells of bit 3 of the query (i / 2) and of the key (i % 2)."""
+    rows, cols = accumulators(64)
+    matrix, first, start, bound = 3, 192, 448, drop_bound(p) << 16
+    found, lane = np.zeros((LANES, 32), bool), np.arange(LANES)
+    query = first + lane // 32 * 16 + lane % 32 // 4
+    for of_16 in range(4):
+        words = cell_words(start + 16 * of_16 + lane % 4 * 2, query, matrix)
+        for i in range(4):
+            pair = 8 * of_16 + i % 2 * 4 + i // 2 * 2
+            found[:, pair] = (words[i] << 16 & 0xFFFFFFFF) < bound
+            found[:, pair + 1] = words[i] < bound
+    assert np.array_equal(found, dropped(SEED_OFFSET, p, np.array([matrix]), first + rows, start + cols))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_a_thread_drops_the_defined_cells_where_rows_are_keys(p):
+    """``of_keys``: lanes of an even and an odd key call for the even and the odd query, and swap halves."""
+    rows, cols = accumulators(64)
+    matrix, first, start, bound = 5, 320, 64, drop_bound(p) << 16
+    found, lane = np.zeros((LANES, 32), bool), np.arange(LANES)
+    key = first + lane // 32 * 16 + lane % 32 // 4
+    odd = key % 2
+    for of_16 in range(4):
+        words = cell_words(key - odd, start + 16 * of_16 + lane % 4 * 2 + odd, matrix)
+        fields = np.empty((2, 2, LANES), np.int64)
+        for i in range(2):
+            low, high = words[2 * i], words[2 * i + 1]
+            even_keys, odd_keys = (low & 0xFFFF) | (high & 0xFFFF) << 16, low >> 16 | high >> 16 << 16
+            other = np.where(odd, even_keys, odd_keys)[lane ^ 4]
+            fields[0, i], fields[1, i] = np.where(odd, other, even_keys), np.where(odd, odd_keys, other)
+        for i in range(4):
+            pair = 8 * of_16 + i // 2 * 4 + i % 2
+            word = fields[i % 2, i // 2]
+            found[:, pair] = (word << 16 & 0xFFFFFFFF) < bound
+            found[:, pair + 2] = word < bound
+    assert np.array_equal(found, dropped(SEED_OFFSET, p, np.array([matrix]), start + cols, first + rows))

@@ -49,6 +49,14 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "lengths": True,
         "causal": True,
     },
+    "attention with dropout": {"element": "bf16", "block": 64, "head_size": 96, "dropout": 0.1},
+    "attention backward of large heads": {
+        "element": "f16",
+        "block": 128,
+        "head_size": 256,
+        "op": "backward",
+        "dropout": 0.5,
+    },
     "attention backward": {"element": "bf16", "block": 64, "head_size": 64, "op": "backward", "causal": True},
 }
 CONVOLUTIONS: dict[str, dict[str, Any]] = {

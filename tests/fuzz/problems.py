@@ -27,6 +27,7 @@ from sparse24_plans import (
     TileRule,
 )
 from sparse24_plans.arithmetic.epilogue import UNGATED
+from sparse24_plans.blocksparse.dropout import MOST_DROPOUT
 from sparse24_plans.plan.families import backends
 from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse24Descriptor
 from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
@@ -451,6 +452,7 @@ def _attention(
     if rng.random() < 0.5:
         fields["scale"] = float(_pick(rng, (1.0, 0.0, -0.5)))
     fields |= {name: rng.random() < 0.5 for name in ("causal", "lengths")}
+    fields["dropout"] = float(_pick(rng, (0.0, 0.0, 0.1, 0.5, rng.random() * MOST_DROPOUT, MOST_DROPOUT)))
     size = max(1, _size(rng, 40))
     return BlockSparseAttentionDescriptor(layout=layout, batch=batch, head_size=size, **fields)
 
@@ -483,7 +485,8 @@ def _convolution(
 def _attention_of_gpu(rng: np.random.Generator, layout: BlockSparseLayout) -> BlockSparseAttentionDescriptor:
     desc = _attention(rng, layout, int(_pick(rng, (1, 1, 2, 3, 0))))
     scale = desc.scale or 0.125
-    fields = {"head_size": int(_pick(rng, (64, 128))), "element": _pick(rng, ("f16", "bf16")), "scale": scale}
+    size = int(_pick(rng, (64, 128, 8 * rng.integers(1, 33))))
+    fields = {"head_size": size, "element": _pick(rng, ("f16", "bf16")), "scale": scale}
     return BlockSparseAttentionDescriptor(**{**desc.model_dump(exclude_unset=True), **fields})
 
 

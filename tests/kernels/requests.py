@@ -356,13 +356,22 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
 
 
 def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
-    """Problems of each op, element, block, head size and mask, and a few with a negative scale."""
-    for block, head_size, element in itertools.product((64, 128), (64, 128), ("f16", "bf16")):
+    """Problems of each op, element, block and mask, with and without dropout, and of each tile of head sizes.
+
+    A few have a negative scale.
+    """
+    flags = (False, True)
+    for block, head_size in itertools.product((64, 128), (128, 64, 40, 96, 192, 256)):
         shape = BlockSparseShape(heads=1, rows=1024, cols=1024, block=block, blocks=10)
-        fields = {"layout": shape, "head_size": head_size, "element": element}
-        for op, causal, lengths in itertools.product(BlockSparsePass, (False, True), (False, True)):
-            yield BlockSparseAttentionDescriptor(op=op, causal=causal, lengths=lengths, **fields)
-        yield BlockSparseAttentionDescriptor(scale=-1.0, **fields)
+        for element in ("f16", "bf16") if head_size == 128 else ("bf16",):
+            fields = {"layout": shape, "head_size": head_size, "element": element}
+            for op, causal, lengths in itertools.product(BlockSparsePass, flags, flags):
+                fields |= {"op": op, "causal": causal, "lengths": lengths}
+                yield BlockSparseAttentionDescriptor(**fields)
+                yield BlockSparseAttentionDescriptor(**fields, dropout=0.1)
+            yield BlockSparseAttentionDescriptor(
+                layout=shape, head_size=head_size, element=element, scale=-1.0
+            )
 
 
 @functools.cache

@@ -3,25 +3,39 @@
 #include "blocksparse/attention.cuh"
 #include "blocksparse/params/attention_backward_wgmma.cuh"
 
+// The gradients that a launch computes; the values are those of PASSES in backends/attention_backward_wgmma.py.
+enum class Gradients { Q = 0, KV = 1, K = 2, V = 3 };
+
 // All compile-time constants; macros are read here alone.
-struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), S24_TILE,
-                              S24_PIPELINE_STAGES> {
-  static constexpr bool kStationaryKv = S24_STATIONARY_KV;  // whether K and V are stationary, in the pass for dK and dV
-  static constexpr int kPieces = kBlock / kTile;            // tiles of a block
-  static constexpr int kResults = kStationaryKv ? 2 : 1;
+struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL), bool(S24_LENGTHS), bool(S24_DROPOUT),
+                              S24_TILE, S24_PIPELINE_STAGES, S24_PIPELINE_GROUPS> {
+  static constexpr Gradients kGradients = Gradients(S24_GRADIENTS);
+  static constexpr bool kStationaryKv = kGradients != Gradients::Q;  // whether K and V are stationary
+  static constexpr bool kOfScores = kGradients != Gradients::V,      // whether dS is needed, for dQ or dK
+      kOfValues = kGradients == Gradients::KV || kGradients == Gradients::V;
+  static constexpr int kPieces = kBlock / kTile;  // tiles of a block
+  static constexpr int kResults = kOfScores && kOfValues ? 2 : 1;
+  static constexpr int kStationaries = kOfScores ? 2 : 1;  // stationary operands; V has no part in dV
 
   // Shared memory of a pipeline group: stationary operands; stages; bases and deltas of each stage's rows; barriers;
-  // descriptions of work tiles (one in use, one being published, one being looked up); the first row of each stage.
-  static constexpr int kStagesAt = kGroupWarpgroups * 2 * kStationaryBytes,
+  // descriptions of work tiles (one in use, one being published, one being looked up); the first row of each stage, and
+  // with dropout its head's matrix.
+  static constexpr int kStagesAt = kGroupWarpgroups * kStationaries * kStationaryBytes,
                        kRowStatsAt = kStagesAt + kPipelineStages * 2 * kTileBytes;
   static constexpr int kRowStatBytes = kStationaryKv ? kTile * 4 : 0;
   static constexpr int kBarrierAt = kRowStatsAt + kPipelineStages * 2 * kRowStatBytes;
   static constexpr int kItems = 4, kItemBytes = 20, kItemsAt = kBarrierAt + 16 * kPipelineStages + 16;
   static constexpr int kStartsAt = kItemsAt + kItems * kItemBytes;
-  static constexpr int kPipelineBytes = (kStartsAt + 4 * kPipelineStages + 1023) / 1024 * 1024;
+  static constexpr int kStartBytes = kDropout ? 8 : 4;
+  static constexpr int kPipelineBytes = (kStartsAt + kStartBytes * kPipelineStages + 1023) / 1024 * 1024;
   static_assert(kBlock % kTile == 0, "whole tiles");
 
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr int kRowThreads = 256,
-                       kRowLanes = kHead / 8;  // threads of a CTA of attention_backward_rows, and threads for one row
+  // Producers of two pipeline groups need registers for several tiles a block, and for dropout's matrices.
+  static constexpr int kWarpgroups = kPipelineGroups * kGroupWarpgroups;
+  static constexpr bool kLargeProducer = kPipelineGroups == 2 && (kPieces > 1 || kDropout);
+  static constexpr int kProducerRegisters = kLargeProducer ? 40 : 24;
+  static constexpr int kConsumerRegisters = kLargeProducer ? 232 : kWarpgroups == 1 ? 248 : 240;
+  // Threads of a CTA of attention_backward_rows; threads for one row, each of which reads 8 elements or none.
+  static constexpr int kRowThreads = 256, kRowChunks = kHead / 8;
+  static constexpr int kRowLanes = kRowChunks <= 4 ? 4 : kRowChunks <= 8 ? 8 : kRowChunks <= 16 ? 16 : 32;
 };

@@ -24,7 +24,14 @@ extern "C" __global__ void __launch_bounds__(Config::kRowThreads)
   bool counts = true;
   if constexpr (Config::kLengths) counts = (int)row < p.tables.q_lengths[matrix / p.heads];
   float delta = 0.0f;
-  if (counts) delta = sum_of_products(((const uint4*)p.o)[place], ((const uint4*)p.d_o)[place]);
+  if constexpr (Config::kRowChunks == Config::kRowLanes) {
+    if (counts) delta = sum_of_products(((const uint4*)p.o)[place], ((const uint4*)p.d_o)[place]);
+  } else {
+    const int chunk = (int)(place % Config::kRowLanes);
+    const i64 at = line * Config::kRowChunks + chunk;
+    if (counts && chunk < Config::kRowChunks)
+      delta = sum_of_products(((const uint4*)p.o)[at], ((const uint4*)p.d_o)[at]);
+  }
 #pragma unroll
   for (int distance = Config::kRowLanes / 2; distance > 0; distance /= 2)
     delta += __shfl_xor_sync(~0u, delta, distance);

@@ -43,6 +43,12 @@ struct AttentionBackwardWgmmaParams {
   u32 matrix_tiles;
   // Number of matrices whose work tiles are interleaved, for L2.
   u32 raster_matrices;
+  // Seed and offset of dropout, two integers of 64 bits; or null.
+  const u32* seed_offset;
+  // Bound of dropped cells' 16 bits, times 2^16.
+  u32 drop_below;
+  // Factor of cells that are not dropped.
+  float keep_scale;
 };
 static_assert(sizeof(AttentionBackwardWgmmaParams) == 704);
 static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, stationary_maps) == 0);
@@ -64,3 +70,6 @@ static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, queries) == 640);
 static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, keys) == 644);
 static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, matrix_tiles) == 648);
 static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, raster_matrices) == 652);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, seed_offset) == 656);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, drop_below) == 664);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, keep_scale) == 668);

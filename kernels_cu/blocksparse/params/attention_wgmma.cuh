@@ -33,6 +33,12 @@ struct AttentionWgmmaParams {
   u32 matrix_tiles;
   // Number of matrices whose work tiles are interleaved, for L2.
   u32 raster_matrices;
+  // Seed and offset of dropout, two integers of 64 bits; or null.
+  const u32* seed_offset;
+  // Bound of dropped cells' 16 bits, times 2^16.
+  u32 drop_below;
+  // Factor of cells that are not dropped.
+  float keep_scale;
 };
 static_assert(sizeof(AttentionWgmmaParams) == 512);
 static_assert(S24_OFFSET(AttentionWgmmaParams, q_map) == 0);
@@ -49,3 +55,6 @@ static_assert(S24_OFFSET(AttentionWgmmaParams, queries) == 464);
 static_assert(S24_OFFSET(AttentionWgmmaParams, keys) == 468);
 static_assert(S24_OFFSET(AttentionWgmmaParams, matrix_tiles) == 472);
 static_assert(S24_OFFSET(AttentionWgmmaParams, raster_matrices) == 476);
+static_assert(S24_OFFSET(AttentionWgmmaParams, seed_offset) == 480);
+static_assert(S24_OFFSET(AttentionWgmmaParams, drop_below) == 488);
+static_assert(S24_OFFSET(AttentionWgmmaParams, keep_scale) == 492);

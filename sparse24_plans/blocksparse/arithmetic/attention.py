@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..descriptor import BlockSparseAttentionDescriptor
+from ..dropout import dropped as is_dropped
 from ..lookup_tables import LookUp
 from . import products
 from .products import Line, Multiply
@@ -33,7 +34,7 @@ class Attention:
             scores, dropped = self._scores(line, q, k)
             found = softmax(np.where(dropped, np.float32(-np.inf), scores))
             out[:, line.head, line.cells] = self.multiply(
-                found.probabilities, v[:, line.head][:, self._columns(line)]
+                found.probabilities * self._kept(line), v[:, line.head][:, self._columns(line)]
             )
             lse[:, line.head, line.cells] = found.logsumexp[..., 0]
         return out, lse
@@ -55,8 +56,9 @@ class Attention:
             dp = self.multiply(
                 out_gradient[:, line.head, line.cells], v[:, line.head][:, self._columns(line)].swapaxes(1, 2)
             )
-            ds = p * (dp - deltas[:, line.head, line.cells])
-            probabilities[:, line.places] = products.in_blocks(p)
+            kept = self._kept(line)
+            ds = p * (dp * kept - deltas[:, line.head, line.cells])
+            probabilities[:, line.places] = products.in_blocks(p * kept)
             score_gradients[:, line.places] = products.in_blocks(ds)
         scale = np.float32(desc.scale)
         dq = self._product(score_gradients, k, transposed=False) * scale
@@ -84,6 +86,22 @@ class Attention:
             dropped |= rows >= self.read["q_lengths"][:, None, None]
             dropped |= columns_read >= self.read["kv_lengths"][:, None, None]
         return scores, dropped
+
+    def _kept(self, line: Line) -> Array:
+        """Return dropout's factors of a block row: 0 for a dropped cell, else 1 / (1 - p) in float32."""
+        desc = self.desc
+        if not desc.dropout:
+            return np.ones((), np.float32)
+        matrices = np.arange(desc.batch, dtype=np.int64) * desc.layout.heads + line.head
+        rows = np.arange(line.cells.start, line.cells.stop, dtype=np.int64)
+        out = is_dropped(
+            self.read["seed_offset"].astype(np.int64),
+            desc.dropout,
+            matrices[:, None, None],
+            rows[:, None],
+            self._columns(line).astype(np.int64),
+        )
+        return np.where(out, np.float32(0), np.float32(1 / (1 - desc.dropout)))
 
     def _of_queries(self, name: str) -> Array:
         return self._within(self.read[name], "q_lengths")

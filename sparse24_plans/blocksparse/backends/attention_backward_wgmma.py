@@ -1,12 +1,13 @@
 """Launches ``blocksparse/attention_backward_wgmma.cu``: the gradients of attention over kept blocks, fused.
 
-One launch prepares two numbers for each row of Q. Then one launch over block columns computes dK and dV, and
-one over block rows dQ.
+One launch prepares two numbers for each row of Q. Then one launch over block columns computes dK and dV, for
+large heads one each, and one over block rows dQ.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ...device.jit.launcher import fill, load
 from ...device.jit.structs import KernelParams, field, kernel_params
@@ -23,19 +24,46 @@ from ..attention import (
     Walk,
     pipeline_groups,
     problem_defines,
+    row_bytes,
 )
 from ..descriptor import BlockSparseAttentionDescriptor
-from ..limits import COUNTER_BYTES, PASSES, backward_workspace, rows_of_queries
+from ..limits import COUNTER_BYTES, MOST_PASSES, backward_workspace, rows_of_queries
 from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_backward_wgmma.cu"
-_ROW_THREADS, _ROW_ELEMENTS = 256, 8
-"""Threads of a CTA of the first launch; elements of a row that each of them reads."""
+_ROW_THREADS, _ROW_ELEMENTS, _LEAST_ROW_LANES = 256, 8, 4
+"""Threads of a CTA of the first launch; elements of a row that each of them reads; least threads of a row."""
+_LEAST_TILE = 32
+"""Least rows of a streamed tile."""
 _ALIGNMENT = 1024
 """Bytes that a pipeline group's shared memory is aligned to."""
-_STAGE_BYTES, _GROUP_BYTES = 20, 96
-"""Bytes of a stage's barriers and first row; bytes of a pipeline group's two barriers and four descriptions.
+_STAGE_BYTES, _MATRIX_BYTES, _GROUP_BYTES = 20, 4, 96
+"""Bytes of a stage's barriers and first row, with dropout of its matrix, and of a pipeline group's two
+barriers and four descriptions.
 """
+_MOST_TOGETHER = 128
+"""Largest head whose dK and dV one launch computes."""
+
+
+class Pass(NamedTuple):
+    """What a launch over the kept blocks computes."""
+
+    code: int
+    """The value of Gradients in ``attention_backward_wgmma/config.cuh``."""
+    gradients: tuple[str, ...]
+    stationary: tuple[str, ...]
+    streamed: tuple[str, ...]
+
+    @property
+    def keys(self) -> bool:
+        """Whether work tiles are block columns."""
+        return "k" in self.stationary
+
+
+_Q = Pass(0, ("dq",), ("q", "do"), ("k", "v"))
+_KV = Pass(1, ("dk", "dv"), ("k", "v"), ("q", "do"))
+_K = Pass(2, ("dk",), ("k", "v"), ("q", "do"))
+_V = Pass(3, ("dv",), ("k",), ("q", "do"))
 
 
 @kernel_params("blocksparse/params/attention_backward_wgmma.cuh")
@@ -61,43 +89,51 @@ class AttentionBackwardWgmmaParams(KernelParams):
     keys = field("u32", "Number of rows of K in a head.")
     matrix_tiles = field("u32", "Number of work tiles of a matrix: its block columns, or block rows.")
     raster_matrices = field("u32", "Number of matrices whose work tiles are interleaved, for L2.")
+    seed_offset = field("const u32*", "Seed and offset of dropout, two integers of 64 bits; or null.")
+    drop_below = field("u32", "Bound of dropped cells' 16 bits, times 2^16.")
+    keep_scale = field("float", "Factor of cells that are not dropped.")
 
 
-class _Pass:
-    """One walk over the kept blocks: with ``keys`` over columns, for dK and dV; else over rows, for dQ."""
+class _Launch:
+    """A pass as it is launched; ``counter`` is its counter's number."""
 
-    def __init__(self, desc: BlockSparseAttentionDescriptor, device: DeviceProperties, *, keys: bool) -> None:
-        self._walk, self._tile = Walk(desc, columns=keys), _tile(desc, keys=keys)
-        stages = _stages(desc, keys=keys)
+    def __init__(
+        self, desc: BlockSparseAttentionDescriptor, device: DeviceProperties, one: Pass, counter: int
+    ) -> None:
+        self._pass, self._counter = one, counter
+        self._tiling = tiling = Tiling.of(desc, one)
+        self._walk = Walk(desc, one.keys, tiling.groups)
         self.blocks = self._walk.blocks(device)
         self.details = self._walk.details(
-            device, f"{pipeline_groups(desc) * stages} stages of {self._tile} rows"
+            device, f"{tiling.groups * tiling.stages} stages of {tiling.rows} rows"
         )
         self.function = load(
             _SOURCE,
             "attention_backward_wgmma",
             THREADS,
             device,
-            defines(desc, keys=keys),
-            shared_bytes=pipeline_groups(desc) * _pipeline_bytes(desc, stages, keys=keys),
+            defines(desc, one),
+            shared_bytes=tiling.groups * _pipeline_bytes(desc, one, tiling.rows, tiling.stages),
         )
         self._parameters = AttentionBackwardWgmmaParams(
             scale=desc.scale,
             exponent_scale=desc.scale * math.log2(math.e),
             kv_heads=desc.kv_heads,
-            **self._walk.sizes(),
+            **self._walk.numbers(),
         )
 
     def parameters(self, views: Views, workspace: int) -> AttentionBackwardWgmmaParams:
         found = AttentionBackwardWgmmaParams.from_buffer_copy(self._parameters)
-        keys, rows = self._walk.columns, rows_of_queries(self._walk.problem)
+        one, rows = self._pass, rows_of_queries(self._walk.problem)
         found.o, found.d_o, found.lse = (views[name].address for name in ("o", "do", "lse"))
         found.bases, found.deltas = workspace, workspace + 4 * rows
-        for at, name in enumerate(("dk", "dv") if keys else ("dq",)):
-            found.gradients[at] = views[name].address
-        stationary, streamed = (("k", "v"), ("q", "do")) if keys else (("q", "do"), ("k", "v"))
-        boxes = dict.fromkeys(stationary, BOX) | dict.fromkeys(streamed, self._tile)
-        self._walk.fill(found, views, boxes, workspace + 8 * rows + COUNTER_BYTES * keys)
+        for name in one.gradients:
+            found.gradients[name == "dv"] = views[name].address
+        boxes = dict.fromkeys(one.stationary, BOX)
+        if len(boxes) == 1:  # the other map is not read
+            boxes |= {"v": BOX}
+        boxes |= dict.fromkeys(one.streamed, self._tiling.rows)
+        self._walk.fill(found, views, boxes, workspace + 8 * rows + COUNTER_BYTES * self._counter)
         return found
 
 
@@ -109,16 +145,16 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self.workspace_size, self.workspace_alignment = backward_workspace(desc), 16
-        self.launches = 2 + PASSES
-        self._passes = [_Pass(desc, device, keys=keys) for keys in (True, False)]
+        self._passes = [_Launch(desc, device, one, counter) for counter, one in enumerate(passes_of(desc))]
+        self.launches = 2 + len(self._passes)
         self.details = "; ".join(one.details for one in self._passes)
-        self._row_blocks = rows_of_queries(desc) * desc.head_size // (_ROW_ELEMENTS * _ROW_THREADS)
+        self._row_blocks = rows_of_queries(desc) * _row_lanes(desc) // _ROW_THREADS
         self._row_function = load(
             _SOURCE,
             "attention_backward_rows",
             _ROW_THREADS,
             device,
-            defines(desc, keys=True),
+            defines(desc, passes_of(desc)[0]),
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -133,33 +169,64 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         if not bound:
             return nothing
         counters = workspace + 8 * rows_of_queries(self.descriptor)
-        return launch_in_order(fill(counters, 0, PASSES * COUNTER_BYTES), *bound)
+        return launch_in_order(fill(counters, 0, MOST_PASSES * COUNTER_BYTES), *bound)
 
 
-def _tile(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> int:
-    """Rows of a streamed tile. For dK and dV the accumulators of 128 columns leave registers for 64."""
-    return 64 if keys else desc.layout.block
+def passes_of(desc: BlockSparseAttentionDescriptor) -> tuple[Pass, ...]:
+    """The launches over the kept blocks, in order."""
+    return (_KV, _Q) if desc.head_size <= _MOST_TOGETHER else (_K, _V, _Q)
 
 
-def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, stages: int, *, keys: bool) -> int:
+def _row_lanes(desc: BlockSparseAttentionDescriptor) -> int:
+    """Threads that read a row in the first launch: a power of 2."""
+    chunks = -(-desc.head_size // _ROW_ELEMENTS)
+    return max(_LEAST_ROW_LANES, 1 << (chunks - 1).bit_length())
+
+
+class Tiling(NamedTuple):
+    """How a pass is cut."""
+
+    groups: int
+    """Pipeline groups of a CTA."""
+    rows: int
+    """Rows of a streamed tile."""
+    stages: int
+    """Pipeline stages of a pipeline group."""
+
+    @classmethod
+    def of(cls, desc: BlockSparseAttentionDescriptor, one: Pass) -> Tiling:
+        """The first of these cuts of which two stages fit."""
+        groups = pipeline_groups(desc)
+        # Sums of both gradients, or of a large head, leave registers for 64 rows.
+        most = 64 if one is _KV or desc.head_size > _MOST_TOGETHER else desc.layout.block
+        # One warpgroup alone has registers for 64 rows and the rest, but not for dropout's words beside them.
+        tries = (groups, most), (groups, _LEAST_TILE), (1, _LEAST_TILE if desc.dropout else 64)
+        found = (cls(group, rows, _stages(desc, one, group, rows)) for group, rows in tries)
+        return next(cut for cut in found if cut.stages >= 2)
+
+
+def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, one: Pass, rows: int, stages: int) -> int:
     """Shared memory of a pipeline group: stationary operands, stages, two numbers for each streamed row of Q,
     barriers and descriptions."""
-    row = desc.head_size * desc.element.itemsize
-    stationary, stage = 2 * desc.layout.block * row, 2 * _tile(desc, keys=keys) * (row + 4 * keys)
-    return align_up(stationary + stages * (stage + _STAGE_BYTES) + _GROUP_BYTES, _ALIGNMENT)
+    row = row_bytes(desc)
+    stationary = len(one.stationary) * desc.layout.block * row
+    stage = 2 * rows * (row + 4 * one.keys) + _STAGE_BYTES + (_MATRIX_BYTES if desc.dropout else 0)
+    return align_up(stationary + stages * stage + _GROUP_BYTES, _ALIGNMENT)
 
 
-def _stages(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> int:
-    """Pipeline stages of a pipeline group."""
-    space = SHARED_BYTES // pipeline_groups(desc)
-    return max(n for n in range(MAX_STAGES + 1) if _pipeline_bytes(desc, n, keys=keys) <= space)
+def _stages(desc: BlockSparseAttentionDescriptor, one: Pass, groups: int, rows: int) -> int:
+    """Pipeline stages of each of so many pipeline groups."""
+    space = SHARED_BYTES // groups
+    return max((n for n in range(MAX_STAGES + 1) if _pipeline_bytes(desc, one, rows, n) <= space), default=0)
 
 
-def defines(desc: BlockSparseAttentionDescriptor, *, keys: bool) -> dict[str, int]:
+def defines(desc: BlockSparseAttentionDescriptor, one: Pass) -> dict[str, int]:
     """Macros of the kernel for one problem type."""
+    groups, rows, stages = Tiling.of(desc, one)
     return {
         **problem_defines(desc),
-        "STATIONARY_KV": int(keys),
-        "TILE": _tile(desc, keys=keys),
-        "PIPELINE_STAGES": _stages(desc, keys=keys),
+        "GRADIENTS": one.code,
+        "TILE": rows,
+        "PIPELINE_GROUPS": groups,
+        "PIPELINE_STAGES": stages,
     }

@@ -7,7 +7,7 @@ import math
 from ...device.jit.launcher import fill, load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
-from ...plan.kernel import Choice, launch_in_order, nothing
+from ...plan.kernel import Choice, align_up, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..attention import (
@@ -18,6 +18,7 @@ from ..attention import (
     Walk,
     pipeline_groups,
     problem_defines,
+    row_bytes,
 )
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES
@@ -26,8 +27,12 @@ from ..schedules.blocks_wgmma import SHARED_BYTES
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
 """Bytes of a pipeline group's barriers and description of a work tile."""
-_TILE = 128
-"""Keys of a pipeline stage."""
+_TILES = (128, 64, 32)
+"""Keys of a pipeline stage that are tried in turn."""
+_MOST_ACCUMULATORS, _DROPOUT_REGISTERS = 192, 8
+"""Most registers of a thread for results, scores and probabilities; what dropout takes of them, once and once
+for each pipeline group of a CTA.
+"""
 
 
 @kernel_params("blocksparse/params/attention_wgmma.cuh")
@@ -48,6 +53,9 @@ class AttentionWgmmaParams(KernelParams):
     keys = field("u32", "Number of rows of K in a head.")
     matrix_tiles = field("u32", "Number of work tiles of a matrix: its block rows.")
     raster_matrices = field("u32", "Number of matrices whose work tiles are interleaved, for L2.")
+    seed_offset = field("const u32*", "Seed and offset of dropout, two integers of 64 bits; or null.")
+    drop_below = field("u32", "Bound of dropped cells' 16 bits, times 2^16.")
+    keep_scale = field("float", "Factor of cells that are not dropped.")
 
 
 class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
@@ -57,21 +65,22 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._walk = Walk(desc, columns=False)
+        self._walk = Walk(desc, columns=False, groups=pipeline_groups(desc))
         self._blocks = self._walk.blocks(device)
         self.launches, self.workspace_size, self.workspace_alignment = 2, COUNTER_BYTES, COUNTER_BYTES
-        stages = pipeline_groups(desc) * _stages(desc)
-        self.details = self._walk.details(device, f"{stages} stages of {_TILE} keys")
+        tile = _tile(desc)
+        stages = pipeline_groups(desc) * _stages(desc, tile)
+        self.details = self._walk.details(device, f"{stages} stages of {tile} keys")
         self._function = load(
             _SOURCE,
             "attention_wgmma",
             THREADS,
             device,
             defines(desc),
-            shared_bytes=_fixed_bytes(desc) + stages * _tile_bytes(desc),
+            shared_bytes=_fixed_bytes(desc) + stages * tile * row_bytes(desc),
         )
         self._parameters = AttentionWgmmaParams(
-            scale=abs(desc.scale) * math.log2(math.e), **self._walk.sizes()
+            scale=abs(desc.scale) * math.log2(math.e), **self._walk.numbers()
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -80,32 +89,38 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
             return nothing
         parameters = AttentionWgmmaParams.from_buffer_copy(self._parameters)
         parameters.o, parameters.lse = views["o"].address, views["lse"].address
-        block = desc.layout.block
-        self._walk.fill(parameters, views, {"q": BOX, "k": block, "v": block}, workspace)
+        keys = min(desc.layout.block, _tile(desc))
+        self._walk.fill(parameters, views, {"q": BOX, "k": keys, "v": keys}, workspace)
         kernel = self._function.bind(self._blocks, parameters)
         return launch_in_order(fill(workspace, 0, COUNTER_BYTES), kernel)
 
 
-def _tile_bytes(desc: BlockSparseAttentionDescriptor) -> int:
-    return _TILE * desc.head_size * desc.element.itemsize
+def _tile(desc: BlockSparseAttentionDescriptor) -> int:
+    """Keys of a pipeline stage: the first whose accumulators and stages fit."""
+    most = _MOST_ACCUMULATORS - align_up(desc.head_size, 32) // 2
+    if desc.dropout:
+        most -= _DROPOUT_REGISTERS * (1 + pipeline_groups(desc))
+    return next(tile for tile in _TILES if 3 * tile // 4 <= most and _stages(desc, tile) >= 2)
 
 
 def _fixed_bytes(desc: BlockSparseAttentionDescriptor) -> int:
     """Shared memory apart from stages: Q of both warpgroups, barriers."""
-    return _tile_bytes(desc) + pipeline_groups(desc) * _BARRIER_BYTES
+    return 2 * BOX * row_bytes(desc) + pipeline_groups(desc) * _BARRIER_BYTES
 
 
-def _stages(desc: BlockSparseAttentionDescriptor) -> int:
+def _stages(desc: BlockSparseAttentionDescriptor, tile: int) -> int:
     """Pipeline stages of a pipeline group."""
     space = (SHARED_BYTES - _fixed_bytes(desc)) // pipeline_groups(desc)
-    return min(space // _tile_bytes(desc), MAX_STAGES)
+    return min(space // (tile * row_bytes(desc)), MAX_STAGES)
 
 
 def defines(desc: BlockSparseAttentionDescriptor) -> dict[str, int]:
     """Macros of the kernel for one problem type."""
+    tile = _tile(desc)
     return {
         **problem_defines(desc),
         "SIGN": -1 if desc.scale < 0 else 1,
-        "PING_PONG": int(desc.layout.block == _TILE),
-        "PIPELINE_STAGES": _stages(desc),
+        "PING_PONG": int(pipeline_groups(desc) == 1),
+        "TILE": tile,
+        "PIPELINE_STAGES": _stages(desc, tile),
     }

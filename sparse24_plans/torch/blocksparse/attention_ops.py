@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...blocksparse.dropout import dropped
 from ...blocksparse.plan import BlockSparseAttentionPlan
-from ...errors import UnsupportedError
+from ...errors import InvalidProblemError, UnsupportedError
 from ..elements import element_of
 from ..gemm_ops import autocast_tensor
 from ..library import define
@@ -38,6 +39,8 @@ class _Attention(NamedTuple):
     q_lengths: Tensor | None = None
     kv_lengths: Tensor | None = None
     preference: str = ""
+    dropout_p: float = 0.0
+    seed_offset: Tensor | None = None
 
     def problem(self, op: str = "forward", **more: Tensor) -> Problem:
         """The problem of a fused plan, with ``more`` operands. Raises InvalidProblemError."""
@@ -51,10 +54,23 @@ class _Attention(NamedTuple):
             "scale": self.scale,
             "causal": self.causal,
             "lengths": self.q_lengths is not None or self.kv_lengths is not None,
+            "dropout": self.dropout_p,
         }
         operands = {name: getattr(self, name) for name in ("q", "k", "v", "q_lengths", "kv_lengths")} | more
+        operands["seed_offset"] = self.words()
         sizes, shape = {"batch": self.q.shape[0]}, tuple(self.shape)
         return Problem(BlockSparseAttentionPlan, shape, sizes, fields, self.preference, operands, self.layout)
+
+    def words(self) -> Tensor | None:
+        """Seed and offset as four int32. Raises InvalidProblemError."""
+        given = self.seed_offset
+        if given is None:
+            return None
+        if given.dtype != torch.int64 or given.shape != (2,):
+            raise InvalidProblemError(
+                f"seed_offset: expected torch.int64 [2], got {given.dtype} {list(given.shape)}"
+            )
+        return given.contiguous().view(torch.int32)
 
 
 class _Unfused:
@@ -72,7 +88,7 @@ class _Unfused:
     def forward(self) -> tuple[Tensor, Tensor]:
         """O, and for each row the logarithm of the sum of its exponentials."""
         scores, found = self._probabilities()
-        o = self._product("dsd", found.to(self._q.dtype), self._v)
+        o = self._product("dsd", (found * self._kept()).to(self._q.dtype), self._v)
         lse = self._logsumexp(scores, found)
         if (lengths := self._call.q_lengths) is not None:
             beyond = self._beyond(lengths, self._shape.rows)
@@ -83,11 +99,12 @@ class _Unfused:
         """dQ, dK and dV. The probabilities are computed again rather than kept."""
         do = self._cleared(do, self._call.q_lengths)
         _, found = self._probabilities()
-        dp = self._product("sdd", do, self._v, trans_b=True, out_dtype=torch.float32)
+        kept = self._kept()
+        dp = self._product("sdd", do, self._v, trans_b=True, out_dtype=torch.float32) * kept
         ds = softmax_backward(
             found, dp, self._call.layout, self._call.shape, self._scale, self._call.preference
         )
-        found, ds = found.to(do.dtype), ds.to(do.dtype)
+        found, ds = (found * kept).to(do.dtype), ds.to(do.dtype)
         dq = self._product("dsd", ds, self._k)
         dk, dv = (
             self._product("dsd", one, other, trans_a=True, out_dtype=torch.float32)
@@ -117,6 +134,26 @@ class _Unfused:
             preference=call.preference,
         )
         return scores, found
+
+    def _kept(self) -> Tensor | float:
+        """Dropout's factors of the kept blocks' cells, 0 or 1 / (1 - p): [Z, blocks, block, block]."""
+        call, one, p = self._call, self._shape, self._call.dropout_p
+        words = call.words()
+        if not p or words is None:
+            return 1.0
+        within = torch.arange(one.block, device=words.device)
+        block_rows, block_cols = (table(call.layout, call.shape, name).long() for name in ("rows", "columns"))
+        heads, across = block_rows // one.block_rows, block_rows % one.block_rows
+        batches = torch.arange(call.q.shape[0], device=words.device)
+        out = dropped(
+            words.long(),
+            p,
+            batches[:, None, None, None] * one.heads + heads[:, None, None],
+            across[:, None, None] * one.block + within[:, None],
+            block_cols[:, None, None] * one.block + within,
+        )
+        kept: Tensor = (~out).float() / (1 - p)
+        return kept
 
     def _logsumexp(self, scores: Tensor, found: Tensor) -> Tensor:
         """Each row's largest score minus the logarithm of its largest probability."""
@@ -179,17 +216,27 @@ def _fake_attention_gradients(
 
 
 def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, layout, ctx.shape, ctx.scale, ctx.causal, q_lengths, kv_lengths, ctx.preference = inputs
+    q, k, v, layout, ctx.shape, ctx.scale, ctx.causal, q_lengths, kv_lengths, *rest = inputs
+    ctx.preference, ctx.dropout_p, seed_offset = rest
     o, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, layout, q_lengths, kv_lengths, o, lse)
+    ctx.save_for_backward(q, k, v, layout, q_lengths, kv_lengths, seed_offset, o, lse)
 
 
 def _attention_backward(ctx: Any, do: Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, layout, q_lengths, kv_lengths, o, lse = ctx.saved_tensors
-    options = ctx.shape, ctx.scale, ctx.causal, q_lengths, kv_lengths, ctx.preference
+    q, k, v, layout, q_lengths, kv_lengths, seed_offset, o, lse = ctx.saved_tensors
+    options = (
+        ctx.shape,
+        ctx.scale,
+        ctx.causal,
+        q_lengths,
+        kv_lengths,
+        ctx.preference,
+        ctx.dropout_p,
+        seed_offset,
+    )
     found = _ops.blocksparse_attention_backward(do.to(q.dtype), o, lse, q, k, v, layout, *options)
-    return (*found, *[None] * 7)
+    return (*found, *[None] * 9)
 
 
 def _attention_autocast(
@@ -200,7 +247,8 @@ def _attention_autocast(
 
 _ATTENTION = (
     "Tensor q, Tensor k, Tensor v, Tensor layout, int[] shape, float? scale=None, bool causal=False, "
-    'Tensor? q_lengths=None, Tensor? kv_lengths=None, str preference=""'
+    'Tensor? q_lengths=None, Tensor? kv_lengths=None, str preference="", float dropout_p=0.0, '
+    "Tensor? seed_offset=None"
 )
 
 define(

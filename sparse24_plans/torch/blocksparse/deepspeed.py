@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import InvalidProblemError
+from .extra_keys import Masks
 from .layout_buffers import Layout
 from .multihead import MultiheadAttention, masked_attention
 from .sparsity import SparsityInfo
@@ -16,7 +17,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(head_size)) v over kept blocks, without projections.
 
     The arguments are Torch-Blocksparse's: ``embed_dim`` and ``num_heads``, those of SparsityInfo, and the
-    masks' modes, as in MultiheadAttention.
+    masks' modes, as in MultiheadAttention; and ``dropout``, which training applies to the softmax.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         vertsize: int = 1,
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "mul",
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.sparsity = SparsityInfo(mode, block, stride, unidirectional, numverts, vertsize)
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
@@ -54,16 +57,16 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         where = tokens, _ = query.shape[2], query.device
         if where not in self._layouts:
             self._layouts[where] = Layout(self.sparsity.layout(self.num_heads, tokens), device=query.device)
-        masks = rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode
-        return masked_attention(query, key, value, self._layouts[where], masks)
+        masks = Masks(rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode)
+        dropout = self.dropout if self.training else 0.0
+        return masked_attention(query, key, value, self._layouts[where], masks, dropout_p=dropout)
 
 
 def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
     """Replace every ``torch.nn.MultiheadAttention`` of a model by ours with its parameters, in place.
 
     ``sparsity`` and ``options`` are arguments of MultiheadAttention. The result lists the names. Raises
-    InvalidProblemError for a wrong model, UnsupportedError for dropout, ``add_bias_kv`` or ``add_zero_attn``;
-    nothing is replaced then.
+    InvalidProblemError for a wrong model; nothing is replaced then.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.MultiheadAttention):
         raise InvalidProblemError(

@@ -127,6 +127,8 @@ def attention(
     kv_lengths: Tensor | None = None,
     return_lse: bool = False,
     preference: str = "",
+    dropout_p: float = 0.0,
+    seed_offset: Tensor | None = None,
 ) -> Any:
     """``softmax(scale * q @ k^T) @ v`` over the kept cells of each head's scores.
 
@@ -147,13 +149,20 @@ def attention(
     return_lse : bool
         Whether to return also the logarithm of the sum of each row's exponentials, float32 [Z, H, rows]. It
         has no gradient.
+    dropout_p : float
+        Probability that a cell of the softmax is dropped, as in ``scaled_dot_product_attention``.
+    seed_offset : Tensor, optional
+        Int64 [2] on q's device, which decides what is dropped. By default PyTorch's generator of the device
+        draws it; a captured graph draws anew at each replay.
 
     A fused kernel computes it, or products and softmax if the device has no such kernel. Raises
     InvalidProblemError naming the argument, UnsupportedError if neither serves.
     """
-    o, lse = _ops.blocksparse_attention(
-        q, k, v, layout.tables_on(q.device), layout.sizes, scale, causal, q_lengths, kv_lengths, preference
-    )
+    if dropout_p and seed_offset is None:
+        seed_offset = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device)
+    tables = layout.tables_on(q.device)
+    options = scale, causal, q_lengths, kv_lengths, preference, dropout_p, seed_offset
+    o, lse = _ops.blocksparse_attention(q, k, v, tables, layout.sizes, *options)
     return (o, lse) if return_lse else o
 
 

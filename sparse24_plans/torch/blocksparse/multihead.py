@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...blocksparse.dropout import MOST_DROPOUT
 from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError
+from .extra_keys import Masks, widened, with_extra_keys
 from .functional import attention, matmul, softmax
 from .layout_buffers import Layout, layout_of
 from .sparsity import SparsityConfig, SparsityInfo
@@ -18,15 +20,29 @@ _RULES = (SparsityInfo, SparsityConfig)
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, masks: Any, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    masks: Masks,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    kv_tokens: int | None = None,
 ) -> Tensor:
-    """Attention by its op, or with masks by products and ``softmax``, whose arguments ``masks`` are."""
-    if all(mask is None for mask in masks[:3]):
-        o: Tensor = attention(q, k, v, layout, causal=causal)
+    """Attention by its op, or with masks by products and ``softmax``, whose arguments ``masks`` are.
+
+    With ``kv_tokens`` only so many of the first tokens of k and v count.
+    """
+    if not masks.given:
+        lengths: Any = (None, None)
+        if kv_tokens is not None:
+            lengths = (q.new_full((len(q),), n, dtype=torch.int32) for n in (q.shape[2], kv_tokens))
+        options = dict(zip(("q_lengths", "kv_lengths"), lengths, strict=True))
+        o: Tensor = attention(q, k, v, layout, causal=causal, dropout_p=dropout_p, **options)
         return o
     scores = matmul(q, k, layout, "sdd", trans_b=True)
     found = softmax(scores, layout, q.shape[3] ** -0.5, *masks, causal=causal)
-    return matmul(found, v, layout, "dsd")
+    return matmul(F.dropout(found, dropout_p), v, layout, "dsd")
 
 
 class MultiheadAttention(nn.Module):
@@ -38,11 +54,12 @@ class MultiheadAttention(nn.Module):
     sparsity : SparsityInfo, SparsityConfig, Layout, BlockSparseLayout, Tensor or array
         A rule, which makes one layout for each number of tokens; or a layout of num_heads heads, or its
         bitmap.
-    dropout, add_bias_kv, add_zero_attn
-        Must be 0 and False: a layout has no place for what they add. Beside a bitmap the argument after
-        ``sparsity`` is the block, as in early releases of Torch-Blocksparse.
-    bias, kdim, vdim, batch_first, device, dtype
-        The arguments of ``torch.nn.MultiheadAttention``.
+    dropout, bias, kdim, vdim, batch_first, device, dtype
+        The arguments of ``torch.nn.MultiheadAttention``. Beside a bitmap the argument after ``sparsity`` is
+        the block, as in early releases of Torch-Blocksparse.
+    add_bias_kv, add_zero_attn : bool
+        Whether every query also sees a learned key, and a key of zeros. They are in one more block column,
+        which the module's layouts get behind those of ``sparsity``.
     key_padding_mask_mode, attn_mask_mode : str
         Whether the masks of ``forward`` are added (``add``) or drop cells (``mul``). The defaults are
         Torch-Blocksparse's.
@@ -50,7 +67,7 @@ class MultiheadAttention(nn.Module):
         Whether cells whose column is beyond their row are dropped.
 
     Without masks it calls the op ``blocksparse_attention``, with masks a product, a softmax and a product.
-    Raises InvalidProblemError naming the argument, UnsupportedError for arguments that must be 0 or False.
+    Raises InvalidProblemError naming the argument.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -58,6 +75,8 @@ class MultiheadAttention(nn.Module):
     k_proj_weight: nn.Parameter | None
     v_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
 
     SparsityInfo = SparsityInfo
     _qkv_same_embed_dim = False
@@ -85,10 +104,8 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         if not isinstance(sparsity, (*_RULES, Layout, BlockSparseLayout)) and hasattr(sparsity, "shape"):
             sparsity, dropout = BlockSparseLayout(sparsity, int(dropout)), 0.0
-        absent = {"dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
-        for name, given in absent.items():
-            if given:
-                raise UnsupportedError(f"{name}: expected 0 or False, got {given}")
+        if not 0 <= dropout <= MOST_DROPOUT:
+            raise InvalidProblemError(f"dropout: expected a probability from 0 to 1 - 2^-16, got {dropout}")
         if num_heads < 1 or embed_dim % num_heads:
             raise InvalidProblemError(f"num_heads: expected a divisor of {embed_dim}, got {num_heads}")
         modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
@@ -98,9 +115,10 @@ class MultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
-        self.causal, self.batch_first, self.dropout = causal, batch_first, 0.0
+        self.causal, self.batch_first, self.dropout = causal, batch_first, dropout
+        self.add_zero_attn, self._extra_keys = add_zero_attn, int(add_bias_kv) + int(add_zero_attn)
         self._take_sparsity(sparsity, device)
-        self._make_parameters(bias, {"device": device, "dtype": dtype})
+        self._make_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
 
     def _take_sparsity(self, sparsity: Any, device: Any) -> None:
         self.sparsity = sparsity if isinstance(sparsity, _RULES) else None
@@ -116,9 +134,11 @@ class MultiheadAttention(nn.Module):
                 raise InvalidProblemError(
                     f"sparsity: expected {self.num_heads} heads, got {given.shape.heads}"
                 )
+            if self._extra_keys:
+                given = Layout(widened(given.layout), device=given.tables.device)
             self.layouts["given"] = given
 
-    def _make_parameters(self, bias: bool, about: dict[str, Any]) -> None:
+    def _make_parameters(self, bias: bool, bias_kv: bool, about: dict[str, Any]) -> None:
         size = self.embed_dim
         together = self.kdim == size and self.vdim == size
         self.in_proj_weight = nn.Parameter(torch.empty(3 * size, size, **about)) if together else None
@@ -128,6 +148,8 @@ class MultiheadAttention(nn.Module):
             self.register_parameter(f"{name}_proj_weight", weight)
         self.in_proj_bias = nn.Parameter(torch.empty(3 * size, **about)) if bias else None
         self.out_proj = nn.Linear(size, size, bias, **about)
+        for name in ("bias_k", "bias_v"):
+            self.register_parameter(name, nn.Parameter(torch.empty(1, 1, size, **about)) if bias_kv else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -138,6 +160,9 @@ class MultiheadAttention(nn.Module):
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
+        for one in (self.bias_k, self.bias_v):
+            if one is not None:
+                nn.init.xavier_normal_(one)
 
     def layout_for(self, tokens: int, kv_tokens: int | None = None) -> Layout:
         """The layout for this number of tokens, made on the first call.
@@ -154,11 +179,14 @@ class MultiheadAttention(nn.Module):
                 )
             assert self.sparsity is not None
             made = self.sparsity.layout(self.num_heads, tokens)
+            made = widened(made) if self._extra_keys else made
             self.layouts[name] = Layout(made, persistent=False, device=self.out_proj.weight.device)
         found: Layout = self.layouts[name]  # type: ignore[assignment]
-        if (tokens, kv_tokens) != (found.sizes[1], found.sizes[2]):
+        _, rows, cols, block, _ = found.sizes
+        cols -= block if self._extra_keys else 0
+        if (tokens, kv_tokens) != (rows, cols):
             raise InvalidProblemError(
-                f"query, key: expected {found.sizes[1]} and {found.sizes[2]} tokens, as the layout has, got "
+                f"query, key: expected {rows} and {cols} tokens, as the layout has, got "
                 f"{tokens} and {kv_tokens}"
             )
         return found
@@ -187,8 +215,15 @@ class MultiheadAttention(nn.Module):
         q, k, v = (self._in_heads(one) for one in self._projected(query, key, value))
         layout, causal = self.layout_for(q.shape[2], k.shape[2]), self.causal or is_causal
         attn_mask = None if is_causal else attn_mask
-        masks = rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode
-        o = masked_attention(q, k, v, layout, masks, causal)
+        masks = Masks(rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode)
+        kv_tokens, extra, block = k.shape[2], self._extra_keys, layout.sizes[3]
+        if extra:
+            k, v = with_extra_keys(k, self.bias_k, block), with_extra_keys(v, self.bias_v, block)
+            if causal or masks.given:
+                masks = masks.with_extra_keys(kv_tokens, extra, block, causal, q)
+                causal = False
+        dropout = self.dropout if self.training else 0.0
+        o = masked_attention(q, k, v, layout, masks, causal, dropout, kv_tokens + extra if extra else None)
         batch, _, tokens, _ = o.shape
         order = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
         sides = (batch, tokens) if self.batch_first else (tokens, batch)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparse24_plans import BlockSparseAttentionPlan, InvalidProblemError, UnsupportedError
+from sparse24_plans.blocksparse.dropout import dropped
 from sparse24_plans.torch.blocksparse import attention, plan_dispatch
 from sparse24_plans.torch.plan_cache import PlanCache
 from tests.torch.cases import wanting
@@ -147,6 +148,49 @@ def test_operands_that_are_not_contiguous(form):
     assert torch.equal(attention(*spread, layout), attention(q, k, v, layout))
 
 
+def factors_of(layout, batch, seed_offset, p):
+    """Dropout's factors of dense scores [Z, heads, rows, cols] by the host's generator."""
+    one = layout.shape
+    matrices = torch.arange(batch * one.heads).view(batch, one.heads, 1, 1)
+    places = matrices, torch.arange(one.rows)[:, None], torch.arange(one.cols)
+    return (~dropped(seed_offset.view(torch.int32).long(), p, *places)).double() / (1 - p)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.1, 0.6])
+def test_dropout_and_its_gradients_are_those_of_the_hosts_mask(form, causal, p):
+    layout, seed_offset = layout_of(), torch.tensor([-5, 1 << 40])
+    operands = tokens(layout, kv_heads=1)
+    seen = mask_of(layout)[None]
+    if causal:
+        seen = seen & (torch.ones(32, 48).tril() > 0)
+    o = attention(*operands, layout, causal=causal, dropout_p=p, seed_offset=seed_offset)
+    q, k, v = wide = [wanting(t.double()) for t in operands]
+    s = (8**-0.5 * q @ k.repeat_interleave(2, 1).mT).masked_fill(~seen, -torch.inf)
+    probabilities = torch.nan_to_num(s.softmax(-1)) * factors_of(layout, 2, seed_offset, p)
+    exact = probabilities @ v.repeat_interleave(2, 1)
+    close(o, exact)
+    do = randn(*o.shape, seed=9)
+    found = torch.autograd.grad(o, operands, do)
+    for ours, wanted in zip(found, torch.autograd.grad(exact, wide, do.double()), strict=True):
+        close(ours, torch.nan_to_num(wanted))
+
+
+def test_pytorchs_generator_draws_the_seed(form):
+    layout = layout_of()
+    operands = tokens(layout)
+
+    def drawn(seed):
+        torch.manual_seed(seed)
+        return [attention(*operands, layout, dropout_p=0.5) for _ in range(2)]
+
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert not torch.equal(*first)
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(attention(*operands, layout, dropout_p=0.0), attention(*operands, layout))
+
+
 MISTAKES = {
     "q": (lambda q, k, v, layout: attention(q[:, :, 1:], k, v, layout), r"q: expected shape \[2, 2, 32, 8\]"),
     "k": (lambda q, k, v, layout: attention(q, k[:, :, :32], v, layout), "k: expected shape"),
@@ -160,6 +204,18 @@ MISTAKES = {
     "lengths": (
         lambda q, k, v, layout: attention(q, k, v, layout, q_lengths=torch.ones(2), kv_lengths=torch.ones(2)),
         "q_lengths: expected torch.int32",
+    ),
+    "dropout_p": (
+        lambda q, k, v, layout: attention(q, k, v, layout, dropout_p=1.0),
+        "dropout: expected a probability from 0 to 1",
+    ),
+    "seed_offset": (
+        lambda q, k, v, layout: attention(q, k, v, layout, dropout_p=0.5, seed_offset=torch.ones(3)),
+        r"seed_offset: expected torch.int64 \[2\], got torch.float32 \[3\]",
+    ),
+    "seed_offset without dropout": (
+        lambda q, k, v, layout: attention(q, k, v, layout, seed_offset=torch.ones(2).long()),
+        "seed_offset: expected None",
     ),
     "kv_heads": (
         lambda q, k, v, layout: attention(

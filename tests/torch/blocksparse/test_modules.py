@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparse24_plans import BlockSparseLayout, InvalidProblemError, UnsupportedError
+from sparse24_plans import BlockSparseLayout, InvalidProblemError
 from sparse24_plans.torch import blocksparse
 from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, MultiheadAttention, SparsityInfo
 from tests.torch.cases import wanting
@@ -154,7 +154,8 @@ def test_patterns_that_cannot_be():
 def pair(sparsity, **options):
     """Ours, and PyTorch's with the same parameters."""
     torch.manual_seed(0)
-    kinds = {name: options[name] for name in ("kdim", "vdim", "bias", "batch_first") if name in options}
+    shared = ("kdim", "vdim", "bias", "batch_first", "add_bias_kv", "add_zero_attn")
+    kinds = {name: options[name] for name in shared if name in options}
     theirs = nn.MultiheadAttention(16, 2, **kinds)
     ours = MultiheadAttention(16, 2, sparsity, **options)
     missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
@@ -211,6 +212,73 @@ def test_causal_attention():
     close(ours(x, x, x)[0], wanted)
 
 
+EXTRA = ({"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True})
+
+
+@pytest.mark.parametrize("extra", EXTRA, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_extra_keys_are_pytorchs(extra, causal):
+    """Every query sees them, also one that sees nothing else."""
+    kept = np.tril(np.ones((2, 3, 3), bool))
+    kept[1, 1] = False
+    ours, theirs = pair(BlockSparseLayout(kept, 16), **extra)
+    x = wanting(randn(48, 3, 16))
+    hidden = dropped(BlockSparseLayout(kept, 16), 2, 3)
+    hidden = hidden | torch.ones(48, 48).triu(1).bool() if causal else hidden
+    y, wanted = ours(x, x, x, is_causal=causal)[0], theirs(x, x, x, attn_mask=hidden)[0]
+    close(y, wanted)
+    dy = randn(*y.shape, seed=1)
+    found = torch.autograd.grad(y, (x, *ours.parameters()), dy)
+    exact = torch.autograd.grad(wanted, (x, *theirs.parameters()), dy)
+    for a, b in zip(found, exact, strict=True):
+        close(a / 10, b / 10)
+
+
+@pytest.mark.parametrize("extra", EXTRA, ids=str)
+@pytest.mark.parametrize("mode", ["add", "mul"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_do_not_hide_extra_keys(extra, mode, causal):
+    ours, theirs = pair(SparsityInfo("dense", 16), key_padding_mask_mode=mode, attn_mask_mode=mode, **extra)
+    x, rpe = randn(32, 3, 16), randn(2, 32, 32, seed=3)
+    padding = torch.arange(32) < torch.tensor([[32], [20], [7]])
+    seen = torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) < 0.5
+    both = [padding, seen]
+    if mode == "add":
+        both = [torch.where(one, 0.0, -torch.inf) for one in both]
+    y, _ = ours(x, x, x, both[0], attn_mask=both[1], rpe=rpe)
+    hidden = ~padding.repeat_interleave(2, 0)[:, None] | ~seen
+    close(y, theirs(x, x, x, attn_mask=rpe.repeat(3, 1, 1).masked_fill(hidden, -torch.inf))[0])
+    ours.causal = causal
+    y, _ = ours(x, x, x, both[0])
+    hidden = ~padding.repeat_interleave(2, 0)[:, None].expand(6, 32, 32)
+    hidden = hidden | torch.ones(32, 32).triu(1).bool() if causal else hidden
+    close(y, theirs(x, x, x, attn_mask=hidden)[0])
+
+
+def test_dropout_in_training_alone():
+    ours, theirs = pair(SparsityInfo("dense", 16), dropout=0.4)
+    x = randn(32, 3, 16)
+    for options in ({}, {"attn_mask": torch.ones(32, 32)}):
+        first, second = (ours.train()(x, x, x, **options)[0] for _ in range(2))
+        assert not torch.equal(first, second)
+        close(ours.eval()(x, x, x, **options)[0], theirs(x, x, x)[0])
+
+
+def test_dropout_keeps_the_mean_of_a_modules_softmax():
+    """Values are 1, so each result is the sum of the kept cells."""
+    module = MultiheadAttention(16, 2, SparsityInfo("dense", 16), dropout=0.25)
+    with torch.no_grad():
+        module.in_proj_weight[32:] = 0
+        module.in_proj_bias[32:] = 1
+        module.out_proj.weight.copy_(torch.eye(16))
+    torch.manual_seed(0)
+    x = randn(64, 64, 16)
+    for options in ({}, {"attn_mask": torch.ones(64, 64)}):
+        y = module(x, x, x, **options)[0].detach()
+        assert abs(float(y.mean()) - 1) < 5e-3
+        assert float(y.std()) > 0.02
+
+
 def test_keys_of_other_lengths_and_widths():
     layout = BlockSparseLayout(np.array([BITMAP, [[0, 1, 1], [1, 1, 1]]]), 16)
     ours, theirs = pair(layout, kdim=12, vdim=10)
@@ -253,9 +321,9 @@ def test_an_encoder_layer_does_not_pass_it_by():
 
 def test_attention_that_cannot_be():
     info = SparsityInfo("fixed", 16, 32)
-    for options in ({"dropout": 0.1}, {"add_bias_kv": True}, {"add_zero_attn": True}):
-        with pytest.raises(UnsupportedError, match=next(iter(options))):
-            MultiheadAttention(16, 2, info, **options)
+    for p in (1.0, -0.1, float("nan")):
+        with pytest.raises(InvalidProblemError, match="dropout: expected a probability"):
+            MultiheadAttention(16, 2, info, p)
     with pytest.raises(InvalidProblemError, match="num_heads: expected a divisor of 16, got 3"):
         MultiheadAttention(16, 3, info)
     with pytest.raises(InvalidProblemError, match="sparsity: expected a SparsityInfo"):

@@ -97,6 +97,9 @@ def test_deepspeeds_self_attention(masked):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(InvalidProblemError, match=r"query: expected \[Z, 2, tokens, head_size\]"):
         module(q[0], k[0], v[0])
+    module = bs.DeepSpeedSparseSelfAttention(64, 2, stride=32, attn_mask_mode="mul", dropout=0.5)
+    assert not torch.equal(module(q, k, v, attn_mask=mask), module(q, k, v, attn_mask=mask))
+    assert torch.equal(module.eval()(q, k, v, attn_mask=mask), found)
 
 
 def test_a_models_attention_is_replaced():
@@ -111,7 +114,9 @@ def test_a_models_attention_is_replaced():
         assert names == ["layers.0.self_attn", "layers.1.self_attn"]
         assert all(type(model.get_submodule(name)) is bs.MultiheadAttention for name in names)
         torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
-    with_dropout = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1)
-    with pytest.raises(UnsupportedError, match=r"dropout: expected 0 or False, got 0\.1"):
-        bs.replace_mha(with_dropout, bs.SparsityInfo("dense", 16))
-    assert type(with_dropout.self_attn) is nn.MultiheadAttention
+    with_dropout = nn.Sequential(nn.MultiheadAttention(32, 2, 0.3, add_bias_kv=True, add_zero_attn=True))
+    theirs = with_dropout[0]
+    bs.replace_mha(with_dropout, bs.SparsityInfo("dense", 16))
+    assert (with_dropout[0].dropout, with_dropout[0].add_zero_attn) == (0.3, True)
+    assert torch.equal(with_dropout[0].bias_k, theirs.bias_k)
+    assert torch.equal(with_dropout[0].bias_v, theirs.bias_v)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -153,6 +155,40 @@ def test_fused_gradients_are_the_unfused_ones(dtype, block, monkeypatch):
     monkeypatch.setattr(BlockSparseAttentionPlan, "select", classmethod(refuse))
     for ours, theirs in zip(fused, gradients(), strict=True):
         close(ours, theirs, dtype)
+
+
+@softmaxes
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("block", "size"), [(16, 16), (64, 96), (128, 256)])
+def test_dropout_and_its_gradients_are_the_hosts(dtype, block, size):
+    layout, seed_offset = layout_of(block=block), torch.tensor([1 << 33, 7])
+    shapes = (2, 2 * block), (1, 3 * block), (1, 3 * block)
+    host = [wanting(torch.randn(2, heads, n, size).to(dtype)) for heads, n in shapes]
+    there = moved(*host)
+    o = attention(*host, layout, dropout_p=0.2, seed_offset=seed_offset)
+    p = attention(*there, layout_of(block=block).cuda(), dropout_p=0.2, seed_offset=seed_offset.cuda())
+    close(p.cpu(), o, dtype)
+    do = torch.randn_like(o)
+    for ours, theirs in zip(
+        torch.autograd.grad(p, there, do.cuda()), torch.autograd.grad(o, host, do), strict=True
+    ):
+        close(ours.cpu(), theirs, dtype)
+
+
+@softmaxes
+@pytest.mark.parametrize("block", [16, 64])
+def test_replays_drop_other_cells(block):
+    layout = Layout(np.ones((2, 2, 2), bool), block, device="cuda")
+    q, k, v = (torch.randn(1, 2, 2 * block, 64, device="cuda").half() for _ in range(3))
+    attention(q, k, v, layout, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attention(q, k, v, layout, dropout_p=0.5)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(o.clone())
+    assert not any(torch.equal(one, two) for one, two in itertools.combinations(seen, 2))
 
 
 @softmaxes
