@@ -88,7 +88,7 @@ struct Config
   static constexpr bool kPingPong = kSplitTerms == 3 && kWarpgroups == 2;
   // Producers release registers to consumers. Small tiles need no more than an equal number per thread.
   static constexpr bool kReallocRegisters = kCtasPerSm == 1 && kWarpgroups == 2;
-  static constexpr int kProducerRegisters = kXSplit ? 88 : 40, kConsumerRegisters = kXSplit ? 208 : 232;
+  static constexpr int kProducerRegisters = kXSplit ? 104 : 40, kConsumerRegisters = kXSplit ? 200 : 232;
   // A CTA is launched with 168 registers a thread. More than it has then would be waited for without end.
   static_assert(!kReallocRegisters || kProducerRegisters + kWarpgroups * kConsumerRegisters <= 3 * 168);
 
