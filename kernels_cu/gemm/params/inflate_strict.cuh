@@ -2,6 +2,7 @@
 // then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
 #pragma once
 #include "common/types.cuh"
+#include "gemm/params/batches.cuh"
 
 struct StrictParams {
   // Kept values of W: [m, k / 2].
@@ -32,8 +33,10 @@ struct StrictParams {
   const void* c;
   // Elements from one row of C to the next.
   i64 c_stride;
+  // Batched: where each batch lies. All else is of one batch.
+  BatchParams batches;
 };
-static_assert(sizeof(StrictParams) == 104);
+static_assert(sizeof(StrictParams) == 168);
 static_assert(S24_OFFSET(StrictParams, values) == 0);
 static_assert(S24_OFFSET(StrictParams, metadata) == 8);
 static_assert(S24_OFFSET(StrictParams, x) == 16);
@@ -48,3 +51,4 @@ static_assert(S24_OFFSET(StrictParams, alpha) == 80);
 static_assert(S24_OFFSET(StrictParams, beta) == 84);
 static_assert(S24_OFFSET(StrictParams, c) == 88);
 static_assert(S24_OFFSET(StrictParams, c_stride) == 96);
+static_assert(S24_OFFSET(StrictParams, batches) == 104);

@@ -6,10 +6,10 @@ from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
-from ...plan.operands import Alignment, Views
-from ...vocab import DeviceProperties, GemmOp
+from ...plan.operands import Alignment, Views, leading_dimension
+from ...vocab import DeviceProperties, GemmOp, MatrixOrder
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import GemmKernel, address, c_parameters, product_defines
+from ..kernel import BatchParams, GemmKernel, address, batch_parameters, c_parameters, product_defines
 from ..limits import STRICT_SMALL_TILE
 
 _SOURCE = "gemm/inflate_strict.cu"
@@ -39,6 +39,7 @@ class StrictParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next.")
+    batches = field(BatchParams, "Batched: where each batch lies. All else is of one batch.")
 
 
 class Kernel(GemmKernel):
@@ -49,10 +50,15 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         tile = _tile_for(desc, device)
-        self._ctas = _grid_size(desc, tile)
+        self._tiles = _work_tiles(desc, tile)
+        self._ctas = self._tiles * desc.batch_count
         name, threads = _TILES[tile]
         self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
-        defines = {**product_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
+        defines = {
+            **product_defines(desc),
+            "DGRAD": int(desc.op is GemmOp.DGRAD),
+            "BATCHED": int(desc.is_batched),
+        }
         self._function = load(_SOURCE, name, threads, device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -70,11 +76,12 @@ class Kernel(GemmKernel):
                 n=desc.n,
                 m=desc.m,
                 k=desc.k,
-                x_stride=source.strides[0],
-                y_stride=result.strides[0],
+                x_stride=leading_dimension(source, MatrixOrder.ROW),
+                y_stride=leading_dimension(result, MatrixOrder.ROW),
                 alpha=desc.alpha,
                 beta=desc.beta,
                 **c_parameters(desc, views),
+                batches=batch_parameters(desc, views, self._tiles),
             ),
         )
 
@@ -85,10 +92,11 @@ def _tile_for(desc: GemmSparse24Descriptor, device: DeviceProperties) -> tuple[i
     The choice may depend on n, because no bit of a result depends on the tile.
     """
     for tile in _TILES:
-        if 2 * desc.n > tile[1] and 2 * _grid_size(desc, tile) >= device.multiprocessors:
+        ctas = _work_tiles(desc, tile) * desc.batch_count
+        if 2 * desc.n > tile[1] and 2 * ctas >= device.multiprocessors:
             return tile
     return STRICT_SMALL_TILE
 
 
-def _grid_size(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
+def _work_tiles(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
     return -(-desc.sums // tile[0]) * -(-desc.n // tile[1])

@@ -267,7 +267,7 @@ class WgmmaSpSchedule(NamedTuple):
     def most_work_tiles(self, desc: GemmSparse24Descriptor) -> int:
         """Work tiles, or the most there can be: each group may end within a tile."""
         if not desc.groups:
-            return self.work_tiles(desc.n, desc.m)
+            return self.work_tiles(desc.n, desc.m) * desc.batch_count
         token_tiles = desc.n // self.tokens + min(desc.groups, desc.n)
         return token_tiles * self.work_tiles(1, desc.m)
 
