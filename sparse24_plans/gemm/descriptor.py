@@ -277,6 +277,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
     @property
     def one_batch(self) -> GemmSparse24Descriptor:
         """The product of one batch."""
+        if self.batches is None:
+            return self
         return self.model_copy(update={"batches": None, "shared_weight": False})
 
     @property

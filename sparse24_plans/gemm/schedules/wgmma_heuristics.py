@@ -40,23 +40,27 @@ def best_schedule(
 def batched_schedule(
     desc: GemmSparse24Descriptor, row: GemmEntry, single: WgmmaSpSchedule, max_workspace: int | None = None
 ) -> WgmmaSpSchedule:
-    """The schedule for batches of the least predicted time that gives each the bits of ``single``.
-
-    ``single`` is the schedule of one batch. Batches fill the SMs, so no work tile is cut by stream-K.
-    """
-    one, quantized = desc.one_batch, desc.quantization is not None
-    if row.promoted or desc.element is ElementKind.S8:
-        tried = allowed_schedules(one, row)
-    else:
-        tried = schedules_in(single.split_k * single.k_chunks, desc.n, desc.m, quantized=quantized)
-    whole = [one for one in tried if not one.stream_k and _leaves_registers(one, desc)]
+    """The schedule of batches of the least predicted time, where one batch alone has the schedule ``single``."""
 
     def time(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
         pairs = [(schedule, _as_one_product(desc, schedule)) for schedule in tried]
         times: list[float] = microseconds(CostInputs(pairs), constants_of(model_of(pairs[0][1]))).tolist()
         return times
 
-    return fastest(whole, time, WgmmaSpSchedule.workspace_bytes, max_workspace)
+    tried = batched_schedules(desc, row, single)
+    return fastest(tried, time, WgmmaSpSchedule.workspace_bytes, max_workspace)
+
+
+def batched_schedules(
+    desc: GemmSparse24Descriptor, row: GemmEntry, single: WgmmaSpSchedule
+) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules that give each batch the bits of ``single``. Batches fill the SMs without stream-K."""
+    if row.promoted or desc.element is ElementKind.S8:
+        tried = allowed_schedules(desc.one_batch, row)
+    else:
+        slices, quantized = single.split_k * single.k_chunks, desc.quantization is not None
+        tried = schedules_in(slices, desc.n, desc.m, quantized=quantized)
+    return tuple(one for one in tried if not one.stream_k and _leaves_registers(one, desc))
 
 
 def _as_one_product(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> GemmSparse24Descriptor:
