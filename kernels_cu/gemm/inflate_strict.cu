@@ -34,8 +34,7 @@ struct Config
 };
 using In = Config::In;
 using Out = Config::Out;
-
-__device__ __forceinline__ i64 of_batch(u32 batch, i64 stride) { return batch_offset<Config::kBatched>(batch, stride); }
+using WorkBatch = Batch<Config::kBatched>;
 
 // A tile of outputs x tokens, the outputs and tokens of one thread, and the depth of a step along the reduction.
 template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, int kDepth_> struct Tile {
@@ -87,12 +86,11 @@ __device__ __forceinline__ void fma_kept(float (&acc)[kTokens], float w, const f
   }
 }
 
-template <class T> struct Mainloop {
+template <class T> struct Mainloop : WorkBatch {
   float* weights;  // [2][depth][outputs]
   float* sources;  // [2][depth][tokens]
   const StrictParams& p;
   i64 out0, tok0;
-  u32 batch;
   WeightUnit w[T::kWeightLoads];
   SourceUnit s[T::kSourceLoads];
 
@@ -115,9 +113,9 @@ template <class T> struct Mainloop {
       weight_cell(u, step, row, column);
       w[i].codes = 0xffff;  // cells outside of W count as pruned
       if (u < T::kWeightUnits && row < p.m && column < p.k) {
-        const i64 cell = (of_batch(batch, p.batches.weight_rows) + row) * p.k + column;
-        copy_aligned<In::Bits, 4 * sizeof(In::Bits)>(w[i].v, (const In::Bits*)p.values + cell / 2);
-        w[i].codes = __ldg(p.metadata + cell / 8);
+        row += this->offset(p.batches.weight_rows);
+        copy_aligned<In::Bits, 4 * sizeof(In::Bits)>(w[i].v, (const In::Bits*)p.values + (row * p.k + column) / 2);
+        w[i].codes = __ldg(p.metadata + (row * p.k + column) / 8);
       }
     }
     const i64 reduction = Config::kDgrad ? p.m : p.k;
@@ -125,7 +123,7 @@ template <class T> struct Mainloop {
     for (int i = 0; i < T::kSourceLoads; ++i) {
       const int u = threadIdx.x + i * T::kThreads;
       const i64 token = tok0 + u % T::kTokens, at = step + u / T::kTokens * 8;
-      const In::Bits* from = (const In::Bits*)p.x + of_batch(batch, p.batches.x) + token * p.x_stride + at;
+      const In::Bits* from = (const In::Bits*)p.x + token * p.x_stride + at + this->offset(p.batches.x);
       const bool inside = u < T::kSourceUnits && token < p.n;
       if (inside && at + 8 <= reduction && ((u64)from & 15) == 0) {
         copy_aligned<In::Bits, 8 * sizeof(In::Bits)>(s[i].v, from);
@@ -197,7 +195,8 @@ __device__ __forceinline__ void read_runs(float (&to)[kCount], const float* from
 // Stores the results of a gated epilogue. Another thread of the warp has the gate's other factor, kGateRows outputs
 // further.
 template <class T> __device__ __forceinline__ void store_gated(const float (&acc)[T::kThreadOutputs][T::kThreadTokens],
-                                                               i64 out0, i64 tok0, u32 batch, const StrictParams& p) {
+                                                               i64 out0, i64 tok0, WorkBatch batch,
+                                                               const StrictParams& p) {
   constexpr int kRun = T::kThreadOutputs < 4 ? T::kThreadOutputs : 4, kApart = Config::kGateRows / kRun;
   static_assert(32 % T::kLanesOut == 0 && T::kLanesOut % (2 * kApart) == 0, "one warp has a gate and its other factor");
   const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
@@ -205,23 +204,23 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
   for (int o = 0; o < T::kThreadOutputs; ++o) {
     const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
     const float bias =
-        p.bias && output < p.m ? bias_at<Config>(p.bias, of_batch(batch, p.batches.bias) + output) : 0.0f;
+        p.bias && output < p.m ? bias_at<Config>(p.bias, output + batch.offset(p.batches.bias)) : 0.0f;
 #pragma unroll
     for (int t = 0; t < T::kThreadTokens; ++t) {
       const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
       const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(acc[o][t], p.alpha, bias), kApart);
       if (lane_out % (2 * kApart) >= kApart || token >= p.n || output >= p.m) continue;
       const i64 result = output_of_row<Config>(output);
-      ((Out::Bits*)p.y)[of_batch(batch, p.batches.y) + token * p.y_stride + result] =
+      ((Out::Bits*)p.y)[token * p.y_stride + result + batch.offset(p.batches.y)] =
           Out::from_float(gated_epilogue(activated<Config, StrictMath>(acc[o][t], p.alpha, bias), up));
     }
   }
 }
 
 // beta * C of a result; 0 without C.
-__device__ __forceinline__ float addend_of(const StrictParams& p, u32 batch, i64 token, i64 output) {
+__device__ __forceinline__ float addend_of(const StrictParams& p, WorkBatch batch, i64 token, i64 output) {
   if constexpr (Config::kHasC)
-    return __fmul_rn(p.beta, c_at<Config>(p.c, of_batch(batch, p.batches.c) + token * p.c_stride + output));
+    return __fmul_rn(p.beta, c_at<Config>(p.c, token * p.c_stride + output + batch.offset(p.batches.c)));
   else return 0.0f;
 }
 
@@ -230,8 +229,9 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
   __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
   const i64 outputs = Config::kDgrad ? p.k : p.m, reduction = Config::kDgrad ? p.m : p.k;
   const i64 out_tiles = (outputs + T::kOutputs - 1) / T::kOutputs;
-  const u32 batch = Config::kBatched ? blockIdx.x / p.batches.work_tiles : 0;
-  const u32 tile = Config::kBatched ? blockIdx.x % p.batches.work_tiles : blockIdx.x;
+  u32 tile = blockIdx.x;
+  WorkBatch batch;
+  batch.take(p.batches, tile);
   const i64 out0 = tile % out_tiles * T::kOutputs, tok0 = tile / out_tiles * T::kTokens;
   const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
 
@@ -241,7 +241,7 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
 #pragma unroll
     for (int t = 0; t < T::kThreadTokens; ++t) acc[o][t] = 0.0f;
 
-  Mainloop<T> loop{weights, sources, p, out0, tok0, batch};
+  Mainloop<T> loop{batch, weights, sources, p, out0, tok0};
   if (reduction > 0) {
     loop.load(0);
     loop.store(0);
@@ -275,8 +275,8 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
       for (int o = 0; o < T::kThreadOutputs; ++o) {
         const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
         if (output >= outputs) continue;
-        const float bias = p.bias ? bias_at<Config>(p.bias, of_batch(batch, p.batches.bias) + output) : 0.0f;
-        ((Out::Bits*)p.y)[of_batch(batch, p.batches.y) + token * p.y_stride + output] = Out::from_float(
+        const float bias = p.bias ? bias_at<Config>(p.bias, output + batch.offset(p.batches.bias)) : 0.0f;
+        ((Out::Bits*)p.y)[token * p.y_stride + output + batch.offset(p.batches.y)] = Out::from_float(
             epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend_of(p, batch, token, output)));
       }
     }

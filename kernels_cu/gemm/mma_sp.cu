@@ -67,6 +67,7 @@ struct Config
   static constexpr int kReducedRows = kTileM / kClusterSize;  // rows that one CTA reduces
 };
 using Tile = Config::Tile;
+using WorkBatch = Batch<Config::kBatched>;
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;
 
 // The offset of 8 tokens (`chunk`) of a column in a stage of column-major X. The chunks of eight columns lie in
@@ -91,10 +92,10 @@ struct Loader {
   int tokens;        // the number of its tokens inside X; for a column-major X whether its chunk is inside
   u32 weights_to, x_to, swap;
 
-  __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, u32 batch, i64 token0, i64 row_tile, i64 k_tile,
-                                    i64 count) {
-    const u16* const x0 = p.x + batch_offset<Config::kBatched>(batch, p.batches.x);
-    const i64 weight_tile = batch_offset<Config::kBatched>(batch, p.batches.weight_rows) / Tile::kRows + row_tile;
+  __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, WorkBatch batch, i64 token0, i64 row_tile,
+                                    i64 k_tile, i64 count) {
+    const u16* const x0 = p.x + batch.offset(p.batches.x);
+    const i64 weight_tile = batch.offset(p.batches.weight_rows) / Tile::kRows + row_tile;
     const int pair = threadIdx.x / Config::kWarpPairThreads, u = threadIdx.x % Config::kWarpPairThreads;
     const int peer = threadIdx.x % kPeers;
     tiles = count;
@@ -227,8 +228,7 @@ __device__ __forceinline__ float slice_sum(u32 address, int token, int row) {
 // Reduces this CTA's part of the cluster's rows, from row0 on. A result needs the sums of one row of W, for a gated
 // epilogue of two.
 __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&buffers)[Config::kSplitK], int row0,
-                                            u32 batch, i64 cta_row, i64 first_token) {
-  const auto of_batch = [&](i64 stride) { return batch_offset<Config::kBatched>(batch, stride); };
+                                            WorkBatch batch, i64 cta_row, i64 first_token) {
   constexpr int kRowsPerOutput = Config::kRowsPerOutput, kOutputs = Config::kReducedRows / kRowsPerOutput,
                 kUnrolled = 4 / kRowsPerOutput;
   static_assert(Config::kReducedRows % (2 * Config::kGateRows) == 0, "a CTA reduces both rows of a gated result");
@@ -240,7 +240,7 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
     if constexpr (Config::kHasC) {
       const i64 m = cta_row + row, n = first_token + token;
       const i64 at = Config::kYColumnMajor ? m * p.c_stride + n : n * p.c_stride + m;
-      if (n < p.n && m < p.m) addend = __fmul_rn(p.beta, c_at<Config>(p.c, at + of_batch(p.batches.c)));
+      if (n < p.n && m < p.m) addend = __fmul_rn(p.beta, c_at<Config>(p.c, at + batch.offset(p.batches.c)));
     }
     float v[kRowsPerOutput][Config::kSplitK];
 #pragma unroll
@@ -254,13 +254,13 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
     float bias[kRowsPerOutput], result;
 #pragma unroll
     for (int h = 0; h < kRowsPerOutput; ++h)
-      bias[h] = p.bias ? bias_at<Config>(p.bias, of_batch(p.batches.bias) + m + h * Config::kGateRows) : 0.0f;
+      bias[h] = p.bias ? bias_at<Config>(p.bias, batch.offset(p.batches.bias) + m + h * Config::kGateRows) : 0.0f;
     if constexpr (Config::kGated)
       result = gated_epilogue(activated<Config, FastMath>(v[0][0], p.alpha, bias[0]),
                               activated<Config, NoMath>(v[1][0], p.alpha, bias[1]));
     else result = epilogue<Config, FastMath>(v[0][0], p.alpha, bias[0], addend);
     const i64 at = Config::kYColumnMajor ? output * p.y_stride + n : n * p.y_stride + output;
-    ((Config::Out::Bits*)p.y)[at + of_batch(p.batches.y)] = Config::Out::from_float(result);
+    ((Config::Out::Bits*)p.y)[at + batch.offset(p.batches.y)] = Config::Out::from_float(result);
   }
 }
 
@@ -274,10 +274,11 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const int row0 = Config::kPairSplitsN ? 0 : warp % 2 * 32;
   const int token0 = Config::kPairSplitsN ? warp % 2 * kWarpN8Tiles * 8 : 0;
   // CTAs with the same rows follow each other, so that W stays in L2.
-  u32 work_tile = blockIdx.x / Config::kClusterSize, n_tiles = p.n_tiles, batch = 0;
-  if constexpr (Config::kBatched) batch = take_batch(p.batches, work_tile, n_tiles);
+  u32 work_tile = blockIdx.x / Config::kClusterSize, n_tiles = p.n_tiles;
+  WorkBatch batch;
+  batch.take(p.batches, work_tile, n_tiles);
   u32 token_tile = work_tile % n_tiles;
-  if constexpr (Config::kBatched) batch += token_tile / p.n_tiles, token_tile %= p.n_tiles;
+  batch.take_token_tile(token_tile, p.n_tiles);
   const i64 first_token = (i64)token_tile * Config::kTileN;
   const i64 first_row_tile = (i64)(work_tile / n_tiles) * Config::kWarpPairsM,
             row_tile = first_row_tile + pair % Config::kWarpPairsM;

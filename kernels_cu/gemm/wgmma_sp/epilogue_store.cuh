@@ -76,9 +76,15 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     for (int i = 0; i < 2; ++i) {
       const i64 row = row0 + 16 * warp + g + 8 * i;
       if (row >= p.m) continue;
-      if (p.bias) bias[i] = bias_at<Config>(p.bias, work.of_batch(p.batches.bias) + work.first_row(p) + row);
-      scale_w[i] =
-          scale_at<Config::kScaleW>(p.scale_w + work.of_batch(p.batches.scale_w), work.first_row(p) + row);
+      if constexpr (Config::kBatched) {
+        if (p.bias)
+          bias[i] =
+              bias_at<Config>(work.of_batch<&BatchParams::bias>(p, (const typename Config::Bias::Bits*)p.bias), row);
+        scale_w[i] = scale_at<Config::kScaleW>(work.of_batch<&BatchParams::scale_w>(p, p.scale_w), row);
+      } else {
+        if (p.bias) bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
+        scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
+      }
     }
 #pragma unroll
     for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
@@ -102,6 +108,9 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
   __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
                                        const float (&bias)[2], const float (&scale_w)[2]) const {
     const int t = threadIdx.x % 4;
+    const float* scales_x = p.scale_x;
+    if constexpr (Config::kBatched && Config::kScaleX)
+      scales_x = work.of_batch<&BatchParams::scale_x>(p, p.scale_x);
 #pragma unroll
     for (int first = 0; first < kStepGroups; first += kTogether) {
       CBits c[kTogether];
@@ -112,9 +121,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
         const int j = first + k / 4, i = k % 4;
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
         const float scale_x =
-            Config::kScaleX && token < work.token_end(p)
-                ? scale_at<Config::kScaleX>(p.scale_x + work.of_batch(p.batches.scale_x), token)
-                : 1.0f;
+            Config::kScaleX && token < work.token_end(p) ? scale_at<Config::kScaleX>(Config::kBatched ? scales_x : p.scale_x, token) : 1.0f;
         v[k / 4][i] = unactivated(sums[4 * j + i], p, scale_x, scale_w[i / 2], bias[i / 2],
                                   Config::kHasC ? c_value(c[k / 4], i) : 0.0f);
       }
@@ -206,7 +213,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       if (scheduler.stores_partials()) continue;
       const WorkTile work(p, scheduler.index, m_rank);
       for_each_box(p, work, [&](int, u32 output, u32 token, int) {
-        if constexpr (Config::kBatched) tma_prefetch(&p.c_map, output, token, work.map_batch(p.batches.c));
+        if constexpr (Config::kBatched) tma_prefetch(&p.c_map, output, token, work.coordinate<&BatchParams::c>(p));
         else tma_prefetch(&p.c_map, output, token);
       });
       for_each_box(p, work, [&](int w, u32 output, u32 token, int box) {
@@ -217,7 +224,8 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
           barrier_arrive_expect_tx(full, Config::kMTileOutputs * Config::kTokenBytes);
         }
         const u32 box_to = to + box * Config::kStepTokens * kBoxBytes;
-        if constexpr (Config::kBatched) tma_load(box_to, &p.c_map, output, token, work.map_batch(p.batches.c), full);
+        if constexpr (Config::kBatched)
+          tma_load(box_to, &p.c_map, output, token, work.coordinate<&BatchParams::c>(p), full);
         else tma_load(box_to, &p.c_map, output, token, full);
         if (box == kBoxes - 1) at[w].next();
       });
@@ -279,7 +287,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       const i64 token = work.token + i / 4 * 8 + lane % 4 * 2 + i % 2,
                 row = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
       if (token >= p.n || row >= p.m) continue;
-      ((Bits*)p.y)[y_offset(p, work, token, output_of_row<Config>(row))] =
+      ((Bits*)p.y)[y_offset(p, token, output_of_row<Config>(row))] =
           rounded<Result>(finished_again(p, token, row, c_of(p, work, token, row)));
     }
   }
@@ -294,7 +302,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     const int box = Config::kYColumnMajor ? 0 : threadIdx.x % 128 / 32;
     const u32 output = (u32)output0 + box * kBoxOutputs, from = buffer + box * Config::kStepTokens * kBoxBytes;
     const u32 column = Config::kYColumnMajor ? (u32)token : output, row = Config::kYColumnMajor ? output : (u32)token;
-    if constexpr (Config::kBatched) tma_store(&p.y_map, column, row, work.batch, from);
+    if constexpr (Config::kBatched) tma_store(&p.y_map, column, row, work.coordinate<&BatchParams::y>(p), from);
     else tma_store(&p.y_map, column, row, from);
     tma_store_commit();
     if constexpr (Config::kCStaged) {
@@ -319,19 +327,21 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       if (token >= work.token_end(p) || output >= outputs_per_token(p)) continue;
       float v[4];
       load_shared_x4(v, buffer + staged_at(t, o));
-      store_global((Bits*)p.y + y_offset(p, work, token, output), __float_as_uint(v[0]), __float_as_uint(v[1]),
+      store_global((Bits*)p.y + y_offset(p, token, output), __float_as_uint(v[0]), __float_as_uint(v[1]),
                    __float_as_uint(v[2]), __float_as_uint(v[3]));
     }
   }
 
   __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
     named_barrier_sync(barrier, 128);
+    Bits* y = (Bits*)p.y;
+    if constexpr (Config::kBatched) y = work.of_batch<&BatchParams::y>(p, y);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kMTileOutputs; i += 128) {
       const int t = Config::kYColumnMajor ? i % Config::kStepTokens : i / Config::kMTileOutputs,
                 o = Config::kYColumnMajor ? i / Config::kStepTokens : i % Config::kMTileOutputs;
       const i64 token = token0 + t, output = output0 + o;
       if (token < work.token_end(p) && output < outputs_per_token(p))
-        ((Bits*)p.y)[y_offset(p, work, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
+        y[y_offset(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
     }
   }
 };

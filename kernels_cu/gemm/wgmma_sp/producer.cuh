@@ -7,7 +7,7 @@
 __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, WorkTile work, int i, i64 tile) {
   i64 row_tile = min(work.row_tile + i, p.row_tiles - 1);  // rows past the end are multiplied, not stored
   if constexpr (Config::kGrouped) row_tile += work.group * p.row_tiles;
-  row_tile += work.of_batch(p.batches.weight_rows) / Tile::kRows;
+  if constexpr (Config::kBatched) row_tile += work.group * (p.batches.weight_rows / Tile::kRows);
   return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
 }
 
@@ -26,14 +26,14 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_r
 
 // Loads a box of X into this CTA, or into all CTAs of the cluster that share it.
 template <class... Coordinates>
-__device__ __forceinline__ void load_x_box(const WgmmaSpParams& p, const WorkTile& work, u32 to, const TensorMap* map,
+__device__ __forceinline__ void load_x_box(const WgmmaSpParams& p, WorkTile work, u32 to, const TensorMap* map,
                                            u32 full, u32 slice, Coordinates... at) {
   const auto load = [&](auto... at) {
     if constexpr (Config::kClusterM == 1) tma_load(to, map, at..., full);
     else
       tma_load_multicast(to, map, at..., full, (u16)(((1 << Config::kClusterM) - 1) << Config::kClusterM * slice));
   };
-  if constexpr (Config::kBatched) load(at..., work.map_batch(p.batches.x));
+  if constexpr (Config::kBatched) load(at..., work.coordinate<&BatchParams::x>(p));
   else load(at...);
 }
 
@@ -90,7 +90,8 @@ __device__ __forceinline__ void load_x_cp_async(const WgmmaSpParams& p, u32 base
     const bool has = chunk < XCopy::kChunks && token < p.n;
     int column = (int)scheduler.first * Tile::kColumns + line;
     const int end = (int)scheduler.last * Tile::kColumns;
-    const u16* source = (const u16*)p.x + work.of_batch(p.batches.x) + token + column * p.x_stride;
+    const u16* source = (const u16*)p.x + token + column * p.x_stride;
+    if constexpr (Config::kBatched) source = work.of_batch<&BatchParams::x>(p, source);
     for (; column < end; column += Config::kBoxColumns, source += XCopy::kPasses * ahead, at.next()) {
       barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
       const u32 to = into + at.stage * Config::kXStageBytes;

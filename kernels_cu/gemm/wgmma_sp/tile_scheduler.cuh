@@ -13,9 +13,8 @@ __device__ __forceinline__ u32 m_blocks_of(const WgmmaSpParams& p) {
 // from the first one of the group's weight.
 struct WorkTile {
   i64 row_tile, token;
-  u32 group = 0;
+  u32 group = 0;      // the group of tokens, or the batch
   u32 group_end = 0;  // the end of the group's tokens
-  u32 batch = 0;
 
   __device__ __forceinline__ WorkTile(const WgmmaSpParams& p, u32 index, u32 m_rank) {
     u32 n_tiles = p.n_tiles, group_begin = 0;
@@ -25,7 +24,8 @@ struct WorkTile {
       n_tiles = (group_end - group_begin + Config::kTileN - 1) / Config::kTileN;
       index -= table.tiles_before(group);
     }
-    if constexpr (Config::kBatched) batch = take_batch(p.batches, index, n_tiles);
+    Batch<Config::kBatched> batch;
+    if constexpr (Config::kBatched) batch.take(p.batches, index, n_tiles);
     u32 m_block = index, n_block = 0;
     if (Config::kTileN > 64 || n_tiles > 1) {  // few tokens are spared the divisions
       const u32 m_blocks = m_blocks_of(p);
@@ -33,7 +33,7 @@ struct WorkTile {
       const u32 height = min((u32)Config::kRasterGroupM, m_blocks - panel * Config::kRasterGroupM);
       m_block = panel * Config::kRasterGroupM + rest % height, n_block = rest / height;
     }
-    if constexpr (Config::kBatched) batch += n_block / p.n_tiles, n_block %= p.n_tiles;
+    if constexpr (Config::kBatched) batch.take_token_tile(n_block, p.n_tiles), batch.store(group);
     row_tile = ((i64)m_block * Config::kClusterM + m_rank) * Config::kMTiles;
     token = (i64)n_block * Config::kTileN;
     if constexpr (Config::kGrouped) token += group_begin;
@@ -43,10 +43,14 @@ struct WorkTile {
   __device__ __forceinline__ i64 token_end(const WgmmaSpParams& p) const { return Config::kGrouped ? group_end : p.n; }
   // The first row of the group's weight, in bias and scale_w.
   __device__ __forceinline__ i64 first_row(const WgmmaSpParams& p) const { return Config::kGrouped ? group * p.m : 0; }
-  // The offset of the batch in an operand whose batches lie `stride` elements apart.
-  __device__ __forceinline__ i64 of_batch(i64 stride) const { return batch_offset<Config::kBatched>(batch, stride); }
-  // The coordinate of the batch in the operand's tensor map, which has one batch if all batches have the same operand.
-  __device__ __forceinline__ u32 map_batch(i64 stride) const { return stride ? batch : 0; }
+  // The batch's part of an operand.
+  template <BatchStride kStride, class T> __device__ __forceinline__ T* of_batch(const WgmmaSpParams& p, T* from) const {
+    return from + group * (p.batches.*kStride);
+  }
+  // The coordinate of the batch in an operand's tensor map, which has one batch if all have the same operand.
+  template <BatchStride kStride> __device__ __forceinline__ u32 coordinate(const WgmmaSpParams& p) const {
+    return p.batches.*kStride ? group : 0;
+  }
 };
 
 // The first K tile of a split-K slice. A slice ends where the next one begins.
