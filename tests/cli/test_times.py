@@ -34,16 +34,17 @@ def test_a_record(width):
     with stdout(width) as stream:
         show_benchmark(RECORD)
     lines = stream.getvalue().splitlines()
-    products, epilogues, preparing, host = (
+    products, epilogues, variants, preparing, host = (
         next(i for i, line in enumerate(lines) if line.startswith(title))
-        for title in ("products", "epilogues", "preparing", "host")
+        for title in ("products", "epilogues", "variants", "preparing", "host")
     )
     shapes = {
         (row["element"], row["m"], row["k"], row["n"], row["dense_us"], row["cusparselt_us"])
         for row in RECORD["gemm"]
     }
     assert epilogues - products - 2 == len(shapes)
-    assert preparing - epilogues - 2 == len(RECORD["epilogues"])
+    assert variants - epilogues - 2 == len(RECORD["epilogues"])
+    assert preparing - variants - 2 == len(RECORD["variants"])
     assert "auto" in lines[products + 1].split()
     assert len(lines) - host - 2 == len(RECORD["host"])
     if width is not None:

@@ -54,13 +54,17 @@ def batched_schedule(
 def batched_schedules(
     desc: GemmSparse24Descriptor, row: GemmEntry, single: WgmmaSpSchedule
 ) -> tuple[WgmmaSpSchedule, ...]:
-    """The schedules that give each batch the bits of ``single``. Batches fill the SMs without stream-K."""
+    """The schedules that give each batch the bits of ``single``. Batches fill the SMs without stream-K.
+
+    Threads whose sums of K chunks wait in the workspace have no registers for C of batches.
+    """
     if row.promoted or desc.element is ElementKind.S8:
         tried = allowed_schedules(desc.one_batch, row)
     else:
         slices, quantized = single.split_k * single.k_chunks, desc.quantization is not None
         tried = schedules_in(slices, desc.n, desc.m, quantized=quantized)
-    return tuple(one for one in tried if not one.stream_k and _leaves_registers(one, desc))
+    whole = [one for one in tried if not one.stream_k and not (desc.has_c and one.saved_accumulators)]
+    return tuple(one for one in whole if _leaves_registers(one, desc))
 
 
 def _as_one_product(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> GemmSparse24Descriptor:
