@@ -32,7 +32,9 @@ class BatchParams(KernelParams):
     bias = field("i64", "Elements from one batch of the bias to the next.")
     scale_x = field("i64", "Elements from one batch of the scales of X to the next.")
     scale_w = field("i64", "Elements from one batch of the scales of W to the next.")
-    weight_rows = field("i64", "Rows of W from one batch's weight to the next; 0 if all batches have one weight.")
+    weight_rows = field(
+        "i64", "Rows of W from one batch's weight to the next; 0 if all batches have one weight."
+    )
     count = field("u32", "Number of batches.")
     work_tiles = field("u32", "Number of work tiles of one batch.")
 

@@ -90,7 +90,11 @@ class GemmEntry(KernelEntry):
             return f"multiplies no weight of {descriptor.quantization}"
         if descriptor.groups and not self.groups:
             return "serves no groups"
-        return f"serves one batch, got {descriptor.batches}" if descriptor.is_batched and not self.batches else None
+        return (
+            f"serves one batch, got {descriptor.batches}"
+            if descriptor.is_batched and not self.batches
+            else None
+        )
 
     def other_kind(self, descriptor: GemmSparse24Descriptor) -> str | None:
         return "serves groups only" if self.only_groups and not descriptor.groups else None

@@ -75,7 +75,9 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     if problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
         return f"needs rows of X in multiples of 16 bytes, got k = {problem.k}"
     if must_transpose_x(problem) and problem.is_batched:
-        return f"transposes no batches of X: needs n a multiple of 16 bytes in x_order column, got {problem.n}"
+        return (
+            f"transposes no batches of X: needs n a multiple of 16 bytes in x_order column, got {problem.n}"
+        )
     if must_transpose_x(problem) and (reason := grid_limit_refusal(_transpose_tiles(problem))) is not None:
         return reason
     return _stacked_tiles(problem) or _integer_sums(problem) or _tile_blocks(problem)

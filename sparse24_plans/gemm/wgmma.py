@@ -86,7 +86,9 @@ class WgmmaSpParams(KernelParams):
     )
     groups = field("u32", "Grouped: number of groups of tokens. m and row_tiles are those of one group.")
     group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
-    batches = field(BatchParams, "Batched: where each batch lies. All else is of one batch, but for work_tiles.")
+    batches = field(
+        BatchParams, "Batched: where each batch lies. All else is of one batch, but for work_tiles."
+    )
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -324,9 +326,7 @@ def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
         apart = view.strides[0] * size
         batches = (view.shape[0], apart) if apart else (1, 16)
     if box.groups:
-        return cuda_driver_abi.swizzled_groups_map(
-            view.address, (lines, elements), pitch, size, box, batches
-        )
+        return cuda_driver_abi.swizzled_groups_map(view.address, (lines, elements), pitch, size, box, batches)
     return cuda_driver_abi.swizzled_matrix_map(
         view.address, (lines, elements), pitch, size, box[:2], box.pitch, batches
     )

@@ -69,9 +69,7 @@ def _sizes(call: Batched) -> tuple[int, int, int]:
         if scale is not None:
             check_scale(scale, count, name)
     if call.residual is not None and tuple(call.residual.shape) != (batches, n, m):
-        raise InvalidProblemError(
-            f"residual: expected {[batches, n, m]}, got {list(call.residual.shape)}"
-        )
+        raise InvalidProblemError(f"residual: expected {[batches, n, m]}, got {list(call.residual.shape)}")
     for name in ("weight", "bias", "scale_x", "scale_w", "residual", "scales"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != x.device:

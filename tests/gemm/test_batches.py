@@ -96,7 +96,9 @@ def test_dgrad_multiplies_batches():
 def test_quantized_weights_are_multiplied_in_batches():
     quantized = {"weight_element": "s4", "weight_group": 32, "weight_scale_element": "f32"}
     for shared in (False, True):
-        plan = plan_of("host_strict", n=3, m=16, k=64, element="bf16", batches=2, shared_weight=shared, **quantized)
+        plan = plan_of(
+            "host_strict", n=3, m=16, k=64, element="bf16", batches=2, shared_weight=shared, **quantized
+        )
         check(batched_case(plan))
 
 
@@ -106,7 +108,9 @@ def test_one_batch_is_the_plan_of_the_product(batches):
         for device in ("host", H200, AMPERE):
             problem = {"n": 37, "m": 4096, "k": 4096, **fields}
             plain = explain(GemmSparse24Descriptor(**problem), device=device)
-            assert explain(GemmSparse24Descriptor(**problem, batches=batches), device=device).rows == plain.rows
+            assert (
+                explain(GemmSparse24Descriptor(**problem, batches=batches), device=device).rows == plain.rows
+            )
             assert explain(GemmSparse24Descriptor(**problem, batches=batches), device=device) == plain
 
 
@@ -221,9 +225,15 @@ def test_wrong_operands_are_refused_by_name():
         ({"x": changed(case.args.x, shape=(2, 4, 8))}, "x: expected shape \\[3, 4, 8\\]"),
         ({"x": changed(case.args.x, strides=(-64, 24, 1))}, "x: expected a batch stride of at least 0"),
         ({"bias": changed(case.args.bias, strides=(20, 2))}, "bias: expected contiguous memory"),
-        ({"scale_w": changed(case.args.scale_w, shape=(3,), strides=(1,))}, "scale_w: expected shape \\[3, 1\\]"),
+        (
+            {"scale_w": changed(case.args.scale_w, shape=(3,), strides=(1,))},
+            "scale_w: expected shape \\[3, 1\\]",
+        ),
         ({"weight": case.plan.pack(Sparse24Weight.prune_compress(np.ones((48, 8), np.float32)))}, None),
-        ({"weight": Sparse24Weight.prune_compress(np.ones((16, 8), np.float32))}, "weight: expected f32\\[48, 8\\]"),
+        (
+            {"weight": Sparse24Weight.prune_compress(np.ones((16, 8), np.float32))},
+            "weight: expected f32\\[48, 8\\]",
+        ),
     ):
         error = case.plan.can_implement(replace(case.args, **change)).error
         assert (error is None) == (message is None)
@@ -262,7 +272,11 @@ def test_batches_have_the_arithmetic_of_their_product(element, shared):
     """Also where many batches would be faster without split-K."""
     rng = np.random.default_rng(1)
     for _ in range(40):
-        n, m, k = int(2 ** rng.uniform(0, 11)), 64 * int(2 ** rng.uniform(0, 8)), 32 * int(2 ** rng.uniform(2, 9))
+        n, m, k = (
+            int(2 ** rng.uniform(0, 11)),
+            64 * int(2 ** rng.uniform(0, 8)),
+            32 * int(2 ** rng.uniform(2, 9)),
+        )
         one = GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
         many = one.model_copy(update={"batches": int(2 ** rng.uniform(1, 9)), "shared_weight": shared})
         for preference in ({}, {"require": {"batch_invariant": True}}, {"max_workspace_bytes": 0}):
@@ -286,7 +300,9 @@ SIZES = [(5, 64, 256, 7), (37, 192, 528, 3), (300, 320, 1040, 2), (72, 4160, 512
 """n, m, k and batches: split-K, ragged ends, several token tiles, and more work tiles than SMs."""
 
 
-def problem_of(row: str, variant: str, n: int, m: int, k: int, batches: int, **more: object) -> dict[str, object]:
+def problem_of(
+    row: str, variant: str, n: int, m: int, k: int, batches: int, **more: object
+) -> dict[str, object]:
     entry, fields = row_of(row), dict(VARIANTS[variant])
     element = entry.elements[-1]
     if not entry.column_order:
@@ -344,7 +360,9 @@ def test_any_number_of_batches(row, batches):
 @rows
 def test_empty_batches_write_nothing(row):
     for change in ({"batches": 0}, {"batches": 3, "n": 0}):
-        desc = GemmSparse24Descriptor(**{"n": 4, "m": 64, "k": 64, "element": row_of(row).elements[-1], **change})
+        desc = GemmSparse24Descriptor(
+            **{"n": 4, "m": 64, "k": 64, "element": row_of(row).elements[-1], **change}
+        )
         if row_of(row).limits(desc) is not None:
             continue
         plan = plan_of_row(row).select(desc, device=device_of_row(row))

@@ -40,7 +40,10 @@ def test_each_batch_is_multiplied_by_its_rows_of_the_weight(device, preference):
     preference = preference if device == "cuda" else '{"prefer_kernel": "host_strict"}'
     values, meta = stacked(device)
     x = randn(BATCHES, ROWS, IN, device=device)
-    bias, residual = randn(BATCHES, OUT, device=device, seed=2), randn(BATCHES, ROWS, OUT, device=device, seed=3)
+    bias, residual = (
+        randn(BATCHES, OUT, device=device, seed=2),
+        randn(BATCHES, ROWS, OUT, device=device, seed=3),
+    )
     options = {"activation": "silu", "preference": preference}
     found = S.bmm(x, values, meta, bias, residual=residual, beta=0.5, **options)
     wanted = singles(x, values, meta, bias=list(bias), residual=list(residual), beta=0.5, **options)
@@ -86,7 +89,9 @@ def test_packed_and_quantized_weights(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_of_eight_bits(device):
     values, meta = S.prune_compress(
-        torch.randint(-128, 128, (BATCHES * OUT, IN), dtype=torch.int8, generator=torch.Generator()).to(device)
+        torch.randint(-128, 128, (BATCHES * OUT, IN), dtype=torch.int8, generator=torch.Generator()).to(
+            device
+        )
     )
     x = torch.randint(-128, 128, (BATCHES, ROWS, IN), dtype=torch.int8, device=device)
     rows, outputs = torch.rand(BATCHES, ROWS, device=device), torch.rand(BATCHES, OUT, device=device)
@@ -115,11 +120,20 @@ def test_one_batch_and_empty_batches(device):
         ({"x": torch.zeros(ROWS, IN, dtype=torch.bfloat16)}, r"x: expected batches \[B, N, K\]"),
         ({"x": torch.zeros(0, ROWS, IN, dtype=torch.bfloat16)}, "with B from 1"),
         ({"x": torch.zeros(BATCHES, ROWS, IN)}, "x: expected torch.bfloat16, as the weight"),
-        ({"x": torch.zeros(5, ROWS, IN, dtype=torch.bfloat16)}, "weight: expected rows in 5 batches of one size"),
-        ({"x": torch.zeros(BATCHES, ROWS, 64, dtype=torch.bfloat16)}, "k: expected 128, as the weight has it, got 64"),
+        (
+            {"x": torch.zeros(5, ROWS, IN, dtype=torch.bfloat16)},
+            "weight: expected rows in 5 batches of one size",
+        ),
+        (
+            {"x": torch.zeros(BATCHES, ROWS, 64, dtype=torch.bfloat16)},
+            "k: expected 128, as the weight has it, got 64",
+        ),
         ({"bias": torch.zeros(2, OUT, dtype=torch.bfloat16)}, r"bias: expected \[3, 64\] or \[64\]"),
         ({"residual": torch.zeros(ROWS, OUT, dtype=torch.bfloat16)}, r"residual: expected \[3, 5, 64\]"),
-        ({"residual": torch.zeros(BATCHES, ROWS, OUT, dtype=torch.float16)}, "residual: expected bf16 or f32"),
+        (
+            {"residual": torch.zeros(BATCHES, ROWS, OUT, dtype=torch.float16)},
+            "residual: expected bf16 or f32",
+        ),
         ({"scale_x": torch.ones(4)}, "scale_x: expected 1 or 15 elements"),
         ({"activation": "tanh"}, "activation: expected one of"),
         ({"preference": "{"}, "JSON"),
