@@ -130,8 +130,9 @@ def swizzled_matrix_map(
     In shared memory a box's rows are ``pitch`` bytes apart: 16 (without a swizzle), 32, 64 or 128, and no
     less than their width, which is the default. A box has at most 256 rows. What lies outside of the matrix
     reads as zero bits and isn't written. ``address``, ``row_bytes`` and the width of a box are multiples of
-    16, ``row_bytes`` below 2^40, the extents from 1 to 2^32. ``batches`` are a number of such matrices and the
-    bytes from one to the next, which are one more dimension; a box lies in one matrix. Raises LibraryError.
+    16, ``row_bytes`` below 2^40, the extents from 1 to 2^32. ``batches`` are a number of such matrices and
+    the bytes from one to the next, which are one more dimension; a box lies in one matrix. Raises
+    LibraryError.
     """
     return _batched_map(batches, address, shape, (row_bytes,), itemsize, box, pitch)
 

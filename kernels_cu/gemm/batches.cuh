@@ -3,7 +3,7 @@
 #include "gemm/params/batches.cuh"
 
 // A field of BatchParams: how far the batches of an operand lie apart.
-typedef i64 BatchParams::*BatchStride;
+typedef i64 BatchParams::* BatchStride;
 
 // Without batches it is empty and leaves no trace in the code of other products.
 template <bool kBatched> struct Batch {

@@ -29,7 +29,7 @@ struct Config
     : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
   static constexpr bool kDgrad = S24_DGRAD;
   static constexpr bool kBatched = S24_BATCHED;  // several products of one size
-  static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
+  static constexpr u32 kPruned = 0xffffffffu;    // a NaN that no kept value has, since kept NaNs are made canonical
   static_assert(!kGated || !kDgrad, "only forward has gated epilogues");
 };
 using In = Config::In;
@@ -203,8 +203,7 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
 #pragma unroll
   for (int o = 0; o < T::kThreadOutputs; ++o) {
     const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
-    const float bias =
-        p.bias && output < p.m ? bias_at<Config>(p.bias, output + batch.offset(p.batches.bias)) : 0.0f;
+    const float bias = p.bias && output < p.m ? bias_at<Config>(p.bias, output + batch.offset(p.batches.bias)) : 0.0f;
 #pragma unroll
     for (int t = 0; t < T::kThreadTokens; ++t) {
       const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
@@ -276,8 +275,8 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
         const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
         if (output >= outputs) continue;
         const float bias = p.bias ? bias_at<Config>(p.bias, output + batch.offset(p.batches.bias)) : 0.0f;
-        ((Out::Bits*)p.y)[token * p.y_stride + output + batch.offset(p.batches.y)] = Out::from_float(
-            epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend_of(p, batch, token, output)));
+        ((Out::Bits*)p.y)[token * p.y_stride + output + batch.offset(p.batches.y)] =
+            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend_of(p, batch, token, output)));
       }
     }
   }

@@ -145,16 +145,15 @@ struct Loader {
         cp_async_16(x_to + offset + i * kStep * Config::kTileN * 2, keep ? x + i * kStep * token_stride : x, keep);
       }
       x += Tile::kColumns * token_stride;
-      columns -= Tile::kColumns;
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < kTokenLoads; ++i) {
-      const bool keep = i < tokens && columns > 0;
-      const u32 odd = kTokenStep % 8 != 0 && i % 2 != 0 ? swap : 0;
-      cp_async_16(x_to + offset + i * kTokenStep * Config::kXRowBytes + odd, keep ? x + i * token_stride : x, keep);
+      for (int i = 0; i < kTokenLoads; ++i) {
+        const bool keep = i < tokens && columns > 0;
+        const u32 odd = kTokenStep % 8 != 0 && i % 2 != 0 ? swap : 0;
+        cp_async_16(x_to + offset + i * kTokenStep * Config::kXRowBytes + odd, keep ? x + i * token_stride : x, keep);
+      }
+      x += Tile::kColumns;
     }
-    x += Tile::kColumns;
     columns -= Tile::kColumns;
   }
 };

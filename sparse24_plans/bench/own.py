@@ -58,7 +58,8 @@ def _arguments(problem: Problem, packed: Any, bias: Any, c: Any) -> Any:
     desc, given = problem.desc, problem.arguments(packed)
     bits = {"x": (problem.x, desc.element), "y": (problem.y, desc.out_element)}
     bits |= {"bias": (bias, desc.bias_element), "c": (c, desc.c_element)}
-    found = {name: one for name, one in bits.items() if one[0] is not None}
-    if desc.batches is not None:
-        found = {name: (one[None], element) for name, (one, element) in found.items()}
-    return replace(given, **{name: typed(*one) for name, one in found.items()})
+    found: dict[str, Any] = {}
+    for name, (one, element) in bits.items():
+        if one is not None:
+            found[name] = typed(one if desc.batches is None else one[None], element)
+    return replace(given, **found)

@@ -2,9 +2,9 @@
 
 The figures: ``gemm`` microseconds of a launch beside dense cuBLAS (null where PyTorch doesn't serve it) and
 cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``epilogues`` and
-``variants`` beside the plain product; ``prepare`` beside a device copy of the same bytes, with ``prepare_peers``; ``host``
-microseconds of host time a call, of the plan that select chooses and, with a prefix, of each backend forced,
-and of PyTorch's call of cuSPARSELt.
+``variants`` beside the plain product; ``prepare`` beside a device copy of the same bytes, with
+``prepare_peers``; ``host`` microseconds of host time a call, of the plan that select chooses and, with a
+prefix, of each backend forced, and of PyTorch's call of cuSPARSELt.
 """
 
 from __future__ import annotations

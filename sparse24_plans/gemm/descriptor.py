@@ -110,8 +110,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
         between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
         are not written; a row in two groups gets the result of either.
     batches : int, optional
-        Number of products of these sizes in one launch; each has the bits that the kernel gives it alone. X, Y
-        and C then have a first dimension of B batches, as bias [B, M] and scales have: [B, N] and [B, M] of
+        Number of products of these sizes in one launch; each has the bits that the kernel gives it alone. X,
+        Y and C then have a first dimension of B batches, as bias [B, M] and scales have: [B, N] and [B, M] of
         rows, [B, 1] of tensors. Batches may lie anywhere; those of Y lie apart. A batch stride of 0 gives all
         batches the same X, C, bias or scales. The weight is the B weights [M, K] stacked to [B*M, K].
     shared_weight : bool

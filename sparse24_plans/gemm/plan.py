@@ -118,8 +118,8 @@ class GemmSparse24Plan(Plan):
 
         ``args`` are host copies of the arguments of a run, its result included, with a canonical weight.
         ``samples`` chooses the results: None for all, a number of random ones (drawn with ``seed``), or pairs
-        (token, output) as integers [P, 2]; tokens of batches follow each other, and tokens in no group are left out. ``on_block`` is
-        called with the number of results just compared.
+        (token, output) as integers [P, 2]; tokens of batches follow each other, and tokens in no group are
+        left out. ``on_block`` is called with the number of results just compared.
 
         Raises UnsupportedError if the plan's guarantee names no arithmetic, and InvalidProblemError or
         MisalignedOperandError for wrong arguments.

@@ -312,7 +312,7 @@ def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts:
 
 
 def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
-    """The tensor map of a matrix, or of batches of it. Contiguous lines are rows or columns, as ``order`` says.
+    """The tensor map of a matrix, or of batches, with contiguous lines, rows or columns, as ``order`` says.
 
     Batches are one more dimension, of size 1 if all of them are the same.
     """

@@ -40,14 +40,14 @@ def spans_of(view: TensorView) -> tuple[StridedSpan, ...]:
     """Spans that hold the tensor's elements: its lines, or where lines form batches those of each batch."""
     whole = (piece(view.address, view.nbytes_spanned),)
     width, *outer = _dimensions(view)
-    if not outer or len(outer) > 2 or any(one.stride < width.count for one in outer):
+    if not outer or len(outer) > 2 or any(one.stride < width.size for one in outer):
         return whole
     few, many = sorted(outer) if len(outer) == 2 else (_Dimension(1, 0), *outer)
-    if few.count > _MOST_SPANS:
+    if few.size > _MOST_SPANS:
         return whole
     size = view.element.itemsize
-    lines = many.count, many.stride * size, width.count * size
-    return tuple(StridedSpan(view.address + at * few.stride * size, *lines) for at in range(few.count))
+    lines = many.size, many.stride * size, width.size * size
+    return tuple(StridedSpan(view.address + at * few.stride * size, *lines) for at in range(few.size))
 
 
 def lie_apart(view: TensorView) -> bool:
@@ -55,19 +55,19 @@ def lie_apart(view: TensorView) -> bool:
     if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.strides, strict=True)):
         return False
     width, *outer = _dimensions(view)
-    if len(outer) < 2 or outer[1].stride >= outer[0].count * outer[0].stride:
-        return all(one.stride >= width.count for one in outer)
+    if len(outer) < 2 or outer[1].stride >= outer[0].size * outer[0].stride:
+        return all(one.stride >= width.size for one in outer)
     few, many = sorted(outer)
-    if len(outer) > 2 or min(few.stride, many.stride) < width.count or few.count > _MOST_LINES:
+    if len(outer) > 2 or min(few.stride, many.stride) < width.size or few.size > _MOST_LINES:
         return False
     # Whether two lines overlap depends on how far apart their indices are in both dimensions.
-    back = (many.count - 1) * many.stride
-    spread = StridedSpan(-back, 2 * many.count - 1, many.stride, width.count)
-    return not any(spread.overlaps(at * few.stride, width.count) for at in range(1, few.count))
+    back = (many.size - 1) * many.stride
+    spread = StridedSpan(-back, 2 * many.size - 1, many.stride, width.size)
+    return not any(spread.overlaps(at * few.stride, width.size) for at in range(1, few.size))
 
 
 class _Dimension(NamedTuple):
-    count: int
+    size: int
     stride: int
     """Elements from one index to the next."""
 
@@ -78,8 +78,8 @@ def _dimensions(view: TensorView) -> list[_Dimension]:
     sizes = zip(view.shape, view.strides, strict=True)
     for count, stride in sorted((one for one in sizes if one[0] > 1 and one[1] != 0), key=lambda one: one[1]):
         last = found[-1]
-        if stride == last.count * last.stride:
-            found[-1] = _Dimension(last.count * count, last.stride)
+        if stride == last.size * last.stride:
+            found[-1] = _Dimension(last.size * count, last.stride)
         else:
             found.append(_Dimension(count, stride))
     return found

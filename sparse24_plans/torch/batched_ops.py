@@ -157,8 +157,8 @@ def _fake_bmm(*args: Any, **kwargs: Any) -> Tensor:
 
 
 define(
-    "bmm(Tensor x, Tensor weight, Tensor? meta, Tensor? bias=None, Tensor? scale_x=None, Tensor? scale_w=None, "
-    "Tensor? residual=None, float beta=1.0, SymInt? m=None, "
+    "bmm(Tensor x, Tensor weight, Tensor? meta, Tensor? bias=None, Tensor? scale_x=None, "
+    "Tensor? scale_w=None, Tensor? residual=None, float beta=1.0, SymInt? m=None, "
     'str activation="none", ScalarType? out_dtype=None, str preference="", Tensor? scales=None, int group=0) '
     "-> Tensor",
     _bmm,

@@ -138,7 +138,7 @@ def _jobs(
     for problem in problems:
         if problem.batches is not None:
             raise InvalidProblemError(
-                f"problems: expected products without batches, whose configurations batches take, got {problem!r}"
+                f"problems: expected batches None, as they take the product's configuration, got {problem!r}"
             )
     jobs = [
         (problem, row)

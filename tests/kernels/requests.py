@@ -270,7 +270,7 @@ def with_c(row: GemmEntry) -> list[dict[str, object]]:
 
 
 def batched_kinds(row: GemmEntry, capability: tuple[int, int]) -> list[dict[str, object]]:
-    """Return kinds of batches: with C, with a gate, quantized, and with columns where the kernel takes them."""
+    """Return kinds of batches: with C, with a gate, quantized, and with columns where a kernel has them."""
     kinds = [*with_c(row)[:1], *gated_kinds(row)[:1]]
     if capability == HOPPER:
         kinds += [kind for kind in KINDS if "weight_element" in kind and row.quantized][::3]

@@ -109,8 +109,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
                                        const float (&bias)[2], const float (&scale_w)[2]) const {
     const int t = threadIdx.x % 4;
     const float* scales_x = p.scale_x;
-    if constexpr (Config::kBatched && Config::kScaleX)
-      scales_x = work.of_batch<&BatchParams::scale_x>(p, p.scale_x);
+    if constexpr (Config::kBatched && Config::kScaleX) scales_x = work.of_batch<&BatchParams::scale_x>(p, p.scale_x);
 #pragma unroll
     for (int first = 0; first < kStepGroups; first += kTogether) {
       CBits c[kTogether];
@@ -120,8 +119,9 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       for (int k = 0; k < 4 * kTogether; ++k) {
         const int j = first + k / 4, i = k % 4;
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
-        const float scale_x =
-            Config::kScaleX && token < work.token_end(p) ? scale_at<Config::kScaleX>(Config::kBatched ? scales_x : p.scale_x, token) : 1.0f;
+        const float scale_x = Config::kScaleX && token < work.token_end(p)
+                                  ? scale_at<Config::kScaleX>(Config::kBatched ? scales_x : p.scale_x, token)
+                                  : 1.0f;
         v[k / 4][i] = unactivated(sums[4 * j + i], p, scale_x, scale_w[i / 2], bias[i / 2],
                                   Config::kHasC ? c_value(c[k / 4], i) : 0.0f);
       }

@@ -25,13 +25,12 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_r
 }
 
 // Loads a box of X into this CTA, or into all CTAs of the cluster that share it.
-template <class... Coordinates>
-__device__ __forceinline__ void load_x_box(const WgmmaSpParams& p, WorkTile work, u32 to, const TensorMap* map,
-                                           u32 full, u32 slice, Coordinates... at) {
+template <class... Coordinates> __device__ __forceinline__ void load_x_box(const WgmmaSpParams& p, WorkTile work,
+                                                                           u32 to, const TensorMap* map, u32 full,
+                                                                           u32 slice, Coordinates... at) {
   const auto load = [&](auto... at) {
     if constexpr (Config::kClusterM == 1) tma_load(to, map, at..., full);
-    else
-      tma_load_multicast(to, map, at..., full, (u16)(((1 << Config::kClusterM) - 1) << Config::kClusterM * slice));
+    else tma_load_multicast(to, map, at..., full, (u16)(((1 << Config::kClusterM) - 1) << Config::kClusterM * slice));
   };
   if constexpr (Config::kBatched) load(at..., work.coordinate<&BatchParams::x>(p));
   else load(at...);

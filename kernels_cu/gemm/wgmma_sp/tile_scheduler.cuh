@@ -44,7 +44,8 @@ struct WorkTile {
   // The first row of the group's weight, in bias and scale_w.
   __device__ __forceinline__ i64 first_row(const WgmmaSpParams& p) const { return Config::kGrouped ? group * p.m : 0; }
   // The batch's part of an operand.
-  template <BatchStride kStride, class T> __device__ __forceinline__ T* of_batch(const WgmmaSpParams& p, T* from) const {
+  template <BatchStride kStride, class T>
+  __device__ __forceinline__ T* of_batch(const WgmmaSpParams& p, T* from) const {
     return from + group * (p.batches.*kStride);
   }
   // The coordinate of the batch in an operand's tensor map, which has one batch if all have the same operand.

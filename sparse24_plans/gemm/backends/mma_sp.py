@@ -56,7 +56,8 @@ class Kernel(GemmKernel):
         self._clusters = schedules.can_reduce_in_cluster(device)
         self._schedule = schedule = _schedule(choice)
         self.details = (
-            f"{schedule.blocks * desc.batch_count} CTAs of {TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
+            f"{schedule.blocks * desc.batch_count} CTAs of "
+            f"{TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
             f"tokens, split-K {schedule.split_k}, {schedule.stages} stages"
         )
         self._function = load(

@@ -127,7 +127,7 @@ def schedule_of(
 ) -> MmaSpSchedule:
     """The configured schedule, or the default. Raises UnsupportedError for one that isn't a candidate.
 
-    With ``whole_m``, M of the weight that this one is a part of, no configuration is applied, nor for batches.
+    With ``whole_m``, M of the weight that this one is a part of, no configuration is applied, nor to batches.
     """
     if configuration and whole_m is None and not desc.is_batched:
         if dict(configuration) not in candidates(desc, device):

@@ -40,7 +40,7 @@ def best_schedule(
 def batched_schedule(
     desc: GemmSparse24Descriptor, row: GemmEntry, single: WgmmaSpSchedule, max_workspace: int | None = None
 ) -> WgmmaSpSchedule:
-    """The schedule of batches of the least predicted time, where one batch alone has the schedule ``single``."""
+    """The schedule of batches of the least predicted time, where one batch alone has that of ``single``."""
 
     def time(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
         pairs = [(schedule, _as_one_product(desc, schedule)) for schedule in tried]
