@@ -17,12 +17,19 @@ from sparse24_plans import (
     MisalignedOperandError,
     Sparse24Weight,
     TensorView,
+    TuningTable,
+    UnsupportedError,
     explain,
+    export_plans,
+    load_run,
+    save_run,
 )
 from sparse24_plans.gemm.kernel_table import ENTRIES
+from sparse24_plans.gemm.tuned import TunedKernel
+from sparse24_plans.tuning import search
 
 from ..plan.cases import changed
-from ..sample_devices import AMPERE, H200
+from ..sample_devices import AMPERE, H200, gpu_of
 from ..support import device_of_row, plan_of_row, same_bits, weight_of
 from .batched_cases import ORDERS, SHARED, BatchedCase, batched_case
 from .kernel_entries import OWN, marked, on_host, row_of, tokens
@@ -282,6 +289,50 @@ def test_batches_have_the_arithmetic_of_their_product(element, shared):
             assert chosen[0].chosen == chosen[1].chosen
             slices = [one.details.partition("K in ")[2].partition(" ")[0] for one in chosen]
             assert slices[0] == slices[1] or element == "s8"
+
+
+def test_batches_have_the_slices_of_their_products_tuned_schedule():
+    device = gpu_of(9, 0, name="NVIDIA H200", multiprocessors=132, driver="1")
+    one = GemmSparse24Descriptor(n=64, m=4096, k=4096, element="bf16")
+    many = one.model_copy(update={"batches": 8})
+    entry = row_of("wgmma_sp")
+    usual = explain(one, device=device).details.partition("K in ")[2][0]
+    other = next(one for one in entry.kernel.candidates(one, device) if one["split_k"] not in (1, int(usual)))
+    version = entry.kernel.tuning_version(device)
+    times = {"microseconds": 1.0, "default_microseconds": 2.0}
+    tuned = TunedKernel(kernel="wgmma_sp", version=version, problem=one, configuration=other, **times)
+    table = TuningTable("NVIDIA H200", "1", [tuned])
+    for desc in (one, many):
+        details = explain(desc, device=device, tuning=table).details
+        assert f"K in {other['split_k']} slices" in details
+    assert f"K in {usual} slices" in explain(many, device=device).details
+
+
+def test_batches_are_neither_tuned_nor_exported(tmp_path):
+    desc = GemmSparse24Descriptor(n=16, m=64, k=64, element="bf16", batches=3)
+    with pytest.raises(UnsupportedError, match="expected a product without batches for export"):
+        export_plans([desc], tmp_path / "plans", device=H200)
+    with pytest.raises(InvalidProblemError, match="problems: expected batches None"):
+        search._jobs([desc.one_batch, desc], None, H200)
+
+
+def test_plans_of_any_number_of_tokens_take_batches():
+    desc = GemmSparse24Descriptor(n=1, m=64, k=64, element="bf16", batches=3)
+    plans = GemmSparse24Plan.for_tokens(desc, 300, device=H200)
+    assert plans.kernels == ("wgmma_sp",)
+    assert plans[300].descriptor == desc.model_copy(update={"n": 300})
+
+
+@pytest.mark.parametrize("order", ["row", "column"])
+def test_a_recorded_run_is_replayed(tmp_path, order):
+    fields = {"epilogue": "bias", "x_order": order, "y_order": order, "beta": 0.5}
+    plan = plan_of("host_strict", n=5, m=16, k=32, element="bf16", batches=3, **fields)
+    case = batched_case(plan, 4, orders=("gaps", "interleaved", "gaps"))
+    case.run()
+    save_run(tmp_path / "run", plan, case.args)
+    again = load_run(tmp_path / "run")
+    assert again.descriptor == plan.descriptor
+    assert again.replay().equal
 
 
 # Kernels --------------------------------------------------------------------------------------------
