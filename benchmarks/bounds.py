@@ -254,6 +254,7 @@ _GRID = [
     least_mean("f16 / bf16", _over_bf16, most=1.03),
     *_ERRORS,
     least_mean("epilogues / plain", ratios("epilogues", "us", "identity_us"), most=None),
+    Bound("one batch / plain, each", ratios("variants", "us", "plain_us", variant="batch"), most=1.03),
     *(
         Bound(f"{op}, share of a copy's speed", ratios("prepare", "copy_us", op=op, element="bf16"), least)
         for op, least in _SHARES_OF_A_COPY.items()

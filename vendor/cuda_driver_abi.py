@@ -117,16 +117,24 @@ class OverlappingLaunch:
 
 @lru_cache(maxsize=1024)
 def swizzled_matrix_map(
-    address: int, shape: tuple[int, int], row_bytes: int, itemsize: int, box: tuple[int, int], pitch: int = 0
+    address: int,
+    shape: tuple[int, int],
+    row_bytes: int,
+    itemsize: int,
+    box: tuple[int, int],
+    pitch: int = 0,
+    batches: tuple[int, ...] = (),
 ) -> bytes:
     """A CUtensorMap of a row-major matrix, copied in boxes (rows, columns) under the swizzle of their pitch.
 
     In shared memory a box's rows are ``pitch`` bytes apart: 16 (without a swizzle), 32, 64 or 128, and no
     less than their width, which is the default. A box has at most 256 rows. What lies outside of the matrix
     reads as zero bits and isn't written. ``address``, ``row_bytes`` and the width of a box are multiples of
-    16, ``row_bytes`` below 2^40, the extents from 1 to 2^32. Raises LibraryError.
+    16, ``row_bytes`` below 2^40, the extents from 1 to 2^32. ``batches`` are a number of such matrices and
+    the bytes from one to the next, which are one more dimension; a box lies in one matrix. Raises
+    LibraryError.
     """
-    return _swizzled_map(address, shape, (row_bytes,), itemsize, box, pitch)
+    return _batched_map(batches, address, shape, (row_bytes,), itemsize, box, pitch)
 
 
 @lru_cache(maxsize=1024)
@@ -158,19 +166,25 @@ def grouped_matrices_map(
 
 @lru_cache(maxsize=1024)
 def swizzled_groups_map(
-    address: int, shape: tuple[int, int], row_bytes: int, itemsize: int, box: tuple[int, int, int, int]
+    address: int,
+    shape: tuple[int, int],
+    row_bytes: int,
+    itemsize: int,
+    box: tuple[int, int, int, int],
+    batches: tuple[int, ...] = (),
 ) -> bytes:
     """A CUtensorMap, [groups, rows, columns], of a row-major matrix: groups of columns follow each other.
 
     ``box`` is (rows, columns, pitch, groups): ``groups`` times so many columns, from the coordinates (0, row,
     column). In shared memory the rows of a group lie ``pitch`` bytes apart, under the swizzle of that width,
     and groups one after the other. With several of them a box that isn't all inside of the matrix may be
-    filled with zeros.
+    filled with zeros. ``batches`` are as those of :func:`swizzled_matrix_map`.
     """
     rows, columns, pitch, groups = box
     sizes = groups, shape[0], max(1, shape[1] - (groups - 1) * columns)
     # TMA would fetch bytes of another group beside a line, so each line is fetched by itself.
-    return _swizzled_map(
+    return _batched_map(
+        batches,
         address,
         sizes,
         (columns * itemsize, row_bytes),
@@ -229,6 +243,22 @@ def swizzled_images_map(
         _L2_PROMOTION_256B,
         _FILL_ZEROS,
     )
+
+
+def _batched_map(
+    batches: tuple[int, ...],
+    address: int,
+    shape: tuple[int, ...],
+    pitches: tuple[int, ...],
+    itemsize: int,
+    box: tuple[int, ...],
+    *rest: int,
+) -> bytes:
+    """The map of a matrix or, with ``batches``, of so many matrices so many bytes apart."""
+    if batches:
+        count, apart = batches
+        shape, pitches, box = (count, *shape), (apart, *pitches), (1, *box)
+    return _swizzled_map(address, shape, pitches, itemsize, box, *rest)
 
 
 def _swizzled_map(address: int, *geometry: Any) -> bytes:

@@ -23,6 +23,7 @@
 //   fma      | step 0       | step 1       | ..        from one stage
 //   store    |        step 1|        step 2| ..        registers -> the other stage; then __syncthreads
 #include "common/epilogue.cuh"
+#include "gemm/batches.cuh"
 #include "gemm/params/inflate_strict.cuh"
 #include "gemm/token_groups.cuh"
 
@@ -55,6 +56,7 @@ struct Config
   typedef ChosenTile<S24_TILE> Tile;
   static constexpr bool kDgrad = S24_DGRAD;
   static constexpr bool kGrouped = S24_GROUPED;  // groups of tokens have weights of their own
+  static constexpr bool kBatched = S24_BATCHED;  // several products of one size
   // With groups, two CTAs of the largest tile would not have enough registers.
   static constexpr int kCtasPerSm = kGrouped && S24_TILE == 0 ? 1 : Tile::kCtasPerSm;
   static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
@@ -62,6 +64,7 @@ struct Config
 };
 using In = Config::In;
 using Out = Config::Out;
+using WorkBatch = Batch<Config::kBatched>;
 
 // Eight consecutive elements of the source.
 struct SourceUnit {
@@ -102,7 +105,7 @@ __device__ __forceinline__ void fma_kept(float (&acc)[kTokens], float w, const f
   }
 }
 
-template <class T> struct Mainloop {
+template <class T> struct Mainloop : WorkBatch {
   float* weights;  // [2][depth][outputs]
   float* sources;  // [2][depth][tokens]
   const StrictParams& p;
@@ -129,6 +132,7 @@ template <class T> struct Mainloop {
       weight_cell(u, step, row, column);
       w[i].codes = 0xffff;  // cells outside of W count as pruned
       if (u < T::kWeightUnits && row < p.m && column < p.k) {
+        row += this->offset(p.batches.weight_rows);
         copy_aligned<In::Bits, 4 * sizeof(In::Bits)>(w[i].v, (const In::Bits*)p.values + (row * p.k + column) / 2);
         w[i].codes = __ldg(p.metadata + (row * p.k + column) / 8);
       }
@@ -138,7 +142,7 @@ template <class T> struct Mainloop {
     for (int i = 0; i < T::kSourceLoads; ++i) {
       const int u = threadIdx.x + i * T::kThreads;
       const i64 token = tok0 + u % T::kTokens, at = step + u / T::kTokens * 8;
-      const In::Bits* from = (const In::Bits*)p.x + token * p.x_stride + at;
+      const In::Bits* from = (const In::Bits*)p.x + token * p.x_stride + at + this->offset(p.batches.x);
       const bool inside = u < T::kSourceUnits && token < p.n;
       if (inside && at + 8 <= reduction && ((u64)from & 15) == 0) {
         copy_aligned<In::Bits, 8 * sizeof(In::Bits)>(s[i].v, from);
@@ -210,29 +214,31 @@ __device__ __forceinline__ void read_runs(float (&to)[kCount], const float* from
 // Stores the results of a gated epilogue. Another thread of the warp has the gate's other factor, kGateRows outputs
 // further.
 template <class T> __device__ __forceinline__ void store_gated(const float (&acc)[T::kThreadOutputs][T::kThreadTokens],
-                                                               i64 out0, i64 tok0, const StrictParams& p) {
+                                                               i64 out0, i64 tok0, WorkBatch batch,
+                                                               const StrictParams& p) {
   constexpr int kRun = T::kThreadOutputs < 4 ? T::kThreadOutputs : 4, kApart = Config::kGateRows / kRun;
   static_assert(32 % T::kLanesOut == 0 && T::kLanesOut % (2 * kApart) == 0, "one warp has a gate and its other factor");
   const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
 #pragma unroll
   for (int o = 0; o < T::kThreadOutputs; ++o) {
     const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
-    const float bias = p.bias && output < p.m ? bias_at<Config>(p.bias, output) : 0.0f;
+    const float bias = p.bias && output < p.m ? bias_at<Config>(p.bias, output + batch.offset(p.batches.bias)) : 0.0f;
 #pragma unroll
     for (int t = 0; t < T::kThreadTokens; ++t) {
       const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
       const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(acc[o][t], p.alpha, bias), kApart);
       if (lane_out % (2 * kApart) >= kApart || token >= p.n || output >= p.m) continue;
       const i64 result = output_of_row<Config>(output);
-      ((Out::Bits*)p.y)[token * p.y_stride + result] =
+      ((Out::Bits*)p.y)[token * p.y_stride + result + batch.offset(p.batches.y)] =
           Out::from_float(gated_epilogue(activated<Config, StrictMath>(acc[o][t], p.alpha, bias), up));
     }
   }
 }
 
 // beta * C of a result; 0 without C.
-__device__ __forceinline__ float addend_of(const StrictParams& p, i64 token, i64 output) {
-  if constexpr (Config::kHasC) return __fmul_rn(p.beta, c_at<Config>(p.c, token * p.c_stride + output));
+__device__ __forceinline__ float addend_of(const StrictParams& p, WorkBatch batch, i64 token, i64 output) {
+  if constexpr (Config::kHasC)
+    return __fmul_rn(p.beta, c_at<Config>(p.c, token * p.c_stride + output + batch.offset(p.batches.c)));
   else return 0.0f;
 }
 
@@ -241,8 +247,11 @@ template <class T> __device__ __forceinline__ void compute_tile(const StrictPara
   __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
   const i64 outputs = Config::kDgrad ? p.k : p.m, reduction = Config::kDgrad ? p.m : p.k;
   const i64 out_tiles = (outputs + T::kOutputs - 1) / T::kOutputs;
-  const i64 out0 = blockIdx.x % out_tiles * T::kOutputs;
-  const i64 tok0 = Config::kGrouped ? first_token : blockIdx.x / out_tiles * T::kTokens;
+  u32 tile = blockIdx.x;
+  WorkBatch batch;
+  batch.take(p.batches, tile);
+  const i64 out0 = tile % out_tiles * T::kOutputs;
+  const i64 tok0 = Config::kGrouped ? first_token : tile / out_tiles * T::kTokens;
   const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
 
   float acc[T::kThreadOutputs][T::kThreadTokens];
@@ -251,7 +260,7 @@ template <class T> __device__ __forceinline__ void compute_tile(const StrictPara
 #pragma unroll
     for (int t = 0; t < T::kThreadTokens; ++t) acc[o][t] = 0.0f;
 
-  Mainloop<T> loop{weights, sources, p, out0, tok0};
+  Mainloop<T> loop{batch, weights, sources, p, out0, tok0};
   if (reduction > 0) {
     loop.load(0);
     loop.store(0);
@@ -275,7 +284,7 @@ template <class T> __device__ __forceinline__ void compute_tile(const StrictPara
   }
 
   if constexpr (Config::kGated) {
-    store_gated<T>(acc, out0, tok0, p);
+    store_gated<T>(acc, out0, tok0, batch, p);
   } else {
 #pragma unroll
     for (int t = 0; t < T::kThreadTokens; ++t) {
@@ -285,9 +294,9 @@ template <class T> __device__ __forceinline__ void compute_tile(const StrictPara
       for (int o = 0; o < T::kThreadOutputs; ++o) {
         const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
         if (output >= outputs) continue;
-        const float bias = p.bias ? bias_at<Config>(p.bias, output) : 0.0f;
-        ((Out::Bits*)p.y)[token * p.y_stride + output] =
-            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend_of(p, token, output)));
+        const float bias = p.bias ? bias_at<Config>(p.bias, output + batch.offset(p.batches.bias)) : 0.0f;
+        ((Out::Bits*)p.y)[token * p.y_stride + output + batch.offset(p.batches.y)] =
+            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend_of(p, batch, token, output)));
       }
     }
   }

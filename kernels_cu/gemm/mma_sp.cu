@@ -29,6 +29,7 @@
 //   mma.sp       |  tile 0 |  tile 1 |  tile 2 |  ..  | sums -> shared | cluster sync | reduce, epilogue, store
 #include "common/epilogue.cuh"
 #include "common/weight_tile.cuh"
+#include "gemm/batches.cuh"
 #include "gemm/params/mma_sp.cuh"
 #include "gemm/split_k.cuh"
 #include "ptx/async.cuh"
@@ -45,6 +46,7 @@ struct Config
   static constexpr int kStages = S24_STAGES;
   static constexpr int kCtasPerSm = S24_CTAS_PER_SM;
   static constexpr bool kXColumnMajor = S24_X_COLUMN_MAJOR, kYColumnMajor = S24_Y_COLUMN_MAJOR;
+  static constexpr bool kBatched = S24_BATCHED;          // several products of one size
   static constexpr int kClusterSize = S24_CLUSTER_SIZE;  // CTAs that sum slices of the same rows
 
   using Tile = WeightTile<2>;
@@ -65,6 +67,7 @@ struct Config
   static constexpr int kReducedRows = kTileM / kClusterSize;  // rows that one CTA reduces
 };
 using Tile = Config::Tile;
+using WorkBatch = Batch<Config::kBatched>;
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kYColumnMajor>;
 
 // The offset of 8 tokens (`chunk`) of a column in a stage of column-major X. The chunks of eight columns lie in
@@ -89,16 +92,19 @@ struct Loader {
   int tokens;        // the number of its tokens inside X; for a column-major X whether its chunk is inside
   u32 weights_to, x_to, swap;
 
-  __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, i64 token0, i64 row_tile, i64 k_tile, i64 count) {
+  __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, WorkBatch batch, i64 token0, i64 row_tile,
+                                    i64 k_tile, i64 count) {
+    const u16* const x0 = p.x + batch.offset(p.batches.x);
+    const i64 weight_tile = batch.offset(p.batches.weight_rows) / Tile::kRows + row_tile;
     const int pair = threadIdx.x / Config::kWarpPairThreads, u = threadIdx.x % Config::kWarpPairThreads;
     const int peer = threadIdx.x % kPeers;
     tiles = count;
-    weights = row_tile < p.row_tiles ? p.packed + (row_tile * p.k_tiles + k_tile) * Tile::kBytes + u * 16 : nullptr;
+    weights = row_tile < p.row_tiles ? p.packed + (weight_tile * p.k_tiles + k_tile) * Tile::kBytes + u * 16 : nullptr;
     weights_to = base + pair * Tile::kBytes + u * 16;
     if constexpr (Config::kXColumnMajor) {
       const int chunk = peer % Config::kN8Tiles, line = peer / Config::kN8Tiles;
       const i64 column = k_tile * Tile::kColumns + line, token = token0 + chunk * 8;
-      x = p.x + column * p.x_stride + token;
+      x = x0 + column * p.x_stride + token;
       columns = p.k - column;
       token_stride = p.x_stride;
       tokens = token < p.n;
@@ -110,7 +116,7 @@ struct Loader {
     const int token = peer / 16, chunk = peer % 16;
     const i64 column = k_tile * Tile::kColumns + chunk * 8;
     const i64 rows = p.n - token0 - token;
-    x = p.x + (token0 + token) * p.x_stride + column;
+    x = x0 + (token0 + token) * p.x_stride + column;
     columns = p.k - column;
     token_stride = kTokenStep * p.x_stride;
     tokens = rows <= 0 ? 0 : rows >= Config::kTileN ? kTokenLoads : (int)((rows + kTokenStep - 1) / kTokenStep);
@@ -139,16 +145,15 @@ struct Loader {
         cp_async_16(x_to + offset + i * kStep * Config::kTileN * 2, keep ? x + i * kStep * token_stride : x, keep);
       }
       x += Tile::kColumns * token_stride;
-      columns -= Tile::kColumns;
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < kTokenLoads; ++i) {
-      const bool keep = i < tokens && columns > 0;
-      const u32 odd = kTokenStep % 8 != 0 && i % 2 != 0 ? swap : 0;
-      cp_async_16(x_to + offset + i * kTokenStep * Config::kXRowBytes + odd, keep ? x + i * token_stride : x, keep);
+      for (int i = 0; i < kTokenLoads; ++i) {
+        const bool keep = i < tokens && columns > 0;
+        const u32 odd = kTokenStep % 8 != 0 && i % 2 != 0 ? swap : 0;
+        cp_async_16(x_to + offset + i * kTokenStep * Config::kXRowBytes + odd, keep ? x + i * token_stride : x, keep);
+      }
+      x += Tile::kColumns;
     }
-    x += Tile::kColumns;
     columns -= Tile::kColumns;
   }
 };
@@ -222,7 +227,7 @@ __device__ __forceinline__ float slice_sum(u32 address, int token, int row) {
 // Reduces this CTA's part of the cluster's rows, from row0 on. A result needs the sums of one row of W, for a gated
 // epilogue of two.
 __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&buffers)[Config::kSplitK], int row0,
-                                            i64 cta_row, i64 first_token) {
+                                            WorkBatch batch, i64 cta_row, i64 first_token) {
   constexpr int kRowsPerOutput = Config::kRowsPerOutput, kOutputs = Config::kReducedRows / kRowsPerOutput,
                 kUnrolled = 4 / kRowsPerOutput;
   static_assert(Config::kReducedRows % (2 * Config::kGateRows) == 0, "a CTA reduces both rows of a gated result");
@@ -233,8 +238,8 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
     float addend = 0.0f;
     if constexpr (Config::kHasC) {
       const i64 m = cta_row + row, n = first_token + token;
-      if (n < p.n && m < p.m)
-        addend = __fmul_rn(p.beta, c_at<Config>(p.c, Config::kYColumnMajor ? m * p.c_stride + n : n * p.c_stride + m));
+      const i64 at = Config::kYColumnMajor ? m * p.c_stride + n : n * p.c_stride + m;
+      if (n < p.n && m < p.m) addend = __fmul_rn(p.beta, c_at<Config>(p.c, at + batch.offset(p.batches.c)));
     }
     float v[kRowsPerOutput][Config::kSplitK];
 #pragma unroll
@@ -248,13 +253,13 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
     float bias[kRowsPerOutput], result;
 #pragma unroll
     for (int h = 0; h < kRowsPerOutput; ++h)
-      bias[h] = p.bias ? bias_at<Config>(p.bias, m + h * Config::kGateRows) : 0.0f;
+      bias[h] = p.bias ? bias_at<Config>(p.bias, batch.offset(p.batches.bias) + m + h * Config::kGateRows) : 0.0f;
     if constexpr (Config::kGated)
       result = gated_epilogue(activated<Config, FastMath>(v[0][0], p.alpha, bias[0]),
                               activated<Config, NoMath>(v[1][0], p.alpha, bias[1]));
     else result = epilogue<Config, FastMath>(v[0][0], p.alpha, bias[0], addend);
     const i64 at = Config::kYColumnMajor ? output * p.y_stride + n : n * p.y_stride + output;
-    ((Config::Out::Bits*)p.y)[at] = Config::Out::from_float(result);
+    ((Config::Out::Bits*)p.y)[at + batch.offset(p.batches.y)] = Config::Out::from_float(result);
   }
 }
 
@@ -268,15 +273,19 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   const int row0 = Config::kPairSplitsN ? 0 : warp % 2 * 32;
   const int token0 = Config::kPairSplitsN ? warp % 2 * kWarpN8Tiles * 8 : 0;
   // CTAs with the same rows follow each other, so that W stays in L2.
-  const u32 work_tile = blockIdx.x / Config::kClusterSize;
-  const i64 first_token = (i64)(work_tile % p.n_tiles) * Config::kTileN;
-  const i64 first_row_tile = (i64)(work_tile / p.n_tiles) * Config::kWarpPairsM,
+  u32 work_tile = blockIdx.x / Config::kClusterSize, n_tiles = p.n_tiles;
+  WorkBatch batch;
+  batch.take(p.batches, work_tile, n_tiles);
+  u32 token_tile = work_tile % n_tiles;
+  batch.take_token_tile(token_tile, p.n_tiles);
+  const i64 first_token = (i64)token_tile * Config::kTileN;
+  const i64 first_row_tile = (i64)(work_tile / n_tiles) * Config::kWarpPairsM,
             row_tile = first_row_tile + pair % Config::kWarpPairsM;
   const int slice = rank * Config::kWarpPairsK + pair / Config::kWarpPairsM;
   const i64 k_tile = slice_begin<Config::kSplitK>((u32)p.k_tiles, slice);
   const i64 count = slice_begin<Config::kSplitK>((u32)p.k_tiles, slice + 1) - k_tile;
   const i64 steps = (p.k_tiles + Config::kSplitK - 1) / Config::kSplitK;  // K tiles of the longest slice
-  Loader loader(p, base, first_token, row_tile, k_tile, count);
+  Loader loader(p, base, batch, first_token, row_tile, k_tile, count);
 
   float acc[kWarpM16Tiles][kWarpN8Tiles][4];
 #pragma unroll
@@ -326,6 +335,6 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   u32 buffers[Config::kSplitK];
 #pragma unroll
   for (int i = 0; i < Config::kSplitK; ++i) buffers[i] = slice_address(base, i);
-  reduce_rows(p, buffers, rank * Config::kReducedRows, first_row_tile * Tile::kRows, first_token);
+  reduce_rows(p, buffers, rank * Config::kReducedRows, batch, first_row_tile * Tile::kRows, first_token);
   if constexpr (Config::kClusterSize > 1) cluster_sync();  // no CTA exits while another reads its shared memory
 }

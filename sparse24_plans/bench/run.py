@@ -1,10 +1,10 @@
 """Measures a record, or parts of one: ``sparse24 bench -o benchmarks/results/h200.json``.
 
 The figures: ``gemm`` microseconds of a launch beside dense cuBLAS (null where PyTorch doesn't serve it) and
-cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``epilogues`` beside the
-plain product; ``prepare`` beside a device copy of the same bytes, with ``prepare_peers``; ``host``
-microseconds of host time a call, of the plan that select chooses and, with a prefix, of each backend forced,
-and of PyTorch's call of cuSPARSELt. ``variants`` has no rows.
+cuSPARSELt (null where it can't serve; the tuned plan of the backend ``cusparselt``); ``epilogues`` and
+``variants`` beside the plain product; ``prepare`` beside a device copy of the same bytes, with
+``prepare_peers``; ``host`` microseconds of host time a call, of the plan that select chooses and, with a
+prefix, of each backend forced, and of PyTorch's call of cuSPARSELt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from ..vocab import ElementKind
-from . import epilogues, gemm, host, prepare
+from . import epilogues, gemm, host, prepare, variants
 from .gemm import matrix_of
 from .record import Record, Step
 from .scope import Scope
@@ -30,6 +30,8 @@ def steps(scope: Scope) -> list[Step]:
         found.append(Step("gemm", {**about, "backend": name}, measure))
         if (m, k) == epilogues.SHAPE and n in epilogues.TOKENS and element in epilogues.ELEMENTS:
             found.append(Step("epilogues", about, partial(_epilogues, m, k, n, element)))
+        if (m, k) in variants.SHAPES and n in variants.TOKENS and element in variants.ELEMENTS:
+            found.append(Step("variants", about, partial(_variants, m, k, n, element)))
     for element, (m, k) in product(scope.elements, scope.prepare_shapes):
         about = {"m": m, "k": k, "element": element.value}
         found.append(Step("prepare", about, partial(_preparation, m, k, element)))
@@ -43,6 +45,10 @@ def _products(scope: Scope, m: int, k: int, n: int, element: ElementKind, source
 
 def _epilogues(m: int, k: int, n: int, element: ElementKind, sources: set[str]) -> Record:
     return {"epilogues": epilogues.measured(matrix_of(m, k, element), n, sources)}
+
+
+def _variants(m: int, k: int, n: int, element: ElementKind, sources: set[str]) -> Record:
+    return {"variants": variants.measured(matrix_of(m, k, element), n, sources)}
 
 
 def _preparation(m: int, k: int, element: ElementKind, sources: set[str]) -> Record:

@@ -85,7 +85,7 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
         "descriptor": desc.model_dump_json(),
         **about,
     }
-    layer = Layer(_WEIGHT, desc.m, desc.k, desc.element, (), quantization=desc.quantization)
+    layer = Layer(_WEIGHT, desc.weight_rows, desc.k, desc.element, (), quantization=desc.quantization)
     write_note(metadata, layer)
     infos = [*stored_tensors(layer), *map(_info, operands)]
     with SafetensorsWriter(path, infos, metadata) as writer:
@@ -161,7 +161,9 @@ def _read(reader: SafetensorsReader, operand: Operand) -> Any:
             f"got {got}"
         )
     rows = reader.read(name).view(operand.element.dtype).reshape(operand.shape)
-    return np.asfortranarray(rows) if operand.lines is MatrixOrder.COLUMN else rows
+    if operand.lines is not MatrixOrder.COLUMN:
+        return rows
+    return np.ascontiguousarray(rows.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
 def _weight(path: str, desc: GemmSparse24Descriptor) -> Weight:
@@ -169,9 +171,9 @@ def _weight(path: str, desc: GemmSparse24Descriptor) -> Weight:
         weight = load_weight(path, _WEIGHT)
     except InvalidProblemError as error:  # no tensor has that name
         raise FormatError(f"{path}: expected a compressed tensor {_WEIGHT}, got none") from error
-    if (weight.m, weight.k, weight.element) != (desc.m, desc.k, desc.element):
+    if (weight.m, weight.k, weight.element) != (desc.weight_rows, desc.k, desc.element):
         raise FormatError(
-            f"{path}: {_WEIGHT}: expected {desc.element}[{desc.m}, {desc.k}], like the descriptor, "
+            f"{path}: {_WEIGHT}: expected {desc.element}[{desc.weight_rows}, {desc.k}], like the descriptor, "
             f"got {weight.element}[{weight.m}, {weight.k}]"
         )
     if weight.quantization != desc.quantization:

@@ -15,7 +15,8 @@ def _matrix(row: Json) -> str:
 def show_benchmark(record: Json) -> None:
     """Show a record's products, preparation of weights, and host times."""
     _show_products(record["gemm"])
-    _show_epilogues(record["epilogues"])
+    _show_beside_plain(record["epilogues"], "epilogue", "identity_us")
+    _show_beside_plain(record["variants"], "variant", "plain_us")
     _show_preparation(record["prepare"], record.get("prepare_peers", []))
     rows = [{"call": name, "time": value} for name, value in record["host"].items()]
     columns = Column("of the host", "call"), Column("time", "time", right=True)
@@ -59,18 +60,18 @@ def _show_products(rows: list[Json]) -> None:
     show_table(columns, cells.values(), title="products: microseconds, and how often auto goes into dense")
 
 
-def _show_epilogues(rows: list[Json]) -> None:
-    """Microseconds beside the plain product."""
+def _show_beside_plain(rows: list[Json], kind: str, plain: str) -> None:
+    """Microseconds of products of a kind, beside those of the plain product."""
     columns = (
-        Column("epilogue", "epilogue"),
+        Column(kind, kind),
         Column("element", "element"),
         Column("M x K", _matrix),
         Column("N", "n", right=True),
         Column("us", partial(_time, "us"), right=True),
-        Column("plain", partial(_time, "identity_us"), right=True),
-        Column("us / plain", lambda row: f"{row['us'] / row['identity_us']:.2f}", right=True),
+        Column("plain", partial(_time, plain), right=True),
+        Column("us / plain", lambda row: f"{row['us'] / row[plain]:.2f}", right=True),
     )
-    show_table(columns, rows, title="epilogues: microseconds, beside the plain product")
+    show_table(columns, rows, title=f"{kind}s: microseconds, beside the plain product")
 
 
 def _show_preparation(rows: list[Json], peers: list[Json]) -> None:

@@ -145,6 +145,10 @@ def record(plan: Plan) -> tuple[Recipe, tuple[int, ...]]:
     entry = plan.parts.choice.entry
     if entry.on_host or not entry.exportable:
         raise UnsupportedError(f"plan: expected a kernel that can be exported, got {entry.name}")
+    if any(operand.batches for operand in plan.parts.operands):
+        raise UnsupportedError(
+            f"plan: expected a product without batches for export, got {plan.descriptor!r}"
+        )
     with recording():
         return _Recorder(plan).recipe()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
 
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
@@ -17,6 +18,7 @@ from ..vocab import (
     ElementKind,
     ElementLike,
     EpilogueKind,
+    Flag,
     GemmOp,
     GroupTokens,
     MatrixOrder,
@@ -107,6 +109,13 @@ class GemmSparse24Descriptor(ProductDescriptor):
         n/G rows from g*n/G on. Either lies on the plan's device and is read by the kernel, so it may change
         between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
         are not written; a row in two groups gets the result of either.
+    batches : int, optional
+        Number of products of these sizes in one launch; each has the bits that the kernel gives it alone. X,
+        Y and C then have a first dimension of B batches, as bias [B, M] and scales have: [B, N] and [B, M] of
+        rows, [B, 1] of tensors. Batches may lie anywhere; those of Y lie apart. A batch stride of 0 gives all
+        batches the same X, C, bias or scales. The weight is the B weights [M, K] stacked to [B*M, K].
+    shared_weight : bool
+        All batches are multiplied by one weight [M, K].
 
     Raises
     ------
@@ -138,6 +147,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
     relu_upper_bound: Factor | None = None
     groups: Size = 0
     group_tokens: GroupTokens = GroupTokens.OFFSETS
+    batches: Size | None = None
+    shared_weight: Flag = False
 
     if TYPE_CHECKING:
 
@@ -166,6 +177,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
             relu_upper_bound: SupportsFloat | None = ...,
             groups: SupportsIndex = ...,
             group_tokens: GroupTokens | str = ...,
+            batches: SupportsIndex | None = ...,
+            shared_weight: bool = ...,
         ) -> None: ...
 
     @model_validator(mode="after")
@@ -185,8 +198,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
                 if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):
                     raise ValueError(f"{name}: expected none for op dgrad, got {getattr(self, name)}")
         self._expect_groups()
+        self._expect_batches()
         self._expect_relu_bounds()
-        if self.weight_rows * self.k > INT64_MAX or self.n * max(self.m, self.k) > INT64_MAX:
+        if self.weight_rows * self.k > INT64_MAX or self.tokens * max(self.m, self.k) > INT64_MAX:
             raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
         return self
 
@@ -219,6 +233,12 @@ class GemmSparse24Descriptor(ProductDescriptor):
                 f"n: expected a multiple of groups, {self.groups}, with group_tokens counts, got {self.n}"
             )
 
+    def _expect_batches(self) -> None:
+        if self.batches is None and self.shared_weight:
+            raise ValueError("shared_weight: expected False without batches, got True")
+        if self.batches is not None and self.groups:
+            raise ValueError(f"batches: expected None with groups, got {self.batches}")
+
     def _expect_gates(self) -> None:
         if self.m % GATE_GROUP:
             raise ValueError(
@@ -239,8 +259,30 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @property
     def weight_rows(self) -> int:
-        """Rows of the weight: M, or those of all groups' weights."""
-        return self.m * max(self.groups, 1)
+        """Rows of the weight: M, or those of all groups' or batches' weights."""
+        return self.m * (1 if self.shared_weight else self.groups or self.batch_count)
+
+    @property
+    def batch_count(self) -> int:
+        """Number of batches; 1 without them."""
+        return 1 if self.batches is None else self.batches
+
+    @property
+    def is_batched(self) -> bool:
+        """Return whether a kernel must tell batches apart. A single batch is a product as any other."""
+        return self.batch_count != 1
+
+    @property
+    def one_batch(self) -> GemmSparse24Descriptor:
+        """The product of one batch."""
+        if self.batches is None:
+            return self
+        return self.model_copy(update={"batches": None, "shared_weight": False})
+
+    @property
+    def tokens(self) -> int:
+        """Rows of X, of all batches."""
+        return self.n * self.batch_count
 
     @property
     def quantization(self) -> Quantization | None:
@@ -287,9 +329,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
     def operands(self) -> tuple[Operand, ...]:
         """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias, scales and C."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
-        n, rows, f32 = self.n, self.weight_rows, ElementKind.F32
+        n, f32 = self.n, ElementKind.F32
+        rows = self.m if self.batches is not None else self.weight_rows
         found = [
-            Operand("weight", Role.WEIGHT, (rows, self.k), self.element, quantization=self.quantization),
             Operand("source", Role.IN, (n, self.reduction), self.element, source, self.x_order),
             Operand(
                 "result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"
@@ -302,7 +344,13 @@ class GemmSparse24Descriptor(ProductDescriptor):
                 found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else count,), f32))
         if self.has_c:
             found.append(Operand("c", Role.IN, (n, self.outputs), self.c_element, lines=self.y_order))
+        if self.batches is not None:
+            found = [replace(one, shape=(self.batches, *one.shape), batches=True) for one in found]
         if self.groups:
             ends = 1 if self.group_tokens is GroupTokens.OFFSETS else 0
             found.append(Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), ElementKind.I32))
-        return tuple(found)
+        weight = (self.weight_rows, self.k)
+        return (
+            Operand("weight", Role.WEIGHT, weight, self.element, quantization=self.quantization),
+            *found,
+        )

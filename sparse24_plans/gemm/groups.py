@@ -1,4 +1,4 @@
-"""Groups of tokens on the host: which rows each group has, and its product as a problem of its own."""
+"""Products of several weights on the host: each group of tokens, or each batch, as a problem of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ..vocab import ElementKind, GroupTokens, ScaleKind
 from ..weights.quantized import write_dequantized
 from .descriptor import GemmSparse24Descriptor
 
-_PER_WEIGHT_ROW = ("values", "metadata", "scales", "bias", "scale_w")
+_OF_WEIGHT = ("values", "metadata", "scales")
+_PER_WEIGHT_ROW = (*_OF_WEIGHT, "bias", "scale_w")
 PER_TOKEN = ("source", "result", "scale_x", "c")
 
 
@@ -29,7 +30,14 @@ def kept_bits(desc: GemmSparse24Descriptor, views: Views) -> NDArray[Any]:
 
 
 def token_ranges(desc: GemmSparse24Descriptor, views: Views) -> NDArray[np.int64]:
-    """The first row and the end of the rows of each group, clamped as the kernels do: int64 [G, 2]."""
+    """The first row and the end of the rows of each part: int64 [parts, 2].
+
+    Parts are batches, or groups, whose rows are clamped as the kernels do; or the product itself. Rows of
+    batches follow each other.
+    """
+    if not desc.groups:
+        begin = np.arange(desc.batch_count, dtype=np.int64) * desc.n
+        return np.stack([begin, begin + desc.n], axis=1)
     given = views[desc.group_tokens].array().astype(np.int64)
     if desc.group_tokens is GroupTokens.OFFSETS:
         begin = np.clip(given[:-1], 0, desc.n)
@@ -41,26 +49,33 @@ def token_ranges(desc: GemmSparse24Descriptor, views: Views) -> NDArray[np.int64
     return np.stack([begin, end], axis=1)
 
 
-def group_of_tokens(desc: GemmSparse24Descriptor, views: Views) -> NDArray[np.int64]:
-    """The group of each row of X, or -1 for a row in no group: int64 [N]."""
-    found = np.full(desc.n, -1, np.int64)
-    for group, (begin, end) in enumerate(token_ranges(desc, views)):
-        found[begin:end] = group
+def part_of_tokens(desc: GemmSparse24Descriptor, views: Views) -> NDArray[np.int64]:
+    """The part of each row of X, or -1 for a row in no group: int64 [tokens]."""
+    found = np.full(desc.tokens, -1, np.int64)
+    for part, (begin, end) in enumerate(token_ranges(desc, views)):
+        found[begin:end] = part
     return found
 
 
-def group_problems(
+def part_problems(
     desc: GemmSparse24Descriptor, views: Views
-) -> Iterator[tuple[int, GemmSparse24Descriptor, Views]]:
-    """Each group that has tokens: its first row, its product without groups, and its operands."""
-    for group, (begin, end) in enumerate(token_ranges(desc, views).tolist()):
+) -> Iterator[tuple[GemmSparse24Descriptor, Views]]:
+    """Each part that has tokens, as a product of one weight, and its operands."""
+    for part, (begin, end) in enumerate(token_ranges(desc, views).tolist()):
         if begin < end:
-            yield begin, one_group(desc, end - begin), views_of_group(desc, views, group, begin, end)
+            yield one_group(desc, end - begin), views_of_part(desc, views, part, begin, end)
+
+
+def views_of_part(desc: GemmSparse24Descriptor, views: Views, part: int, begin: int, end: int) -> Views:
+    """The operands of a part of the problem, whose rows are from ``begin`` to below ``end``."""
+    if desc.groups:
+        return views_of_group(desc, views, part, begin, end)
+    return views_of_batch(desc, views, part) if desc.is_batched else views
 
 
 def one_group(desc: GemmSparse24Descriptor, n: int) -> GemmSparse24Descriptor:
-    """The product of a group of n tokens."""
-    return desc.model_copy(update={"n": n, "groups": 0, "group_tokens": GroupTokens.OFFSETS})
+    """The product of a group, or of a batch, of n tokens."""
+    return desc.one_batch.model_copy(update={"n": n, "groups": 0, "group_tokens": GroupTokens.OFFSETS})
 
 
 def views_of_group(desc: GemmSparse24Descriptor, views: Views, group: int, begin: int, end: int) -> Views:
@@ -75,10 +90,43 @@ def views_of_group(desc: GemmSparse24Descriptor, views: Views, group: int, begin
             found[name] = lines_of(view, rows)
         elif name in PER_TOKEN:
             found[name] = lines_of(view, slice(begin, end))
-        elif name == "packed":  # dense float32
-            at = view.address + 4 * rows.start * desc.k
-            found[name] = TensorView(at, (desc.m, desc.k), ElementKind.F32, view.device, owner=view.owner)
+        elif name == "packed":
+            found[name] = _dense_rows(view, rows, desc.k)
     return found
+
+
+def views_of_batch(desc: GemmSparse24Descriptor, views: Views, batch: int) -> Views:
+    """The batch's operands within those of all batches."""
+    rows = slice(0, desc.m) if desc.shared_weight else slice(batch * desc.m, (batch + 1) * desc.m)
+    found = {}
+    for name, view in views.items():
+        if name in _OF_WEIGHT:
+            found[name] = lines_of(view, rows)
+        elif name == "packed":
+            found[name] = _dense_rows(view, rows, desc.k)
+        else:
+            found[name] = view_of_batch(view, batch)
+    return found
+
+
+def view_of_batch(view: TensorView, batch: int) -> TensorView:
+    """One batch of an operand."""
+    address = view.address + batch * view.strides[0] * view.element.itemsize
+    return TensorView(
+        address,
+        view.shape[1:],
+        view.element,
+        view.device,
+        strides=view.strides[1:],
+        readonly=view.readonly,
+        owner=view.owner,
+    )
+
+
+def _dense_rows(view: TensorView, rows: slice, k: int) -> TensorView:
+    """Some rows of a dense weight in float32."""
+    at, shape = view.address + 4 * rows.start * k, (rows.stop - rows.start, k)
+    return TensorView(at, shape, ElementKind.F32, view.device, owner=view.owner)
 
 
 def lines_of(view: TensorView, rows: slice) -> TensorView:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..device.jit.enum_codes import ELEMENT_CODES, type_defines
+from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
 from ..plan.operands import Views, leading_dimension
@@ -19,6 +20,23 @@ from .kernel_table import GemmEntry
 
 MOST_STRIDES = 64
 """Number of pairs of strides whose library plans are cached; the least recently used one is dropped first."""
+
+
+@kernel_params("gemm/params/batches.cuh")
+class BatchParams(KernelParams):
+    """How the operands of batches lie. Zeros where there is one batch."""
+
+    x = field("i64", "Elements from one batch of X to the next; 0 if all batches have the same X.")
+    y = field("i64", "Elements from one batch of Y to the next.")
+    c = field("i64", "Elements from one batch of C to the next; 0 if all batches have the same C.")
+    bias = field("i64", "Elements from one batch of the bias to the next.")
+    scale_x = field("i64", "Elements from one batch of the scales of X to the next.")
+    scale_w = field("i64", "Elements from one batch of the scales of W to the next.")
+    weight_rows = field(
+        "i64", "Rows of W from one batch's weight to the next; 0 if all batches have one weight."
+    )
+    count = field("u32", "Number of batches.")
+    work_tiles = field("u32", "Number of work tiles of one batch.")
 
 
 class GemmKernel(Kernel[GemmSparse24Descriptor]):
@@ -68,6 +86,16 @@ def group_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, in
     places = desc.n // desc.groups if desc.group_tokens is GroupTokens.COUNTS else 0
     tokens = views[desc.group_tokens].address
     return {"group_tokens": tokens, "groups": desc.groups, "group_places": places}
+
+
+def batch_parameters(desc: GemmSparse24Descriptor, views: Views, work_tiles: int) -> BatchParams:
+    """The parameters ``batches`` of a launch with so many work tiles for each batch."""
+    if not desc.is_batched:
+        return BatchParams()
+    names = {"source": "x", "result": "y", **{name: name for name in ("c", "bias", "scale_x", "scale_w")}}
+    strides = {field: views[name].strides[0] for name, field in names.items() if name in views}
+    rows = 0 if desc.shared_weight else desc.m
+    return BatchParams(count=desc.batch_count, work_tiles=work_tiles, weight_rows=rows, **strides)
 
 
 def address(view: TensorView | None) -> int:

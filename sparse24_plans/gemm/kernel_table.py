@@ -52,6 +52,8 @@ class GemmEntry(KernelEntry):
     """The kernel takes quantized weights."""
     groups: bool = False
     """The kernel serves groups of tokens with weights of their own."""
+    batches: bool = False
+    """The kernel serves batches. A single batch is served by every kernel."""
     only_groups: bool = False
     """The kernel serves no problem without groups."""
     split_terms: int = 0
@@ -86,7 +88,13 @@ class GemmEntry(KernelEntry):
             return f"adds no C, got beta {descriptor.beta}"
         if not self.quantized and descriptor.quantization is not None:
             return f"multiplies no weight of {descriptor.quantization}"
-        return "serves no groups" if descriptor.groups and not self.groups else None
+        if descriptor.groups and not self.groups:
+            return "serves no groups"
+        return (
+            f"serves one batch, got {descriptor.batches}"
+            if descriptor.is_batched and not self.batches
+            else None
+        )
 
     def other_kind(self, descriptor: GemmSparse24Descriptor) -> str | None:
         return "serves groups only" if self.only_groups and not descriptor.groups else None
@@ -116,6 +124,7 @@ _MMA_SP_MANY = GemmEntry(
     ops=(GemmOp.FORWARD,),
     layout=TILE64X128_LAYOUT,
     column_order=True,
+    batches=True,
     limits=limits.mma_sp,
 )
 
@@ -142,6 +151,7 @@ _WGMMA_SP_GROUPED = replace(
     column_order=False,
     groups=True,
     only_groups=True,
+    batches=False,
     adds_c=False,
     limits=limits.wgmma_sp_grouped,
 )
@@ -160,6 +170,7 @@ def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
         limits=partial(limits.f32_split, terms),
         min_workspace=partial(limits.split_workspace, terms),
         column_order=False,
+        batches=False,
         for_a_bound=terms < MAX_TERMS,
         split_terms=terms,
         quantized=False,
@@ -253,6 +264,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         tier=Tier.INFLATE,
         guarantee=guarantees.strict,
         groups=True,
+        batches=True,
         limits=limits.strict,
     ),
     # cuSPARSELt comes after this package's own kernels, whose bits and layouts the package can guarantee. It
@@ -270,6 +282,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         column_order=True,
         scales=True,
         groups=True,
+        batches=True,
         quantized=True,
     ),
     GemmEntry(
@@ -282,6 +295,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         column_order=True,
         scales=True,
         groups=True,
+        batches=True,
         quantized=True,
     ),
     # Computes the tensor cores' bits on the host, for audits. It is chosen if an arithmetic is required by
@@ -297,6 +311,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         column_order=True,
         scales=True,
         groups=True,
+        batches=True,
         quantized=True,
         on_request=True,
     ),

@@ -41,7 +41,9 @@ STRICT_SMALL_TILE = (32, 16)
 
 def strict(problem: GemmSparse24Descriptor) -> str | None:
     rows, tokens = STRICT_SMALL_TILE
-    return grid_limit_refusal(-(-problem.sums // rows) * most_token_tiles(problem, tokens))
+    return grid_limit_refusal(
+        -(-problem.sums // rows) * most_token_tiles(problem, tokens) * problem.batch_count
+    )
 
 
 def most_token_tiles(problem: GemmSparse24Descriptor, tokens: int) -> int:
@@ -53,13 +55,20 @@ def most_token_tiles(problem: GemmSparse24Descriptor, tokens: int) -> int:
 
 def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:
     """Refuse problems whose smallest tiles, each with at most 8 split-K slices, exceed the grid."""
-    return grid_limit_refusal(-(-problem.m // 64) * -(-problem.n // 8) * 8)
+    return grid_limit_refusal(-(-problem.m // 64) * -(-problem.n // 8) * 8 * problem.batch_count)
+
+
+def _stacked_tiles(problem: GemmSparse24Descriptor) -> str | None:
+    """Refuse stacked weights of batches that share packed tiles."""
+    if problem.is_batched and not problem.shared_weight and problem.m % TILE_M:
+        return f"needs m a multiple of {TILE_M} with a weight for each batch, got {problem.m}"
+    return None
 
 
 def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
-    if problem.n == 0 or problem.m == 0:
+    if problem.tokens == 0 or problem.m == 0:
         return "serves no empty results"
-    return _unaligned_columns(problem) or _tile_blocks(problem)
+    return _stacked_tiles(problem) or _unaligned_columns(problem) or _tile_blocks(problem)
 
 
 def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
@@ -71,16 +80,20 @@ def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
 
 def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     # No other kernel has quantized weights, so this one serves their empty results, too.
-    if problem.k == 0 or (0 in (problem.n, problem.m) and problem.quantization is None):
+    if problem.k == 0 or (0 in (problem.tokens, problem.m) and problem.quantization is None):
         return "serves no empty operands"
-    largest = max(problem.n, problem.m, problem.k)
+    largest = max(problem.n, problem.m, problem.k, problem.batch_count)
     if largest >= 2**31:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
     if problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
         return f"needs rows of X in multiples of 16 bytes, got k = {problem.k}"
+    if must_transpose_x(problem) and problem.is_batched:
+        return (
+            f"transposes no batches of X: needs n a multiple of 16 bytes in x_order column, got {problem.n}"
+        )
     if must_transpose_x(problem) and (reason := grid_limit_refusal(_transpose_tiles(problem))) is not None:
         return reason
-    return _integer_sums(problem) or _tile_blocks(problem)
+    return _stacked_tiles(problem) or _integer_sums(problem) or _tile_blocks(problem)
 
 
 def wgmma_sp_grouped(problem: GemmSparse24Descriptor) -> str | None:
@@ -104,6 +117,7 @@ def should_transpose_x(problem: GemmSparse24Descriptor) -> bool:
     """Return whether a column-major X is multiplied faster after a transposition, as measured on an H200."""
     return must_transpose_x(problem) or (
         problem.x_order is MatrixOrder.COLUMN
+        and not problem.is_batched
         and problem.n > DIRECT_TOKENS
         and problem.n * problem.element.itemsize % _SECTOR != 0
         and grid_limit_refusal(_transpose_tiles(problem)) is None

@@ -18,7 +18,7 @@ from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, GemmOp, GroupTokens
 from ..weights.weight import CanonicalWeight, PackedWeight
 from .args import DgradSparse24Args, GemmSparse24Args
-from .arithmetic.results import GroupedResults, Results
+from .arithmetic.results import PartResults, Results
 from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel
 from .kernel_table import ENTRIES
@@ -118,8 +118,8 @@ class GemmSparse24Plan(Plan):
 
         ``args`` are host copies of the arguments of a run, its result included, with a canonical weight.
         ``samples`` chooses the results: None for all, a number of random ones (drawn with ``seed``), or pairs
-        (token, output) as integers [P, 2]; tokens in no group are left out. ``on_block`` is
-        called with the number of results just compared.
+        (token, output) as integers [P, 2]; tokens of batches follow each other, and tokens in no group are
+        left out. ``on_block`` is called with the number of results just compared.
 
         Raises UnsupportedError if the plan's guarantee names no arithmetic, and InvalidProblemError or
         MisalignedOperandError for wrong arguments.
@@ -138,10 +138,10 @@ class GemmSparse24Plan(Plan):
         tokens, outputs = chosen_results(samples, seed, self.descriptor)
         views = self._check(args)
         check_c_is_kept(args)
-        results: Results | GroupedResults
-        if self.descriptor.groups:
-            results = GroupedResults(self.descriptor, views, Arithmetic.of(name))
-            written = results.groups[tokens] >= 0
+        results: Results | PartResults
+        if self.descriptor.groups or self.descriptor.is_batched:
+            results = PartResults(self.descriptor, views, Arithmetic.of(name))
+            written = results.parts[tokens] >= 0
             tokens, outputs = tokens[written], outputs[written]
         else:
             results = Results(self.descriptor, views, Arithmetic.of(name))

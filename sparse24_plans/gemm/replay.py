@@ -14,7 +14,7 @@ from ..plan.operands import Views
 from ..vocab import INT64_MAX, ElementKind, Model, Size, integer
 from ..weights import threads
 from .arithmetic.divergence import explain_difference
-from .arithmetic.results import GroupedResults, Results, blocks_of, places
+from .arithmetic.results import PartResults, Results, blocks_of, places
 from .descriptor import GemmSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
@@ -26,7 +26,7 @@ class ReplayDifference(Model):
     """A recorded result that differs from what its arithmetic gives."""
 
     token: Size
-    """Row of Y (of dX) of the result."""
+    """Row of Y (of dX) of the result; rows of batches follow each other."""
     output: Size
     """Column of Y (of dX) of the result."""
     recorded: float
@@ -63,7 +63,7 @@ class Replay(Model):
 
 def chosen_results(samples: Any, seed: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
     """Tokens and outputs of the requested results (all, some random ones, or pairs) in the fastest order."""
-    total, number, start = desc.n * desc.outputs, integer(samples), integer(seed)
+    total, number, start = desc.tokens * desc.outputs, integer(samples), integer(seed)
     if start is None or not 0 <= start <= INT64_MAX:
         raise InvalidProblemError(f"seed: expected an integer from 0 to 2^63 - 1, got {shown(seed)}")
     if samples is None or (number is not None and number >= total):
@@ -87,7 +87,7 @@ def _pairs(samples: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
         raise InvalidProblemError(f"{expected}, got {shown(samples)}")
     tokens, outputs = pairs.astype(np.int64).T
-    for name, found, size in (("token", tokens, desc.n), ("output", outputs, desc.outputs)):
+    for name, found, size in (("token", tokens, desc.tokens), ("output", outputs, desc.outputs)):
         wrong = (found < 0) | (found >= size)
         if wrong.any():
             raise InvalidProblemError(
@@ -110,21 +110,22 @@ def check_c_is_kept(args: Any) -> None:
 
 
 def replayed(
-    results: Results | GroupedResults,
+    results: Results | PartResults,
     views: Views,
     tokens: Array,
     outputs: Array,
     on_block: OnBlock | None = None,
 ) -> Replay:
     """Compare the results in ``views`` with recomputed ones."""
-    result, lock = views["result"].bits(), Lock()
+    desc, result, lock = results.desc, views["result"].bits(), Lock()
     wrong: list[tuple[int, int, int, int]] = []
     differing = 0
 
     def compare(block: slice) -> None:
         nonlocal differing
         n, m = tokens[block], outputs[block]
-        want, got = results.at(n, m), result[n, m]
+        rows = divmod(n, desc.n) if desc.is_batched else (n,)
+        want, got = results.at(n, m), result[(*rows, m)]
         at = np.flatnonzero(want != got)
         with lock:
             if len(at):
@@ -135,10 +136,9 @@ def replayed(
                 on_block(len(n))
 
     threads.for_each(compare, blocks_of(len(tokens)))
-    desc = results.desc
     return Replay(
         arithmetic=str(results.arithmetic),
-        results=desc.n * desc.outputs,
+        results=desc.tokens * desc.outputs,
         compared=len(tokens),
         differing=differing,
         first=_difference(results, *min(wrong)) if wrong else None,
@@ -146,7 +146,7 @@ def replayed(
 
 
 def _difference(
-    results: Results | GroupedResults, token: int, output: int, got: int, want: int
+    results: Results | PartResults, token: int, output: int, got: int, want: int
 ) -> ReplayDifference:
     element = results.desc.out_element
     own, own_token = results.single(token)

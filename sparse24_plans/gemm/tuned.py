@@ -120,10 +120,10 @@ class TuningTable:
         return TuningTable(self.gpu, self.driver, sorted(entries.values(), key=_order))
 
     def find(self, problem: GemmSparse24Descriptor) -> Mapping[str, TunedKernel]:
-        """Kernel -> entry for exactly this problem, whether its stamp matches or not."""
+        """Kernel -> entry for exactly this problem, or its one batch, whether its stamp matches or not."""
         if type(problem) is not GemmSparse24Descriptor:
             raise InvalidProblemError(f"problem: expected GemmSparse24Descriptor, got {shown(problem)}")
-        return self._by_problem.get(problem, {})
+        return self._by_problem.get(problem.one_batch, {})
 
     def promises(
         self, descriptor: GemmSparse24Descriptor, kernels: Sequence[GemmEntry], device: DeviceProperties

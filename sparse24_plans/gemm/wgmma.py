@@ -19,7 +19,15 @@ from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import TILE_M, TILES_16BIT
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
-from .kernel import GemmKernel, address, c_parameters, group_parameters, product_defines
+from .kernel import (
+    BatchParams,
+    GemmKernel,
+    address,
+    batch_parameters,
+    c_parameters,
+    group_parameters,
+    product_defines,
+)
 from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import WIDEST, OperandLayouts, WgmmaSpSchedule, pitch_of
 
@@ -86,6 +94,9 @@ class WgmmaSpParams(KernelParams):
     )
     groups = field("u32", "Grouped: number of groups of tokens. m and row_tiles are those of one group.")
     group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
+    batches = field(
+        BatchParams, "Batched: where each batch lies. All else is of one batch, but for work_tiles."
+    )
 
 
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
@@ -211,6 +222,7 @@ def defines(
         "STEP_TOKENS": schedule.step_tokens(layouts),
         "C_STAGED": int(layouts.stages_c and schedule.split_k == 1),
         "GROUPED": int(desc.groups > 0),
+        "BATCHED": int(desc.is_batched),
         "X_FROM_PREPASS": int(x_from_prepass),
         "X_SPLIT": int(terms > 0 and not x_from_prepass),
         "X_COLUMN_MAJOR": int(layouts.x_columns),
@@ -243,7 +255,7 @@ def fixed_parameters(
         alpha=desc.alpha,
         beta=desc.beta,
         n_tiles=-(-desc.n // schedule.tokens),
-        work_tiles=schedule.work_tiles(desc.n, desc.m),
+        work_tiles=schedule.work_tiles(desc.n, desc.m) * desc.batch_count,
         x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else tail_rows(desc, schedule),
         data_parallel_tiles=data_parallel,
         units_per_cluster=units,
@@ -307,16 +319,23 @@ def result_box(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts:
 
 
 def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
-    """The tensor map of a matrix whose contiguous lines are rows or columns, as ``order`` says."""
-    lines, elements = view.shape if order is MatrixOrder.ROW else view.shape[::-1]
+    """The tensor map of a matrix, or of batches, with contiguous lines, rows or columns, as ``order`` says.
+
+    Batches are one more dimension, of size 1 if all of them are the same.
+    """
+    lines, elements = view.shape[-2:] if order is MatrixOrder.ROW else view.shape[:-3:-1]
     size = view.element.itemsize
     pitch = leading_dimension(view, order) * size
     if lines == 1:  # a single line has no next one, so any valid distance serves
         pitch = align_up(pitch, 16)
+    batches: tuple[int, ...] = ()
+    if len(view.shape) == 3:
+        apart = view.strides[0] * size
+        batches = (view.shape[0], apart) if apart else (1, 16)
     if box.groups:
-        return cuda_driver_abi.swizzled_groups_map(view.address, (lines, elements), pitch, size, box)
+        return cuda_driver_abi.swizzled_groups_map(view.address, (lines, elements), pitch, size, box, batches)
     return cuda_driver_abi.swizzled_matrix_map(
-        view.address, (lines, elements), pitch, size, box[:2], box.pitch
+        view.address, (lines, elements), pitch, size, box[:2], box.pitch, batches
     )
 
 
@@ -337,7 +356,8 @@ def launch_parameters(
     # elements.
     by_tma = schedule.split_k == 1
     ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if by_tma else 0
-    parameters.y_aligned = (result.address | y_stride * size | ends) % 16 == 0
+    apart = result.strides[0] * size if desc.is_batched else 0
+    parameters.y_aligned = (result.address | y_stride * size | apart | ends) % 16 == 0
 
     def maps() -> bytes:
         found = b"".join(x_maps())
@@ -354,8 +374,9 @@ def launch_parameters(
     parameters.y_stride = y_stride
     for name, value in {**c_parameters(desc, views), **group_parameters(desc, views)}.items():
         setattr(parameters, name, value)
+    parameters.batches = batches = batch_parameters(desc, views, schedule.work_tiles(desc.n, desc.m))
     if (c := views.get("c")) is not None and by_tma and c.element.itemsize == size:
-        parameters.c_aligned = (c.address | parameters.c_stride * size) % 16 == 0
+        parameters.c_aligned = (c.address | parameters.c_stride * size | batches.c * size) % 16 == 0
         if parameters.c_aligned:
             put_maps(parameters, view_map, c, desc.y_order, y_box, at=WgmmaSpParams.c_map.offset)
     if schedule.workspace_bytes():

@@ -10,7 +10,7 @@ from ..device.tensors import LOCATION_OF_TYPE, Device, view_at
 from ..errors import InvalidProblemError, shown
 from .kernel import Kernel
 from .operands import OperandChecks, Views, check_alignment
-from .overlap import overlap, piece, span_of
+from .overlap import overlap, piece, spans_of
 
 MOST_LAUNCHES = 1024
 """Launches that a plan keeps: a model has many layers of one shape, and an allocator gives the same addresses
@@ -78,7 +78,7 @@ class LaunchCache:
             raise InvalidProblemError("workspace: expected memory, got a null address")
         check_alignment("workspace", workspace, alignment)
         for name, view in views.items():
-            if overlap(piece(workspace, needed), span_of(view)):
+            if any(overlap(piece(workspace, needed), span) for span in spans_of(view)):
                 argument = self._arguments[name]
                 raise InvalidProblemError(f"workspace: expected memory apart from {argument}, got an overlap")
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
-from ..device.tensors import Device, TensorView, honest_view
+from ..device.tensors import Device, TensorView, contiguous_strides, honest_view
 from ..errors import InvalidProblemError, MisalignedOperandError
 from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
 from ..weights.packed_layouts import Quantization
 from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
-from .overlap import overlap, span_of
+from .overlap import lie_apart, overlap, spans_of
 
 Views: TypeAlias = dict[str, TensorView]
 """Checked operands by their names to the kernel. A weight is ``values``, ``metadata`` and, if quantized,
@@ -82,6 +82,9 @@ class Operand:
     """Gives the memory of look-up tables. Raises InvalidProblemError for any other object."""
     packing: Packing | None = None
     """How a PACKED operand becomes views."""
+    batches: bool = False
+    """Whether ``shape`` begins with a number of batches, which may lie anywhere. If there is one batch, the
+    kernel gets a view without this dimension."""
 
     def __post_init__(self) -> None:
         if not self.argument:
@@ -160,8 +163,8 @@ class OperandChecks:
 
 
 def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
-    """Elements from the start of one row (for a column order: column) of a checked matrix to the next."""
-    return view.strides[0 if order is MatrixOrder.ROW else 1]
+    """Elements from the start of one row (for a column order: column) of checked matrices to the next."""
+    return view.strides[-2 if order is MatrixOrder.ROW else -1]
 
 
 # One operand --------------------------------------------------------------------------------------
@@ -218,6 +221,11 @@ class _TensorCheck:
             raise InvalidProblemError(f"{name}: expected memory on {self._home}, got {view.device}{hint}")
         if operand.role is Role.OUT and view.readonly:
             raise InvalidProblemError(f"{name}: expected writable memory, got a read-only tensor")
+        return self._checked_batches(view) if operand.batches else self._checked_memory(view)
+
+    def _checked_memory(self, view: TensorView) -> TensorView:
+        """A view of a tensor, or of one batch, whose strides and alignment are checked."""
+        operand, name = self._operand, self._operand.argument
         if not self._empty:
             if operand.lines is not None:
                 view = self._checked_lines(view, operand.lines)
@@ -226,6 +234,22 @@ class _TensorCheck:
             check_alignment(name, view.address, self._alignment.address)
         elif operand.lines is not None:
             view = _packed_lines(view, operand.lines, name)
+        return view
+
+    def _checked_batches(self, view: TensorView) -> TensorView:
+        operand, name, stride = self._operand, self._operand.argument, view.strides[0]
+        one = self._checked_memory(_restrided(view, view.shape[1:], view.strides[1:], name))
+        if operand.shape[0] == 1:
+            return one
+        if self._empty:
+            return _restrided(view, view.shape, contiguous_strides(view.shape), name)
+        if stride < 0:
+            raise InvalidProblemError(f"{name}: expected a batch stride of at least 0, got {stride}")
+        if self._alignment.line > 1:
+            check_alignment(f"{name} batch stride", stride * view.element.itemsize, self._alignment.line)
+        view = _restrided(view, view.shape, (stride, *one.strides), name)
+        if operand.role is Role.OUT and not lie_apart(view):
+            raise InvalidProblemError(f"{name}: expected batches that lie apart, got strides {view.strides}")
         return view
 
     def _checked_lines(self, view: TensorView, order: MatrixOrder) -> TensorView:
@@ -256,9 +280,15 @@ def check_tensor(given: Any, operand: Operand, alignment: Alignment, home: Devic
 def _packed_lines(view: TensorView, order: MatrixOrder, argument: str) -> TensorView:
     """The view with the strides of a dense matrix, because the stride of a single line has no meaning."""
     rows, columns = view.shape
-    strides = (columns, 1) if order is MatrixOrder.ROW else (1, rows)
+    return _restrided(view, view.shape, (columns, 1) if order is MatrixOrder.ROW else (1, rows), argument)
+
+
+def _restrided(
+    view: TensorView, shape: tuple[int, ...], strides: tuple[int, ...], argument: str
+) -> TensorView:
+    """Another view from the same address on."""
     return honest_view(
-        view.address, view.shape, view.element, view.device, strides, view.readonly, view.owner, argument
+        view.address, shape, view.element, view.device, strides, view.readonly, view.owner, argument
     )
 
 
@@ -423,5 +453,5 @@ def _check_apart(name: str, out: TensorView, other_name: str, other: TensorView)
     """Raise InvalidProblemError if a result shares memory with another operand."""
     if out.address >= other.end or other.address >= out.end:  # nearly always
         return
-    if overlap(span_of(out), span_of(other)):
+    if any(overlap(one, two) for one in spans_of(out) for two in spans_of(other)):
         raise InvalidProblemError(f"{name}: expected memory apart from {other_name}, got an overlap")

@@ -1,4 +1,4 @@
-"""Whether two operands share memory. Another operand may lie in the gaps between a matrix's rows."""
+"""Whether operands share memory. Another operand may lie in the gaps between rows, or between batches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from ..device.tensors import TensorView
 
 _MOST_LINES = 1 << 16
 """Most lines that are compared one by one. More lines of different pitches count as one piece."""
+_MOST_SPANS = 256
+"""Most spans of a tensor. A tensor of more spans counts as one piece."""
 
 
 class StridedSpan(NamedTuple):
@@ -34,15 +36,53 @@ def piece(address: int, nbytes: int) -> StridedSpan:
     return StridedSpan(address, 1, max(nbytes, 1), nbytes)
 
 
-def span_of(view: TensorView) -> StridedSpan:
-    """The rows (or columns) of a matrix with gaps between them; for any other tensor its whole span."""
-    if len(view.shape) == 2:
-        size = view.element.itemsize
-        for line, step in ((0, 1), (1, 0)):
-            count, width, pitch = view.shape[line], view.shape[step], view.strides[line]
-            if count > 1 and pitch > width and view.strides[step] == 1:
-                return StridedSpan(view.address, count, pitch * size, width * size)
-    return piece(view.address, view.nbytes_spanned)
+def spans_of(view: TensorView) -> tuple[StridedSpan, ...]:
+    """Spans that hold the tensor's elements: its lines, or where lines form batches those of each batch."""
+    whole = (piece(view.address, view.nbytes_spanned),)
+    width, *outer = _dimensions(view)
+    if not outer or len(outer) > 2 or any(one.stride < width.size for one in outer):
+        return whole
+    few, many = sorted(outer) if len(outer) == 2 else (_Dimension(1, 0), *outer)
+    if few.size > _MOST_SPANS:
+        return whole
+    size = view.element.itemsize
+    lines = many.size, many.stride * size, width.size * size
+    return tuple(StridedSpan(view.address + at * few.stride * size, *lines) for at in range(few.size))
+
+
+def lie_apart(view: TensorView) -> bool:
+    """Whether no two elements of a tensor of up to three dimensions share memory. False if it takes long."""
+    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.strides, strict=True)):
+        return False
+    width, *outer = _dimensions(view)
+    if len(outer) < 2 or outer[1].stride >= outer[0].size * outer[0].stride:
+        return all(one.stride >= width.size for one in outer)
+    few, many = sorted(outer)
+    if len(outer) > 2 or min(few.stride, many.stride) < width.size or few.size > _MOST_LINES:
+        return False
+    # Whether two lines overlap depends on how far apart their indices are in both dimensions.
+    back = (many.size - 1) * many.stride
+    spread = StridedSpan(-back, 2 * many.size - 1, many.stride, width.size)
+    return not any(spread.overlaps(at * few.stride, width.size) for at in range(1, few.size))
+
+
+class _Dimension(NamedTuple):
+    size: int
+    stride: int
+    """Elements from one index to the next."""
+
+
+def _dimensions(view: TensorView) -> list[_Dimension]:
+    """The dimensions, the innermost first. Those without gaps between them count as one."""
+    found = [_Dimension(1, 1)]
+    sizes = zip(view.shape, view.strides, strict=True)
+    for count, stride in sorted((one for one in sizes if one[0] > 1 and one[1] != 0), key=lambda one: one[1]):
+        last = found[-1]
+        if stride == last.size * last.stride:
+            found[-1] = _Dimension(last.size * count, last.stride)
+        else:
+            found.append(_Dimension(count, stride))
+    return found
 
 
 def overlap(one: StridedSpan, other: StridedSpan) -> bool:

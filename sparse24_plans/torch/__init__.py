@@ -14,6 +14,7 @@ except ImportError as error:
 if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
     raise ImportError(f"sparse24_plans.torch needs PyTorch 2.6 or later, got {_torch.__version__}")
 
+from . import batched_ops as batched_ops  # registers ops
 from . import blocksparse as blocksparse
 from . import gemm_ops as gemm_ops  # registers ops
 from . import grouped_ops as grouped_ops  # registers ops

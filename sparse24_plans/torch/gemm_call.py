@@ -12,7 +12,7 @@ from ..arithmetic.elements import addends_of, results_of
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
-from ..vocab import GemmOp, MatrixOrder, ScaleKind
+from ..vocab import ElementKind, GemmOp, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import Quantization
 from .activations import epilogue_of
 from .elements import DTYPE_OF, STORED_OF, element_of, weight_sizes
@@ -134,13 +134,10 @@ def scale_kind(scale: Tensor | None) -> ScaleKind | None:
 
 def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
     """The descriptor of the product. Raises InvalidProblemError naming the field."""
-    bias, residual = call.bias, call.residual
+    bias = call.bias
     by = quantization_of(call.weight.dtype, call.scales, call.group, call.scale_dtype)
     element = element_of(call.x.dtype, "x")
     out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
-    c = None if residual is None else element_of(residual.dtype, "residual")
-    if c is not None and c not in (expected := addends_of(out or results_of(element)[0])):
-        raise InvalidProblemError(f"residual: expected {' or '.join(dict.fromkeys(expected))}, got {c}")
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
         n=n,
@@ -153,12 +150,24 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         bias_element=None if bias is None else element_of(bias.dtype, "bias"),
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
-        beta=None if residual is None else call.beta,
-        c_element=c,
+        beta=None if call.residual is None else call.beta,
+        c_element=residual_element(call.residual, element, out),
         **({} if by is None else by.problem),
         **orders,
     )
     return found
+
+
+def residual_element(
+    residual: Tensor | None, element: ElementKind, out: ElementKind | None
+) -> ElementKind | None:
+    """The descriptor's ``c_element``; None without a residual. Raises InvalidProblemError for its dtype."""
+    if residual is None:
+        return None
+    c, expected = element_of(residual.dtype, "residual"), addends_of(out or results_of(element)[0])
+    if c not in expected:
+        raise InvalidProblemError(f"residual: expected {' or '.join(dict.fromkeys(expected))}, got {c}")
+    return c
 
 
 def fake_result(call: Call) -> Tensor:

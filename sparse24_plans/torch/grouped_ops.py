@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblemError
-from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
-from . import packed_weight_cache
+from . import stacked
 from .activations import epilogue_of
-from .elements import DTYPE_OF, allocation, element_of, plan_device, weight_sizes
+from .elements import DTYPE_OF, element_of, weight_sizes
 from .gemm_call import check_dtypes, check_scale, quantization_of, scale_kind
-from .gemm_dispatch import about
 from .library import define
-from .plan_cache import CheckedCall, descriptor, plans, preference_of
+from .plan_cache import descriptor, preference_of
 
 
 class Grouped(NamedTuple):
@@ -92,58 +90,21 @@ def _describe(call: Grouped, n: int, groups: int, rows: int, k: int) -> GemmSpar
     return found
 
 
-class _CheckedGrouped(CheckedCall):
-    """The plan of one form of a grouped product's operands."""
+def _operands(call: Grouped) -> stacked.Operands:
+    scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
+    return stacked.given(
+        x=call.x.contiguous(), bias=call.bias, scale_x=scale_x, scale_w=scale_w, offsets=call.offsets
+    )
 
-    def __init__(self, call: Grouped) -> None:
-        groups, self._rows, self._k = _sizes(call)
-        desc = _describe(call, call.x.shape[0], groups, self._rows, self._k)
-        preference = preference_of(call.preference)
-        self._plan = plan = GemmSparse24Plan.select(desc, preference=preference, device=plan_device(call.x))
-        shape = (desc.n, desc.outputs)
-        self._empty = allocation(shape, DTYPE_OF[desc.out_element], call.x.device)
-        self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
-        scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
-        args = GemmSparse24Args(
-            weight=self._weight(call),
-            x=call.x.contiguous(),
-            y=self._empty(),
-            bias=call.bias,
-            scale_x=scale_x,
-            scale_w=scale_w,
-            offsets=call.offsets,
-        )
-        super().__init__(plan, plan.caller(args), call.x.device)
-        self._alignment = self._caller.alignment("x")
 
-    def _weight(self, call: Grouped) -> Any:
-        found = packed_weight_cache.as_it_is if self._as_it_is else packed_weight_cache.converted
-        return found(self._plan, call.weight, call.meta, self._rows, self._k, call.scales)
-
-    def run(self, call: Grouped) -> Tensor:
-        x = call.x.contiguous()
-        if x.data_ptr() % self._alignment:
-            x = x.clone()
-        y = self._empty()
-        if self._as_it_is:
-            found = (call.weight, call.meta, call.scales)
-            weight = tuple(one.data_ptr() for one in found if one is not None)
-        else:
-            weight = tuple(view.address for view in self._weight(call).buffers)
-        others = (call.bias, call.scale_x, call.scale_w, call.offsets)
-        addresses = (one.data_ptr() for one in others if one is not None)
-        self._launch((*weight, x.data_ptr(), y.data_ptr(), *addresses))
-        return y
+def _checked(call: Grouped) -> stacked.CheckedStacked:
+    groups, rows, k = _sizes(call)
+    desc = _describe(call, call.x.shape[0], groups, rows, k)
+    return stacked.CheckedStacked(call, desc, (rows, k), _operands(call))
 
 
 def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
-    call = Grouped(*args, **kwargs)
-    form = (Grouped, *(about(one) if isinstance(one, Tensor) else one for one in call))
-    found = plans.get(form)
-    if found is None:
-        found = plans.keep(form, _CheckedGrouped(call))
-    y: Tensor = found.run(call)
-    return y
+    return stacked.run(Grouped(*args, **kwargs), _operands, _checked)
 
 
 def _fake_grouped_mm(*args: Any, **kwargs: Any) -> Tensor:

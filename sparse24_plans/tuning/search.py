@@ -134,9 +134,15 @@ def _jobs(
         row = find(name)
         if row is None or not row.kernel.tunable:
             raise InvalidProblemError(f"kernels: expected rows that can be tuned, got {name!r}")
+    problems = tuple(dict.fromkeys(problems))
+    for problem in problems:
+        if problem.batches is not None:
+            raise InvalidProblemError(
+                f"problems: expected batches None, as they take the product's configuration, got {problem!r}"
+            )
     jobs = [
         (problem, row)
-        for problem in dict.fromkeys(problems)
+        for problem in problems
         for row in tunable(problem, device)
         if kernels is None or row.name in kernels
     ]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks import check, measure
 from sparse24_plans import BackendUnavailableError, InvalidProblemError, UnsupportedError
-from sparse24_plans.bench import epilogues, gemm, host, prepare, record, run
+from sparse24_plans.bench import epilogues, gemm, host, prepare, record, run, variants
 from sparse24_plans.bench.scope import PREPARE_SHAPES, SHAPES, Scope
 from sparse24_plans.cli.app import app
 
@@ -83,6 +83,10 @@ def played(monkeypatch):
         about = {"m": matrix[0], "k": matrix[1], "n": n, "element": str(matrix[2])}
         return [{**about, "epilogue": "bias_swiglu", "us": 3.0, "identity_us": 2.0}]
 
+    def variant(matrix, n, sources):
+        about = {"m": matrix[0], "k": matrix[1], "n": n, "element": str(matrix[2])}
+        return [{"variant": "batch", **about, "us": 2.5, "plain_us": 2.0}]
+
     def matrix(*about):
         return about
 
@@ -91,6 +95,7 @@ def played(monkeypatch):
     monkeypatch.setattr(run, "matrix_of", matrix)
     monkeypatch.setattr(gemm, "measured", product)
     monkeypatch.setattr(epilogues, "measured", gated)
+    monkeypatch.setattr(variants, "measured", variant)
     monkeypatch.setattr(prepare, "measured", op)
     monkeypatch.setattr(prepare, "peer_rows", lambda shape, element: [])
     monkeypatch.setattr(host, "measured", lambda sources: {"run_us": 7.0})
@@ -104,6 +109,7 @@ def test_parts_of_a_record_add_up_in_its_file(played, tmp_path):
         ("--only", "host"),
         ("--only", "prepare"),
         ("--only", "epilogues", "--n", "16,17,2048"),
+        ("--only", "variants", "--n", "16,256"),
     ):
         result = invoke("-o", str(out), "--shapes", "3", *words)
         assert result.exit_code == 0, result.output
@@ -116,8 +122,10 @@ def test_parts_of_a_record_add_up_in_its_file(played, tmp_path):
         (28672, 4096, 16),
         (28672, 4096, 2048),
     ]
-    assert found["variants"] == []
-    assert "1.50" in result.stdout
+    assert [(one["m"], one["k"], one["n"]) for one in found["variants"]] == [
+        (*shape, 256) for shape in SHAPES[:3]
+    ]
+    assert "1.25" in result.stdout
     assert found["kernel_files"] == record.files_of(["gemm/mma_sp.cu", "prepare/pack.cu"])
     assert record.is_current(found)
     assert found["schema"] == 1

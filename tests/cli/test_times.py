@@ -12,6 +12,16 @@ from sparse24_plans.cli.times import show_benchmark, show_tuning
 from .test_tables import stdout
 
 RECORD = record.load(Path(__file__).parents[2] / "benchmarks" / "results" / "h200.json")
+_ONE_BATCH = {
+    "variant": "batch",
+    "m": 4096,
+    "k": 4096,
+    "n": 256,
+    "element": "bf16",
+    "us": 20.0,
+    "plain_us": 20.0,
+}
+RECORD = {**RECORD, "variants": [_ONE_BATCH]}
 
 TRIALS = {
     "kernel": "wgmma_sp_fp8_promoted",
@@ -34,16 +44,17 @@ def test_a_record(width):
     with stdout(width) as stream:
         show_benchmark(RECORD)
     lines = stream.getvalue().splitlines()
-    products, epilogues, preparing, host = (
+    products, epilogues, variants, preparing, host = (
         next(i for i, line in enumerate(lines) if line.startswith(title))
-        for title in ("products", "epilogues", "preparing", "host")
+        for title in ("products", "epilogues", "variants", "preparing", "host")
     )
     shapes = {
         (row["element"], row["m"], row["k"], row["n"], row["dense_us"], row["cusparselt_us"])
         for row in RECORD["gemm"]
     }
     assert epilogues - products - 2 == len(shapes)
-    assert preparing - epilogues - 2 == len(RECORD["epilogues"])
+    assert variants - epilogues - 2 == len(RECORD["epilogues"])
+    assert preparing - variants - 2 == len(RECORD["variants"])
     assert "auto" in lines[products + 1].split()
     assert len(lines) - host - 2 == len(RECORD["host"])
     if width is not None:

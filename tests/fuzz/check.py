@@ -46,6 +46,7 @@ from ..prepare.models import (
 )
 from ..prepare.prepare_cases import PrepareCase
 from ..support import POISON, Case, Data, case_of, reference, same_bits, weight_of
+from .batches import BatchedProduct, check_batched
 from .check_blocks import check_block_problem
 from .problems import BlockProblem, GroupedProduct, Preparation, Problem, Product
 
@@ -58,6 +59,8 @@ def check(problem: Problem, device: int | str) -> bool:
         return _check_preparation(problem, device)
     if isinstance(problem, GroupedProduct):
         return _check_grouped(problem, device)
+    if isinstance(problem, BatchedProduct):
+        return check_batched(problem, device, _check_numbers)
     return _check_product(problem, device)
 
 

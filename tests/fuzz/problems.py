@@ -36,6 +36,7 @@ from sparse24_plans.weights.gates import GATE_GROUP
 from ..prepare.prepare_cases import ELEMENTS as PREPARED
 from ..prepare.prepare_cases import MOODS, ON_HOST_ALONE, PLANS
 from ..support import Data, random_data
+from .batches import BatchedProduct, batches_of
 from .hostile import Attack, draw_attack
 
 
@@ -126,7 +127,7 @@ class BlockProblem:
     data_seed: tuple[int, ...] = field(repr=False)
 
 
-Problem = Product | GroupedProduct | Preparation | BlockProblem
+Problem = Product | GroupedProduct | BatchedProduct | Preparation | BlockProblem
 
 
 def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
@@ -148,7 +149,8 @@ def draw(seed: int, case: int, device: int | str) -> Problem | Attack:
         return _preparation(rng, limits, (*key, 1))
     if rng.random() < 0.15:
         return _grouped(rng, limits, (*key, 1))
-    return _product(rng, limits, (*key, 1))
+    product = _product(rng, limits, (*key, 1))
+    return batches_of(rng, product) if rng.random() < 0.2 else product
 
 
 # Parts --------------------------------------------------------------------------------------------

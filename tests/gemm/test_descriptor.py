@@ -32,10 +32,13 @@ CHANGES = {
     "c_element": "f32",
     "relu_threshold": 0.5,
     "relu_upper_bound": 6.0,
+    "batches": 2,
+    "shared_weight": True,
 }
 BESIDE = {
     **{name: {"epilogue": "relu"} for name in ("relu_threshold", "relu_upper_bound")},
     "group_tokens": {"groups": 1},
+    "shared_weight": {"batches": 1},
     **{name: {"weight_element": "s8"} for name in ("weight_group", "weight_scale_element")},
 }
 """Further fields of the problems, which the changed one needs."""

@@ -30,7 +30,7 @@ from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntr
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
-from sparse24_plans.gemm.backends import f32_split, wgmma_sp_grouped
+from sparse24_plans.gemm.backends import f32_split, wgmma_sp, wgmma_sp_grouped
 from sparse24_plans.gemm.kernel_table import GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics, grouped, wgmma_heuristics
 from sparse24_plans.plan.descriptor import Descriptor
@@ -237,6 +237,11 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
                 # Without room to: rows are compiled above.
                 asked = preference.model_copy(update={"max_workspace_bytes": schedule.workspace_bytes()})
                 row.kernel(Choice(desc, device, row, asked, schedule._asdict()))
+        for kind in batched_kinds(row, capability):
+            for n, batches in ((16, 4), (304, 2)) if capability == HOPPER else ((16, 4),):
+                desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, batches=batches, **kind)
+                if row.batches and serves(row, desc, preference, device):
+                    found += batched_requests(row, desc, device)
     return found
 
 
@@ -263,6 +268,31 @@ def gated_kinds(row: GemmEntry) -> list[dict[str, str]]:
 def with_c(row: GemmEntry) -> list[dict[str, object]]:
     """Return the kinds of the kernel's elements that add C."""
     return [kind for kind in KINDS if "beta" in kind and kind["element"] in row.elements and row.adds_c]
+
+
+def batched_kinds(row: GemmEntry, capability: tuple[int, int]) -> list[dict[str, object]]:
+    """Return kinds of batches: with C, with a gate, quantized, and with columns where a kernel has them."""
+    kinds = [*with_c(row)[:1], *gated_kinds(row)[:1]]
+    if capability == HOPPER:
+        kinds += [kind for kind in KINDS if "weight_element" in kind and row.quantized][::3]
+        kinds += [{**COLUMNS, "beta": 0.5}] if row.column_order else []
+    return kinds
+
+
+def batched_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
+    """Every schedule of batches, which no configuration can ask for."""
+    preference = PlanPreference(prefer_backend=row.backend)
+    with recorded_loads(row.kernel) as found, ExitStack() as patches:
+        tried: list[object] = [None]
+        if row.backend == "wgmma_sp":
+            single = wgmma_heuristics.best_schedule(desc.one_batch, row)
+            tried = list(wgmma_heuristics.batched_schedules(desc, row, single))
+        for schedule in tried:
+            if schedule is not None:
+                one = mock.patch.object(wgmma_sp, "batched_schedule", lambda *_, one=schedule: one)
+                patches.enter_context(one)
+            row.kernel(Choice(desc, device, row, preference, {}))
+    return found
 
 
 def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:

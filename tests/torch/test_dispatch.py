@@ -58,6 +58,7 @@ def samples() -> dict[str, tuple]:
             bias.dtype,
         ),
         "grouped_mm": (S.grouped_mm, randn(5, 64).bfloat16(), *experts, offsets),
+        "bmm": (S.bmm, randn(2, 5, 64).bfloat16(), *experts, randn(64).bfloat16()),
         "weight_only_linear": (S.weight_only_linear, some, *stored, addend, 32),
         "weight_only_linear with an activation": (S.weight_only_linear, some, *stored, None, 32, "silu"),
         "weight_only_linear, packed": (

@@ -2,6 +2,7 @@
 // then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
 #pragma once
 #include "common/types.cuh"
+#include "gemm/params/batches.cuh"
 
 struct StrictParams {
   // Kept values of W: [m, k / 2].
@@ -38,8 +39,10 @@ struct StrictParams {
   u32 groups;
   // Grouped: rows of X and Y that every group has; 0 where offsets are given.
   u32 group_places;
+  // Batched: where each batch lies. All else is of one batch.
+  BatchParams batches;
 };
-static_assert(sizeof(StrictParams) == 120);
+static_assert(sizeof(StrictParams) == 184);
 static_assert(S24_OFFSET(StrictParams, values) == 0);
 static_assert(S24_OFFSET(StrictParams, metadata) == 8);
 static_assert(S24_OFFSET(StrictParams, x) == 16);
@@ -57,3 +60,4 @@ static_assert(S24_OFFSET(StrictParams, c_stride) == 96);
 static_assert(S24_OFFSET(StrictParams, group_tokens) == 104);
 static_assert(S24_OFFSET(StrictParams, groups) == 112);
 static_assert(S24_OFFSET(StrictParams, group_places) == 116);
+static_assert(S24_OFFSET(StrictParams, batches) == 120);

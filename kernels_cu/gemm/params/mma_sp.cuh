@@ -2,6 +2,7 @@
 // then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
 #pragma once
 #include "common/types.cuh"
+#include "gemm/params/batches.cuh"
 
 struct MmaSpParams {
   // Packed W: [row_tiles][k_tiles][Tile::kBytes].
@@ -36,8 +37,10 @@ struct MmaSpParams {
   const void* c;
   // Elements from one row of C to the next, or column if Y is column-major.
   i64 c_stride;
+  // Batched: where each batch lies. All else is of one batch.
+  BatchParams batches;
 };
-static_assert(sizeof(MmaSpParams) == 120);
+static_assert(sizeof(MmaSpParams) == 184);
 static_assert(S24_OFFSET(MmaSpParams, packed) == 0);
 static_assert(S24_OFFSET(MmaSpParams, x) == 8);
 static_assert(S24_OFFSET(MmaSpParams, bias) == 16);
@@ -54,3 +57,4 @@ static_assert(S24_OFFSET(MmaSpParams, n_tiles) == 92);
 static_assert(S24_OFFSET(MmaSpParams, beta) == 96);
 static_assert(S24_OFFSET(MmaSpParams, c) == 104);
 static_assert(S24_OFFSET(MmaSpParams, c_stride) == 112);
+static_assert(S24_OFFSET(MmaSpParams, batches) == 120);

@@ -2,6 +2,7 @@
 // then run python -m tests.kernels.parameter_headers. The assertions hold the host's offsets.
 #pragma once
 #include "common/types.cuh"
+#include "gemm/params/batches.cuh"
 
 struct WgmmaSpParams {
   // X in boxes of 128 bytes of each row that a CTA loads, swizzled. Column-major X: the whole groups of tokens of a
@@ -85,8 +86,10 @@ struct WgmmaSpParams {
   u32 groups;
   // Grouped: rows of X and Y that every group has; 0 where offsets are given.
   u32 group_places;
+  // Batched: where each batch lies. All else is of one batch, but for work_tiles.
+  BatchParams batches;
 };
-static_assert(sizeof(WgmmaSpParams) == 1024);
+static_assert(sizeof(WgmmaSpParams) == 1088);
 static_assert(S24_OFFSET(WgmmaSpParams, x_map) == 0);
 static_assert(S24_OFFSET(WgmmaSpParams, x_tail_map) == 128);
 static_assert(S24_OFFSET(WgmmaSpParams, x_remainder_map) == 256);
@@ -126,3 +129,4 @@ static_assert(S24_OFFSET(WgmmaSpParams, c_aligned) == 960);
 static_assert(S24_OFFSET(WgmmaSpParams, group_tokens) == 968);
 static_assert(S24_OFFSET(WgmmaSpParams, groups) == 976);
 static_assert(S24_OFFSET(WgmmaSpParams, group_places) == 980);
+static_assert(S24_OFFSET(WgmmaSpParams, batches) == 984);

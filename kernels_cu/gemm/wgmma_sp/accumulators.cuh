@@ -95,19 +95,21 @@ template <class Result> __device__ __forceinline__ typename Result::Bits rounded
   else return rounded<Result>(v);
 }
 
-// The index of a result in Y.
+// The index of a result in Y, or in a batch of it.
 __device__ __forceinline__ i64 y_offset(const WgmmaSpParams& p, i64 token, i64 output) {
   return Config::kYColumnMajor ? output * p.y_stride + token : token * p.y_stride + output;
 }
 __device__ __forceinline__ i64 outputs_per_token(const WgmmaSpParams& p) { return p.m / Config::kRowsPerOutput; }
 // The bits of C's element for a result; 0 outside of Y.
-__device__ __forceinline__ u32 c_bits_of(const WgmmaSpParams& p, i64 token, i64 output) {
+__device__ __forceinline__ u32 c_bits_of(const WgmmaSpParams& p, const WorkTile& work, i64 token, i64 output) {
   if (token >= p.n || output >= p.m) return 0;
-  return (
-      (const Config::C::Bits*)p.c)[Config::kYColumnMajor ? output * p.c_stride + token : token * p.c_stride + output];
+  const i64 at = Config::kYColumnMajor ? output * p.c_stride + token : token * p.c_stride + output;
+  const Config::C::Bits* c = (const Config::C::Bits*)p.c;
+  if constexpr (Config::kBatched) c = work.of_batch<&BatchParams::c>(p, c);
+  return c[at];
 }
 // The element of C for a result; 0 without C, and outside of Y.
-__device__ __forceinline__ float c_of(const WgmmaSpParams& p, i64 token, i64 output) {
+__device__ __forceinline__ float c_of(const WgmmaSpParams& p, const WorkTile& work, i64 token, i64 output) {
   if constexpr (!Config::kHasC) return 0.0f;
-  return Config::C::to_float((Config::C::Bits)c_bits_of(p, token, output));
+  return Config::C::to_float((Config::C::Bits)c_bits_of(p, work, token, output));
 }

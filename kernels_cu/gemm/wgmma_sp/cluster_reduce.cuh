@@ -90,8 +90,14 @@ struct ClusterReduce {
                                          float c = 0.0f) const {
     const bool inside = kColumns || output < outputs_per_token(p);
     const i64 row = row_of_output<Config>(output) + offset;
-    const float bias = p.bias && inside ? bias_at<Config>(p.bias, row) : 0.0f;
-    const float scale_w = inside ? scale_at<Config::kScaleW>(p.scale_w, row) : 1.0f;
+    const Config::Bias::Bits* biases = (const Config::Bias::Bits*)p.bias;
+    const float* scales_w = p.scale_w;
+    if constexpr (Config::kBatched) {
+      biases = work.of_batch<&BatchParams::bias>(p, biases);
+      scales_w = work.of_batch<&BatchParams::scale_w>(p, scales_w);
+    }
+    const float bias = p.bias && inside ? bias_at<Config>(biases, row) : 0.0f;
+    const float scale_w = inside ? scale_at<Config::kScaleW>(scales_w, row) : 1.0f;
     return unactivated(total, p, scale_x, scale_w, bias, c);
   }
 
@@ -100,7 +106,9 @@ struct ClusterReduce {
     const i64 n = work.token + token, m = work.row_tile * Config::kMTileOutputs + output;
     Accumulator totals[4];
     float first[1][4], up[4];
-    const float scale_x = scale_at<Config::kScaleX>(p.scale_x, n);
+    const float* scales_x = p.scale_x;
+    if constexpr (Config::kBatched) scales_x = work.of_batch<&BatchParams::scale_x>(p, scales_x);
+    const float scale_x = scale_at<Config::kScaleX>(scales_x, n);
     u32 nans = 0;  // one bit for each float32 result that must be recomputed
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -121,6 +129,7 @@ struct ClusterReduce {
       else out[j] = rounded<Config::Out>(totals[j], first[0][j]);
     }
     Config::Out::Bits* to = (Config::Out::Bits*)p.y + y_offset(p, n, m);
+    if constexpr (Config::kBatched) to = work.of_batch<&BatchParams::y>(p, to);
     if (p.y_aligned && (kColumns ? n + 4 <= p.n : m + 4 <= outputs_per_token(p))) {
       if constexpr (sizeof(Config::Out::Bits) == 1)
         *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
@@ -151,7 +160,7 @@ struct ClusterReduce {
       float c[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        c[j] = c_of(p, work.token + token + (kColumns ? j : 0),
+        c[j] = c_of(p, work, work.token + token + (kColumns ? j : 0),
                     work.row_tile * Config::kMTileOutputs + output + (kColumns ? 0 : j));
       u32 v[Config::kRowsPerOutput][Config::kSplitK][4];
 #pragma unroll

@@ -26,6 +26,8 @@ struct Config
       S24_SAVED_ACCUMULATORS;
   static_assert(kSplitK == 1 || kKChunks == 1, "K is cut either along the cluster or within the CTA");
   static constexpr bool kGrouped = S24_GROUPED;  // groups of tokens have weights of their own
+  static constexpr bool kBatched = S24_BATCHED;  // several products of one size
+  static_assert(!kBatched || (!kGrouped && !kStreamK), "batches have whole work tiles");
   static_assert(!kGrouped || (kSplitK == 1 && kKChunks == 1 && !kStreamK && !kHasC), "a group has one piece of K");
   static_assert(kSavedAccumulators % 4 == 0 && (!kSavedAccumulators || kKChunks > 1),
                 "accumulators of earlier K chunks are saved four at a time");

@@ -3,6 +3,7 @@
 #include "gemm/wgmma_sp/accumulators.cuh"
 #include "gemm/wgmma_sp/dot_in_float64.cuh"
 #include "ptx/stmatrix.cuh"
+#include "ptx/tma_batches.cuh"
 
 // The state of a warpgroup's staging buffers that TMA loads C into; empty if it loads none. The empty one leaves no
 // trace in the code of other products.
@@ -75,8 +76,15 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     for (int i = 0; i < 2; ++i) {
       const i64 row = row0 + 16 * warp + g + 8 * i;
       if (row >= p.m) continue;
-      if (p.bias) bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
-      scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
+      if constexpr (Config::kBatched) {
+        if (p.bias)
+          bias[i] =
+              bias_at<Config>(work.of_batch<&BatchParams::bias>(p, (const typename Config::Bias::Bits*)p.bias), row);
+        scale_w[i] = scale_at<Config::kScaleW>(work.of_batch<&BatchParams::scale_w>(p, p.scale_w), row);
+      } else {
+        if (p.bias) bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
+        scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
+      }
     }
 #pragma unroll
     for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
@@ -89,28 +97,31 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       }
       fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, work, bias, scale_w);
       if (p.y_aligned && (!Config::kGrouped || token + Config::kStepTokens <= work.token_end(p)))
-        store_box(buffer, output0, token);
+        store_box(buffer, output0, token, work);
       else if (Config::kGrouped && p.y_aligned) store_chunks(buffer, output0, token, work);
       else store_elements(buffer, output0, token, work);
       if constexpr (Config::kCStaged) this->stored = this->at.stage, this->at.next();
     }
-    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work.token);
+    if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work);
   }
 
   __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
                                        const float (&bias)[2], const float (&scale_w)[2]) const {
     const int t = threadIdx.x % 4;
+    const float* scales_x = p.scale_x;
+    if constexpr (Config::kBatched && Config::kScaleX) scales_x = work.of_batch<&BatchParams::scale_x>(p, p.scale_x);
 #pragma unroll
     for (int first = 0; first < kStepGroups; first += kTogether) {
       CBits c[kTogether];
-      if constexpr (Config::kHasC) load_c(c, buffer, row0, token0, 8 * first);
+      if constexpr (Config::kHasC) load_c(c, buffer, row0, token0, 8 * first, work);
       float v[kTogether][4];
 #pragma unroll
       for (int k = 0; k < 4 * kTogether; ++k) {
         const int j = first + k / 4, i = k % 4;
         const i64 token = token0 + 8 * j + 2 * t + i % 2;
-        const float scale_x =
-            Config::kScaleX && token < work.token_end(p) ? scale_at<Config::kScaleX>(p.scale_x, token) : 1.0f;
+        const float scale_x = Config::kScaleX && token < work.token_end(p)
+                                  ? scale_at<Config::kScaleX>(Config::kBatched ? scales_x : p.scale_x, token)
+                                  : 1.0f;
         v[k / 4][i] = unactivated(sums[4 * j + i], p, scale_x, scale_w[i / 2], bias[i / 2],
                                   Config::kHasC ? c_value(c[k / 4], i) : 0.0f);
       }
@@ -159,9 +170,10 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
 
   // Loads C for kTogether groups of eight tokens, from `token` of the step on, in the order of the accumulators. All
   // loads come before the first result, because no load can pass the store of a result that replaces a C.
-  __device__ __forceinline__ void load_c(CBits (&c)[kTogether], u32 buffer, i64 row0, i64 token0, int token) const {
+  __device__ __forceinline__ void load_c(CBits (&c)[kTogether], u32 buffer, i64 row0, i64 token0, int token,
+                                         const WorkTile& work) const {
     if (Config::kCStaged && loads_c(p)) load_staged_c(c, buffer, token);
-    else load_c_elements(c, row0, token0 + token);
+    else load_c_elements(c, row0, token0 + token, work);
   }
   __device__ __forceinline__ void load_staged_c(CBits (&c)[kTogether], u32 buffer, int token) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
@@ -179,13 +191,14 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       }
     }
   }
-  __device__ __forceinline__ void load_c_elements(CBits (&c)[kTogether], i64 row0, i64 token) const {
+  __device__ __forceinline__ void load_c_elements(CBits (&c)[kTogether], i64 row0, i64 token,
+                                                  const WorkTile& work) const {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < kTogether; ++j, token += 8)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const u32 bits = c_bits_of(p, token + 2 * t + i % 2, row0 + row + i / 2 * 8);
+        const u32 bits = c_bits_of(p, work, token + 2 * t + i % 2, row0 + row + i / 2 * 8);
         if constexpr (kCPairs) c[j][i / 2] = i % 2 ? c[j][i / 2] | bits << 16 : bits;
         else c[j][i] = bits;
       }
@@ -199,7 +212,10 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
     for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
       if (scheduler.stores_partials()) continue;
       const WorkTile work(p, scheduler.index, m_rank);
-      for_each_box(p, work, [&](int, u32 output, u32 token, int) { tma_prefetch(&p.c_map, output, token); });
+      for_each_box(p, work, [&](int, u32 output, u32 token, int) {
+        if constexpr (Config::kBatched) tma_prefetch(&p.c_map, output, token, work.coordinate<&BatchParams::c>(p));
+        else tma_prefetch(&p.c_map, output, token);
+      });
       for_each_box(p, work, [&](int w, u32 output, u32 token, int box) {
         const u32 full = barriers.c_full(w, at[w].stage);
         const u32 to = base + Config::kStagingAt + w * Config::kStagingBytes + at[w].stage * Config::kStepBytes;
@@ -207,7 +223,10 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
           barrier_wait(barriers.c_empty(w, at[w].stage), at[w].parity ^ 1);
           barrier_arrive_expect_tx(full, Config::kMTileOutputs * Config::kTokenBytes);
         }
-        tma_load(to + box * Config::kStepTokens * kBoxBytes, &p.c_map, output, token, full);
+        const u32 box_to = to + box * Config::kStepTokens * kBoxBytes;
+        if constexpr (Config::kBatched)
+          tma_load(box_to, &p.c_map, output, token, work.coordinate<&BatchParams::c>(p), full);
+        else tma_load(box_to, &p.c_map, output, token, full);
         if (box == kBoxes - 1) at[w].next();
       });
     }
@@ -249,7 +268,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
   }
 
   // Recomputes results of which a sum is NaN. Each thread replaces its own, once the whole tile has been stored to Y.
-  __device__ __forceinline__ void recompute_nans(const AccumulatorTile& sums, i64 row0, i64 token0) const {
+  __device__ __forceinline__ void recompute_nans(const AccumulatorTile& sums, i64 row0, const WorkTile& work) const {
     static_assert(Config::kAccumulators <= 128, "one bit per accumulator");
     u64 nans[2] = {0, 0};
 #pragma unroll
@@ -265,25 +284,26 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       const int i = nans[0] ? __ffsll(nans[0]) - 1 : 64 + __ffsll(nans[1]) - 1, lane = threadIdx.x % 32;
       if (nans[0]) nans[0] &= nans[0] - 1;
       else nans[1] &= nans[1] - 1;
-      const i64 token = token0 + i / 4 * 8 + lane % 4 * 2 + i % 2,
+      const i64 token = work.token + i / 4 * 8 + lane % 4 * 2 + i % 2,
                 row = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
       if (token >= p.n || row >= p.m) continue;
       ((Bits*)p.y)[y_offset(p, token, output_of_row<Config>(row))] =
-          rounded<Result>(finished_again(p, token, row, c_of(p, token, row)));
+          rounded<Result>(finished_again(p, token, row, c_of(p, work, token, row)));
     }
   }
 
   // Stores a buffer by TMA, one box per warp. Elements outside of Y are not written. Before the warpgroup syncs, the
   // issuing threads wait until the next step's buffer has been read.
-  __device__ __forceinline__ void store_box(u32 buffer, i64 output0, i64 token) const {
+  __device__ __forceinline__ void store_box(u32 buffer, i64 output0, i64 token, const WorkTile& work) const {
     async_proxy_fence();
     if (!Config::kCStaged && issues_stores()) tma_store_wait_read<Config::kStagingBuffers - 2>();
     named_barrier_sync(barrier, 128);
     if (!issues_stores()) return;
-    const int box = threadIdx.x % 128 / 32;
-    if constexpr (Config::kYColumnMajor) tma_store(&p.y_map, (u32)token, (u32)output0, buffer);
-    else
-      tma_store(&p.y_map, (u32)output0 + box * kBoxOutputs, (u32)token, buffer + box * Config::kStepTokens * kBoxBytes);
+    const int box = Config::kYColumnMajor ? 0 : threadIdx.x % 128 / 32;
+    const u32 output = (u32)output0 + box * kBoxOutputs, from = buffer + box * Config::kStepTokens * kBoxBytes;
+    const u32 column = Config::kYColumnMajor ? (u32)token : output, row = Config::kYColumnMajor ? output : (u32)token;
+    if constexpr (Config::kBatched) tma_store(&p.y_map, column, row, work.coordinate<&BatchParams::y>(p), from);
+    else tma_store(&p.y_map, column, row, from);
     tma_store_commit();
     if constexpr (Config::kCStaged) {
       tma_store_wait_read<1>();
@@ -314,12 +334,14 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
 
   __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
     named_barrier_sync(barrier, 128);
+    Bits* y = (Bits*)p.y;
+    if constexpr (Config::kBatched) y = work.of_batch<&BatchParams::y>(p, y);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kMTileOutputs; i += 128) {
       const int t = Config::kYColumnMajor ? i % Config::kStepTokens : i / Config::kMTileOutputs,
                 o = Config::kYColumnMajor ? i / Config::kStepTokens : i % Config::kMTileOutputs;
       const i64 token = token0 + t, output = output0 + o;
       if (token < work.token_end(p) && output < outputs_per_token(p))
-        ((Bits*)p.y)[y_offset(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
+        y[y_offset(p, token, output)] = load_shared_as<Bits>(buffer + staged_at(t, o));
     }
   }
 };

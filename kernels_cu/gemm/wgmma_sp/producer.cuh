@@ -2,10 +2,12 @@
 #pragma once
 #include "gemm/wgmma_sp/pipeline.cuh"
 #include "gemm/wgmma_sp/tile_scheduler.cuh"
+#include "ptx/tma_batches.cuh"
 
 __device__ __forceinline__ const u8* weight_tile(const WgmmaSpParams& p, WorkTile work, int i, i64 tile) {
   i64 row_tile = min(work.row_tile + i, p.row_tiles - 1);  // rows past the end are multiplied, not stored
   if constexpr (Config::kGrouped) row_tile += work.group * p.row_tiles;
+  if constexpr (Config::kBatched) row_tile += work.group * (p.batches.weight_rows / Tile::kRows);
   return p.packed + (row_tile * p.k_tiles + tile) * Tile::kBytes;
 }
 
@@ -22,6 +24,18 @@ __device__ __forceinline__ void prefetch_weights(const WgmmaSpParams& p, u32 m_r
     for (int i = 0; i < Config::kMTiles; ++i) prefetch_bulk(weight_tile(p, work, i, tile), Tile::kBytes);
 }
 
+// Loads a box of X into this CTA, or into all CTAs of the cluster that share it.
+template <class... Coordinates> __device__ __forceinline__ void load_x_box(const WgmmaSpParams& p, WorkTile work,
+                                                                           u32 to, const TensorMap* map, u32 full,
+                                                                           u32 slice, Coordinates... at) {
+  const auto load = [&](auto... at) {
+    if constexpr (Config::kClusterM == 1) tma_load(to, map, at..., full);
+    else tma_load_multicast(to, map, at..., full, (u16)(((1 << Config::kClusterM) - 1) << Config::kClusterM * slice));
+  };
+  if constexpr (Config::kBatched) load(at..., work.coordinate<&BatchParams::x>(p));
+  else load(at...);
+}
+
 // Loads one stage of a column-major X by TMA. The CTAs of the cluster alternate: each loads every kClusterM-th stage
 // into all of them. All whole groups of tokens are one box, since beginning another box is slow.
 __device__ __forceinline__ void load_x_column_major(const WgmmaSpParams& p, u32 to, u32 box, WorkTile work, u32 full,
@@ -34,14 +48,8 @@ __device__ __forceinline__ void load_x_column_major(const WgmmaSpParams& p, u32 
   const u32 token = (u32)work.token, column = box * Config::kBoxColumns, rest_to = to + whole * 128;
   const TensorMap *groups = is_tail ? &p.x_tail_map : &p.x_map,
                   *rest = is_tail ? &p.x_tail_remainder_map : &p.x_remainder_map;
-  if constexpr (Config::kClusterM == 1) {
-    if (whole) tma_load(to, groups, token, column, 0, full);
-    if (whole < tokens) tma_load(rest_to, rest, token + whole, column, 0, full);
-  } else {
-    const u16 mask = (u16)(((1 << Config::kClusterM) - 1) << Config::kClusterM * slice);
-    if (whole) tma_load_multicast(to, groups, token, column, 0, full, mask);
-    if (whole < tokens) tma_load_multicast(rest_to, rest, token + whole, column, 0, full, mask);
-  }
+  if (whole) load_x_box(p, work, to, groups, full, slice, token, column, 0u);
+  if (whole < tokens) load_x_box(p, work, rest_to, rest, full, slice, token + whole, column, 0u);
 }
 
 // How threads copy a stage of a column-major X of few tokens: each a chunk of 8 tokens of every kStep-th column.
@@ -82,6 +90,7 @@ __device__ __forceinline__ void load_x_cp_async(const WgmmaSpParams& p, u32 base
     int column = (int)scheduler.first * Tile::kColumns + line;
     const int end = (int)scheduler.last * Tile::kColumns;
     const u16* source = (const u16*)p.x + token + column * p.x_stride;
+    if constexpr (Config::kBatched) source = work.of_batch<&BatchParams::x>(p, source);
     for (; column < end; column += Config::kBoxColumns, source += XCopy::kPasses * ahead, at.next()) {
       barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
       const u32 to = into + at.stage * Config::kXStageBytes;
@@ -148,10 +157,7 @@ struct XLoader {
       const u32 column = (Config::kSplitTerms ? box / Config::kBoxesPerTile : box) * Config::kBoxColumns;
       const u32 term = Config::kSplitTerms ? Config::kBoxesPerTile - 1 - box % Config::kBoxesPerTile : 0;
       const u32 token = (u32)work.token + term * (u32)p.n;
-      if constexpr (Config::kClusterM == 1) tma_load(to, map, column, token, full);
-      else
-        tma_load_multicast(to + m_rank * rows * 128, map, column, token + m_rank * rows, full,
-                           (u16)(((1 << Config::kClusterM) - 1) << Config::kClusterM * slice));
+      load_x_box(p, work, to + m_rank * rows * 128, map, full, slice, column, token + m_rank * rows);
     }
   }
 };
@@ -207,8 +213,8 @@ __device__ __forceinline__ void load_joint_stages(const WgmmaSpParams& p, u32 ba
           bulk_load(to + i * Config::kWeightTileBytes, from[i], Tile::kBytes, full);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          tma_load(x_to + half * Config::kXStageBytes, x.map, (2 * tile + half) * Config::kBoxColumns, (u32)work.token,
-                   full);
+          load_x_box(p, work, x_to + half * Config::kXStageBytes, x.map, full, slice,
+                     (2 * tile + half) * Config::kBoxColumns, (u32)work.token);
       }
 #pragma unroll
       for (int i = 0; i < Config::kMTiles; ++i) from[i] += Tile::kBytes;

@@ -1,5 +1,6 @@
 // The persistent tile scheduler of gemm/wgmma_sp.cu: every role iterates over the same work tiles and K tiles.
 #pragma once
+#include "gemm/batches.cuh"
 #include "gemm/wgmma_sp/group_table.cuh"
 
 // Number of work tiles along the rows of W, or of one group's W.
@@ -12,7 +13,7 @@ __device__ __forceinline__ u32 m_blocks_of(const WgmmaSpParams& p) {
 // from the first one of the group's weight.
 struct WorkTile {
   i64 row_tile, token;
-  u32 group = 0;
+  u32 group = 0;      // the group of tokens, or the batch
   u32 group_end = 0;  // the end of the group's tokens
 
   __device__ __forceinline__ WorkTile(const WgmmaSpParams& p, u32 index, u32 m_rank) {
@@ -23,6 +24,8 @@ struct WorkTile {
       n_tiles = (group_end - group_begin + Config::kTileN - 1) / Config::kTileN;
       index -= table.tiles_before(group);
     }
+    Batch<Config::kBatched> batch;
+    if constexpr (Config::kBatched) batch.take(p.batches, index, n_tiles);
     u32 m_block = index, n_block = 0;
     if (Config::kTileN > 64 || n_tiles > 1) {  // few tokens are spared the divisions
       const u32 m_blocks = m_blocks_of(p);
@@ -30,6 +33,7 @@ struct WorkTile {
       const u32 height = min((u32)Config::kRasterGroupM, m_blocks - panel * Config::kRasterGroupM);
       m_block = panel * Config::kRasterGroupM + rest % height, n_block = rest / height;
     }
+    if constexpr (Config::kBatched) batch.take_token_tile(n_block, p.n_tiles), batch.store(group);
     row_tile = ((i64)m_block * Config::kClusterM + m_rank) * Config::kMTiles;
     token = (i64)n_block * Config::kTileN;
     if constexpr (Config::kGrouped) token += group_begin;
@@ -39,6 +43,15 @@ struct WorkTile {
   __device__ __forceinline__ i64 token_end(const WgmmaSpParams& p) const { return Config::kGrouped ? group_end : p.n; }
   // The first row of the group's weight, in bias and scale_w.
   __device__ __forceinline__ i64 first_row(const WgmmaSpParams& p) const { return Config::kGrouped ? group * p.m : 0; }
+  // The batch's part of an operand.
+  template <BatchStride kStride, class T>
+  __device__ __forceinline__ T* of_batch(const WgmmaSpParams& p, T* from) const {
+    return from + group * (p.batches.*kStride);
+  }
+  // The coordinate of the batch in an operand's tensor map, which has one batch if all have the same operand.
+  template <BatchStride kStride> __device__ __forceinline__ u32 coordinate(const WgmmaSpParams& p) const {
+    return p.batches.*kStride ? group : 0;
+  }
 };
 
 // The first K tile of a split-K slice. A slice ends where the next one begins.

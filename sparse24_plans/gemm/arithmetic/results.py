@@ -14,7 +14,7 @@ from ...plan.operands import Views
 from ...vocab import ScaleKind
 from ...weights.gates import GATE_ROWS
 from ..descriptor import GemmSparse24Descriptor
-from ..groups import group_of_tokens, one_group, token_ranges, views_of_group
+from ..groups import one_group, part_of_tokens, token_ranges, views_of_part
 from .sums import AfterStep, Factors, sums
 
 Array = np.ndarray[Any, Any]
@@ -60,31 +60,31 @@ class Results:
             return finished(found, desc, scale_x, scale_w, bias, addend)[:count]
 
 
-class GroupedResults:
-    """Computes results of a product with groups: each group's are Results of its own."""
+class PartResults:
+    """Computes results of a product with groups or batches: each part's are Results of its own."""
 
     def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
         self.desc, self.arithmetic, self._views = desc, arithmetic, views
-        self.groups = group_of_tokens(desc, views)
-        """The group of each token; -1 for tokens in no group, which have no results."""
+        self.parts = part_of_tokens(desc, views)
+        """The part of each token; -1 for tokens in no group, which have no results."""
         self._ranges = token_ranges(desc, views)
 
-    def _of_group(self, group: int) -> Results:
-        begin, end = self._ranges[group].tolist()
-        views = views_of_group(self.desc, self._views, group, begin, end)
+    def _of_part(self, part: int) -> Results:
+        begin, end = self._ranges[part].tolist()
+        views = views_of_part(self.desc, self._views, part, begin, end)
         return Results(one_group(self.desc, end - begin), views, self.arithmetic)
 
     def single(self, token: int) -> tuple[Results, int]:
-        group = int(self.groups[token])
-        return self._of_group(group), token - int(self._ranges[group, 0])
+        part = int(self.parts[token])
+        return self._of_part(part), token - int(self._ranges[part, 0])
 
     def at(self, tokens: Array, outputs: Array) -> Array:
         found = np.empty(len(outputs), self.desc.out_element.bits_dtype)
-        of_tokens = self.groups[tokens]
-        for group in np.unique(of_tokens).tolist():
-            here = of_tokens == group
-            own = tokens[here] - self._ranges[group, 0]
-            found[here] = self._of_group(group).at(own, outputs[here])
+        of_tokens = self.parts[tokens]
+        for part in np.unique(of_tokens).tolist():
+            here = of_tokens == part
+            own = tokens[here] - self._ranges[part, 0]
+            found[here] = self._of_part(part).at(own, outputs[here])
         return found
 
 
@@ -99,7 +99,7 @@ def places(flat: Array, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
 
     Neighbours share rows of W, which are then decoded only once.
     """
-    outputs, tokens = np.divmod(flat, max(desc.n, 1))
+    outputs, tokens = np.divmod(flat, max(desc.tokens, 1))
     return tokens, outputs
 
 

@@ -25,7 +25,7 @@ from ...vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, ScaleKind
 from ...weights import canonical, dense, threads
 from ...weights.quantized import Sparse24QuantizedWeight
 from ...weights.weight import CanonicalWeight, PackedWeight
-from ..groups import group_problems, kept_bits, lines_of
+from ..groups import kept_bits, lines_of, part_problems
 from ..kernel import GemmKernel
 
 Array = np.ndarray[Any, Any]
@@ -56,12 +56,12 @@ class Kernel(GemmKernel):
         return dense.pack(whole, weight.quantization)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        if self.descriptor.groups:
-            return lambda stream: self._run_groups(views)
+        if self.descriptor.groups or self.descriptor.is_batched:
+            return lambda stream: self._run_parts(views)
         return lambda stream: self._run(views)
 
-    def _run_groups(self, views: Views) -> None:
-        for _, problem, operands in group_problems(self.descriptor, views):
+    def _run_parts(self, views: Views) -> None:
+        for problem, operands in part_problems(self.descriptor, views):
             Kernel(self._choice._replace(descriptor=problem))._run(operands)
 
     def _run(self, views: Views) -> None:

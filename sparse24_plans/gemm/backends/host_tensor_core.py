@@ -12,7 +12,7 @@ from ...plan.operands import Views
 from ...weights import threads
 from ..arithmetic.results import Results, blocks_of, places
 from ..descriptor import GemmSparse24Descriptor
-from ..groups import group_problems
+from ..groups import part_problems
 from ..kernel import GemmKernel
 
 
@@ -36,9 +36,7 @@ class Kernel(GemmKernel):
 
     def _run(self, views: Views) -> None:
         check_subnormals()
-        if not self.descriptor.groups:
-            self._fill(self.descriptor, views)
-        for _, problem, operands in group_problems(self.descriptor, views) if self.descriptor.groups else ():
+        for problem, operands in part_problems(self.descriptor, views):
             self._fill(problem, operands)
 
     def _fill(self, desc: GemmSparse24Descriptor, views: Views) -> None:

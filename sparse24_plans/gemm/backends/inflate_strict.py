@@ -6,10 +6,18 @@ from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
-from ...plan.operands import Alignment, Views
-from ...vocab import DeviceProperties, GemmOp
+from ...plan.operands import Alignment, Views, leading_dimension
+from ...vocab import DeviceProperties, GemmOp, MatrixOrder
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import GemmKernel, address, c_parameters, group_parameters, product_defines
+from ..kernel import (
+    BatchParams,
+    GemmKernel,
+    address,
+    batch_parameters,
+    c_parameters,
+    group_parameters,
+    product_defines,
+)
 from ..limits import STRICT_SMALL_TILE, most_token_tiles
 
 _SOURCE = "gemm/inflate_strict.cu"
@@ -41,6 +49,7 @@ class StrictParams(KernelParams):
     )
     groups = field("u32", "Grouped: number of groups of tokens. m is that of one group.")
     group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
+    batches = field(BatchParams, "Batched: where each batch lies. All else is of one batch.")
 
 
 class Kernel(GemmKernel):
@@ -51,10 +60,16 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         tile = _tile_for(desc, device)
-        self._ctas = _grid_size(desc, tile)
+        self._tiles = _work_tiles(desc, tile)
+        self._ctas = self._tiles * desc.batch_count
         self.details = f"tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
-        kind = {"DGRAD": int(desc.op is GemmOp.DGRAD), "GROUPED": int(desc.groups > 0)}
-        defines = {**product_defines(desc), **kind, "TILE": list(_TILES).index(tile)}
+        defines = {
+            **product_defines(desc),
+            "DGRAD": int(desc.op is GemmOp.DGRAD),
+            "GROUPED": int(desc.groups > 0),
+            "BATCHED": int(desc.is_batched),
+            "TILE": list(_TILES).index(tile),
+        }
         self._function = load(_SOURCE, "gemm_strict", _TILES[tile], device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -72,12 +87,13 @@ class Kernel(GemmKernel):
                 n=desc.n,
                 m=desc.m,
                 k=desc.k,
-                x_stride=source.strides[0],
-                y_stride=result.strides[0],
+                x_stride=leading_dimension(source, MatrixOrder.ROW),
+                y_stride=leading_dimension(result, MatrixOrder.ROW),
                 alpha=desc.alpha,
                 beta=desc.beta,
                 **c_parameters(desc, views),
                 **group_parameters(desc, views),
+                batches=batch_parameters(desc, views, self._tiles),
             ),
         )
 
@@ -89,10 +105,11 @@ def _tile_for(desc: GemmSparse24Descriptor, device: DeviceProperties) -> tuple[i
     """
     mean = desc.n // max(1, min(desc.groups, desc.n))
     for tile in _TILES:
-        if 2 * mean > tile[1] and 2 * _grid_size(desc, tile) >= device.multiprocessors:
+        ctas = _work_tiles(desc, tile) * desc.batch_count
+        if 2 * mean > tile[1] and 2 * ctas >= device.multiprocessors:
             return tile
     return STRICT_SMALL_TILE
 
 
-def _grid_size(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
+def _work_tiles(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
     return -(-desc.sums // tile[0]) * most_token_tiles(desc, tile[1])

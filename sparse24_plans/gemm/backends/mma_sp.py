@@ -14,7 +14,7 @@ from ...vocab import DeviceProperties, MatrixOrder
 from ...weights.packed_layouts import TILE_M, TILES_16BIT
 from ..arithmetic.tensor_core import named
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import GemmKernel, address, c_parameters, product_defines
+from ..kernel import BatchParams, GemmKernel, address, batch_parameters, c_parameters, product_defines
 from ..schedules import mma_sp as schedules
 from ..schedules.mma_sp import MmaSpSchedule
 
@@ -42,6 +42,7 @@ class MmaSpParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
+    batches = field(BatchParams, "Batched: where each batch lies. All else is of one batch.")
 
 
 class Kernel(GemmKernel):
@@ -55,7 +56,8 @@ class Kernel(GemmKernel):
         self._clusters = schedules.can_reduce_in_cluster(device)
         self._schedule = schedule = _schedule(choice)
         self.details = (
-            f"{schedule.blocks} CTAs of {TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
+            f"{schedule.blocks * desc.batch_count} CTAs of "
+            f"{TILE_M * schedule.warp_pairs_m} rows x {8 * schedule.n8_tiles} "
             f"tokens, split-K {schedule.split_k}, {schedule.stages} stages"
         )
         self._function = load(
@@ -88,7 +90,9 @@ class Kernel(GemmKernel):
         parameters.y_stride = leading_dimension(result, desc.y_order)
         for name, value in c_parameters(desc, views).items():
             setattr(parameters, name, value)
-        return self._function.bind(self._schedule.blocks, parameters, overlapping=self._clusters)
+        parameters.batches = batch_parameters(desc, views, self._schedule.work_tiles)
+        blocks = self._schedule.blocks * desc.batch_count
+        return self._function.bind(blocks, parameters, overlapping=self._clusters)
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
@@ -121,6 +125,7 @@ def defines(desc: GemmSparse24Descriptor, schedule: MmaSpSchedule) -> dict[str, 
         "WARP_PAIRS_M": schedule.warp_pairs_m,
         "CTAS_PER_SM": schedule.ctas_per_sm,
         "STAGES": schedule.stages,
+        "BATCHED": int(desc.is_batched),
         "X_COLUMN_MAJOR": int(desc.x_order is MatrixOrder.COLUMN),
         "Y_COLUMN_MAJOR": int(desc.y_order is MatrixOrder.COLUMN),
     }

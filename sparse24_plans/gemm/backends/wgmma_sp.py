@@ -18,7 +18,7 @@ from ...vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..arithmetic.tensor_core import named
 from ..descriptor import GemmSparse24Descriptor
 from ..limits import should_transpose_x, transpose_bytes, wgmma_sp_workspace
-from ..schedules.wgmma_heuristics import allowed_schedules, best_schedule, candidates
+from ..schedules.wgmma_heuristics import allowed_schedules, batched_schedule, best_schedule, candidates
 from ..schedules.wgmma_sp import WgmmaSpSchedule
 from ..wgmma import SOURCE, WgmmaKernel, possible_schedules
 
@@ -89,7 +89,7 @@ class Kernel(WgmmaKernel):
 
 def _is_empty(desc: GemmSparse24Descriptor) -> bool:
     """Return whether Y has no elements, so that nothing is launched."""
-    return desc.n == 0 or desc.m == 0
+    return desc.tokens == 0 or desc.m == 0
 
 
 def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
@@ -97,6 +97,9 @@ def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
     whole_m, most = preference.whole_m, preference.max_workspace_bytes
     if most is not None:
         most -= wgmma_sp_workspace(desc)
+    if desc.is_batched:
+        single = _schedule_of(choice._replace(descriptor=desc.one_batch))
+        return batched_schedule(desc, entry, single, most)
     if whole_m is not None or not choice.configuration:  # configurations don't account for whole_m
         return best_schedule(desc, entry, whole_m, most)
     schedule = WgmmaSpSchedule(**choice.configuration)

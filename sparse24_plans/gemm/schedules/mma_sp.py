@@ -34,6 +34,11 @@ class MmaSpSchedule(NamedTuple):
     blocks: int
 
     @property
+    def work_tiles(self) -> int:
+        """Tiles of Y, each of one cluster."""
+        return self.blocks // (self.split_k * self.warp_pairs_m // WARP_PAIRS)
+
+    @property
     def stage_bytes(self) -> int:
         sources = WARP_PAIRS // self.warp_pairs_m * 8 * self.n8_tiles * TILES_16BIT.tile_k * 2
         return WARP_PAIRS * TILES_16BIT.tile_bytes + sources
@@ -47,8 +52,10 @@ def split_k_of(m: int) -> int:
     return 8 if 2 * -(-m // TILE_M) <= H200_MULTIPROCESSORS else 4
 
 
-def best_schedule(n: int, m: int, multiprocessors: int, whole_m: int | None = None) -> MmaSpSchedule:
-    """The schedule for n tokens and m out features (of ``whole_m``).
+def best_schedule(
+    n: int, m: int, multiprocessors: int, whole_m: int | None = None, batches: int = 1
+) -> MmaSpSchedule:
+    """The schedule for n tokens and m out features (of ``whole_m``), for each of the batches.
 
     It is the first shape of the list that runs in one wave with an SM to each CTA, and so with the deepest
     pipeline; else the last shape, with two CTAs an SM where they fit.
@@ -58,7 +65,7 @@ def best_schedule(n: int, m: int, multiprocessors: int, whole_m: int | None = No
     n8_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), max(shapes))
     for warp_pairs_m, per_sm in shapes[n8_tiles]:
         schedule = _schedule(n, m, slices, n8_tiles, warp_pairs_m, per_sm)
-        if per_sm == 1 and schedule.blocks <= multiprocessors:
+        if per_sm == 1 and schedule.blocks * batches <= multiprocessors:
             break
     return schedule
 
@@ -120,16 +127,16 @@ def schedule_of(
 ) -> MmaSpSchedule:
     """The configured schedule, or the default. Raises UnsupportedError for one that isn't a candidate.
 
-    With ``whole_m``, M of the weight that this one is a part of, no configuration is applied.
+    With ``whole_m``, M of the weight that this one is a part of, no configuration is applied, nor to batches.
     """
-    if configuration and whole_m is None:
+    if configuration and whole_m is None and not desc.is_batched:
         if dict(configuration) not in candidates(desc, device):
             raise UnsupportedError(
                 f"configuration: mma_sp has no schedule {dict(configuration)} for the problem"
             )
         return _schedule(desc.n, desc.m, split_k_of(desc.m), **configuration)
     if can_reduce_in_cluster(device):
-        return best_schedule(desc.n, desc.m, device.multiprocessors, whole_m)
+        return best_schedule(desc.n, desc.m, device.multiprocessors, whole_m, desc.batch_count)
     return schedule_in_block(desc.n, desc.m, device.compute_capability)
 
 

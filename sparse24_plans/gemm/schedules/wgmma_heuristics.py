@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 
+from ...plan.kernel import align_up
 from ...plan.schedule_choice import constants, fastest, invariant_split
 from ...vocab import ElementKind
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
-from .wgmma_cost_model import predicted
+from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of, predicted
 from .wgmma_sp import WgmmaSpSchedule, narrow_schedules, schedules_for, schedules_in
 
 _GATED_SLICES = 4
@@ -32,6 +34,45 @@ def best_schedule(
         WgmmaSpSchedule.workspace_bytes,
         max_workspace,
     )
+
+
+@lru_cache(4096)
+def batched_schedule(
+    desc: GemmSparse24Descriptor, row: GemmEntry, single: WgmmaSpSchedule, max_workspace: int | None = None
+) -> WgmmaSpSchedule:
+    """The schedule of batches of the least predicted time, where one batch alone has that of ``single``."""
+
+    def time(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
+        pairs = [(schedule, _as_one_product(desc, schedule)) for schedule in tried]
+        times: list[float] = microseconds(CostInputs(pairs), constants_of(model_of(pairs[0][1]))).tolist()
+        return times
+
+    tried = batched_schedules(desc, row, single)
+    return fastest(tried, time, WgmmaSpSchedule.workspace_bytes, max_workspace)
+
+
+def batched_schedules(
+    desc: GemmSparse24Descriptor, row: GemmEntry, single: WgmmaSpSchedule
+) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules that give each batch the bits of ``single``. Batches fill the SMs without stream-K.
+
+    Threads whose sums of K chunks wait in the workspace have no registers for C of batches.
+    """
+    if row.promoted or desc.element is ElementKind.S8:
+        tried = allowed_schedules(desc.one_batch, row)
+    else:
+        slices, quantized = single.split_k * single.k_chunks, desc.quantization is not None
+        tried = schedules_in(slices, desc.n, desc.m, quantized=quantized)
+    whole = [one for one in tried if not one.stream_k and not (desc.has_c and one.saved_accumulators)]
+    return tuple(one for one in whole if _leaves_registers(one, desc))
+
+
+def _as_one_product(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> GemmSparse24Descriptor:
+    """A single product with the work tiles of all batches: batches of one weight are further tokens."""
+    if desc.shared_weight:
+        return desc.one_batch.model_copy(update={"n": align_up(desc.n, schedule.tokens) * desc.batch_count})
+    rows = align_up(desc.m, schedule.rows * schedule.cluster_m)
+    return desc.one_batch.model_copy(update={"m": rows * desc.batch_count})
 
 
 def allowed_schedules(

@@ -267,7 +267,7 @@ class WgmmaSpSchedule(NamedTuple):
 
     def most_work_tiles(self, desc: GemmSparse24Descriptor) -> int:
         """Work tiles, or the most there can be: each group may end within a tile."""
-        return most_token_tiles(desc, self.tokens) * self.work_tiles(1, desc.m)
+        return most_token_tiles(desc, self.tokens) * self.work_tiles(1, desc.m) * desc.batch_count
 
     def oversubscribes(self, n: int, m: int) -> bool:
         """Whether CTAs share SMs although all clusters would run at once without sharing."""
