@@ -1,9 +1,10 @@
-// Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k] + beta * C[n, m]) for few tokens: W is read once, at the speed of
-// memory.
+// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k] + beta * C[n, m]) for few tokens: W is
+// read once, at the speed of memory.
 //
-// W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns, each
-// contiguous and loaded unchanged by cp.async. X and Y may be column-major. A column-major X is staged in lines of
-// tokens, one for each column, and ldmatrix transposes it. The orders change no bit of a result.
+// W is the sparse A operand of mma.sp m16n8k32, or of m16n8k64 for fp8; X is B. W comes packed in tiles of 64 rows x
+// 256 bytes of columns, each contiguous and loaded unchanged by cp.async. X of 16-bit elements and Y may be
+// column-major. A column-major X is staged in lines of tokens, one for each column, and ldmatrix transposes it. The
+// orders change no bit of a result.
 //
 // Split-K: K is cut into kSplitK slices (4 or 8, from M alone). One warp pair sums a slice in increasing k. The slices
 // are reduced from the first to the last, ((0+1)+2)+3. So a row's bits depend neither on n, nor on the row's position
@@ -37,8 +38,8 @@
 #include "common/cluster.cuh"
 
 // The compile-time configuration. Only this struct reads the macros.
-struct Config
-    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD,
+                            S24_RELU_UPPER_BOUND, S24_X_ELEMENT> {
   static constexpr int kSplitK = S24_SPLIT_K;
   static constexpr int kWarpPairsM = S24_WARP_PAIRS_M;  // warp pairs along M
   static constexpr int kN8Tiles = S24_N8_TILES;         // n8 tiles of the CTA tile
@@ -47,7 +48,11 @@ struct Config
   static constexpr bool kXColumnMajor = S24_X_COLUMN_MAJOR, kYColumnMajor = S24_Y_COLUMN_MAJOR;
   static constexpr int kClusterSize = S24_CLUSTER_SIZE;  // CTAs that sum slices of the same rows
 
-  using Tile = WeightTile<2>;
+  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
+
+  using Tile = WeightTile<sizeof(X::Bits)>;
+  static constexpr int kChunkColumns = 16 / sizeof(X::Bits);  // columns of X that cp.async loads together
+  static_assert(!kXColumnMajor || sizeof(X::Bits) == 2, "ldmatrix transposes 16-bit elements");
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kWarpPairs = 4, kWarpPairThreads = kThreads / kWarpPairs;
   static constexpr int kWarpPairsK = kWarpPairs / kWarpPairsM;  // warp pairs along K
@@ -58,7 +63,7 @@ struct Config
   static constexpr bool kPairSplitsN = kN8Tiles >= 8 && kCtasPerSm == 1;
   static constexpr int kWarpM16Tiles = kPairSplitsN ? 4 : 2;  // m16 tiles of a warp
   static constexpr int kWarpN8Tiles = kPairSplitsN ? kN8Tiles / 2 : kN8Tiles;
-  static constexpr int kXRowBytes = Tile::kColumns * 2;
+  static constexpr int kXRowBytes = Tile::kColumns * sizeof(X::Bits);
   static constexpr int kXBytes = kTileN * kXRowBytes;  // X of one slice
   static constexpr int kStageBytes = kWarpPairs * Tile::kBytes + kWarpPairsK * kXBytes;
   static constexpr int kTileM = kWarpPairsM * Tile::kRows;
@@ -81,8 +86,10 @@ struct Loader {
   static constexpr int kPeers = Config::kWarpPairThreads * Config::kWarpPairsM;  // threads that share X
   static constexpr int kTokenStep = kPeers / 16, kTokenLoads = Config::kTileN / kTokenStep;
 
+  using XBits = Config::X::Bits;
+
   const u8* weights;
-  const u16* x;
+  const XBits* x;
   i64 tiles;         // K tiles of this thread's slice still to load; 0 where its rows lie outside W
   i64 columns;       // columns of X from this thread's chunk, or its first column, to the end
   i64 token_stride;  // elements from one of this thread's tokens, or columns, to the next
@@ -98,7 +105,7 @@ struct Loader {
     if constexpr (Config::kXColumnMajor) {
       const int chunk = peer % Config::kN8Tiles, line = peer / Config::kN8Tiles;
       const i64 column = k_tile * Tile::kColumns + line, token = token0 + chunk * 8;
-      x = p.x + column * p.x_stride + token;
+      x = (const XBits*)p.x + column * p.x_stride + token;
       columns = p.k - column;
       token_stride = p.x_stride;
       tokens = token < p.n;
@@ -108,9 +115,9 @@ struct Loader {
       return;
     }
     const int token = peer / 16, chunk = peer % 16;
-    const i64 column = k_tile * Tile::kColumns + chunk * 8;
+    const i64 column = k_tile * Tile::kColumns + chunk * Config::kChunkColumns;
     const i64 rows = p.n - token0 - token;
-    x = p.x + (token0 + token) * p.x_stride + column;
+    x = (const XBits*)p.x + (token0 + token) * p.x_stride + column;
     columns = p.k - column;
     token_stride = kTokenStep * p.x_stride;
     tokens = rows <= 0 ? 0 : rows >= Config::kTileN ? kTokenLoads : (int)((rows + kTokenStep - 1) / kTokenStep);
@@ -153,7 +160,7 @@ struct Loader {
   }
 };
 
-// A warp's part of a tile: all four k32 steps. Fragments are loaded ahead of the mma that reads them: B by kAhead
+// A warp's part of a tile: four steps of mma.sp. Fragments are loaded ahead of the mma that reads them: B by kAhead
 // fragments, A by one step.
 struct WarpTile {
   static constexpr int kBlocks = Config::kWarpM16Tiles, kN8Tiles = Config::kWarpN8Tiles;
@@ -201,7 +208,10 @@ struct WarpTile {
 #pragma unroll
       for (int h = 0; h < kBlocks; ++h) {  // the selector is an immediate
         const u32(&a_now)[4] = a[step % 2][h];
-        if (step % 2 == 0) mma_sp_m16n8k32<Config::kElement, 0>(acc[h][column], a_now, b_now, metadata[h][step / 2]);
+        if constexpr (is_fp8(Config::kElement))
+          mma_sp_m16n8k64<Config::kElement, Config::kXElement>(acc[h][column], a_now, b_now, metadata[h][step]);
+        else if (step % 2 == 0)
+          mma_sp_m16n8k32<Config::kElement, 0>(acc[h][column], a_now, b_now, metadata[h][step / 2]);
         else mma_sp_m16n8k32<Config::kElement, 1>(acc[h][column], a_now, b_now, metadata[h][step / 2]);
       }
     }
@@ -226,6 +236,8 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
   constexpr int kRowsPerOutput = Config::kRowsPerOutput, kOutputs = Config::kReducedRows / kRowsPerOutput,
                 kUnrolled = 4 / kRowsPerOutput;
   static_assert(Config::kReducedRows % (2 * Config::kGateRows) == 0, "a CTA reduces both rows of a gated result");
+  ResultScale<Config> fp8;
+  fp8.begin_scale(p.scale_y);
 #pragma unroll kUnrolled
   for (int i = threadIdx.x; i < kOutputs * Config::kTileN; i += Config::kThreads) {
     const int token = Config::kYColumnMajor ? i % Config::kTileN : i / kOutputs;
@@ -247,15 +259,20 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
     if (n >= p.n || m >= p.m) continue;
     float bias[kRowsPerOutput], result;
 #pragma unroll
-    for (int h = 0; h < kRowsPerOutput; ++h)
+    for (int h = 0; h < kRowsPerOutput; ++h) {
       bias[h] = p.bias ? bias_at<Config>(p.bias, m + h * Config::kGateRows) : 0.0f;
+      if constexpr (Config::kScaleX > 0) v[h][0] = __fmul_rn(v[h][0], scale_at<Config::kScaleX>(p.scale_x, n));
+      if constexpr (Config::kScaleW > 0)
+        v[h][0] = __fmul_rn(v[h][0], scale_at<Config::kScaleW>(p.scale_w, m + h * Config::kGateRows));
+    }
     if constexpr (Config::kGated)
       result = gated_epilogue(activated<Config, FastMath>(v[0][0], p.alpha, bias[0]),
                               activated<Config, NoMath>(v[1][0], p.alpha, bias[1]));
     else result = epilogue<Config, FastMath>(v[0][0], p.alpha, bias[0], addend);
     const i64 at = Config::kYColumnMajor ? output * p.y_stride + n : n * p.y_stride + output;
-    ((Config::Out::Bits*)p.y)[at] = Config::Out::from_float(result);
+    ((Config::Out::Bits*)p.y)[at] = Config::Out::from_float(fp8.scaled(result, true));
   }
+  fp8.raise(p.amax);
 }
 
 extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)

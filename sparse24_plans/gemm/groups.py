@@ -65,7 +65,8 @@ def one_group(desc: GemmSparse24Descriptor, n: int) -> GemmSparse24Descriptor:
 
 def views_of_group(desc: GemmSparse24Descriptor, views: Views, group: int, begin: int, end: int) -> Views:
     """The group's operands within those of all groups."""
-    shared = {name for name in ("scale_x", "scale_w") if getattr(desc, name) is ScaleKind.TENSOR}
+    kinds = ("scale_x", "scale_w", "scale_y")
+    shared = {name for name in kinds if getattr(desc, name) is ScaleKind.TENSOR} | {"amax"}
     rows = slice(group * desc.m, (group + 1) * desc.m)
     found = {}
     for name, view in views.items():

@@ -103,6 +103,12 @@ class ElementKind(_Word):
         return 0.0 if self in _INTEGERS else _finfo(self.dtype).smallest_subnormal
 
     @property
+    def largest(self) -> float:
+        """The largest finite value."""
+        about = np.iinfo(self.dtype) if self in _INTEGERS else ml_dtypes.finfo(self.dtype)
+        return float(about.max)
+
+    @property
     def smallest_normal(self) -> float:
         """The least positive value of full precision (0 for integers)."""
         return 0.0 if self in _INTEGERS else _finfo(self.dtype).smallest_normal
@@ -126,6 +132,8 @@ for _kind, _dtype in _DTYPES.items():
 _INTEGERS = frozenset({ElementKind.S8, ElementKind.S4, ElementKind.I32, ElementKind.U16, ElementKind.U8})
 
 
+FP8 = (ElementKind.FP8_E4M3, ElementKind.FP8_E5M2)
+"""The 8-bit floats."""
 IN_MEMORY = tuple(kind for kind in ElementKind if kind is not ElementKind.S4)
 """Elements that tensors may have. Values of ``s4`` share bytes, which tensors can't describe."""
 

@@ -32,8 +32,16 @@ struct StrictParams {
   const void* c;
   // Elements from one row of C to the next.
   i64 c_stride;
+  // Scales of X: [1], or [n] with one for each token.
+  const float* scale_x;
+  // Scales of W: [1], or [m] with one for each row.
+  const float* scale_w;
+  // Scale of fp8 results [1], or null.
+  const float* scale_y;
+  // Bits of the largest magnitude [1] of fp8 results before their scale, or null.
+  int* amax;
 };
-static_assert(sizeof(StrictParams) == 104);
+static_assert(sizeof(StrictParams) == 136);
 static_assert(S24_OFFSET(StrictParams, values) == 0);
 static_assert(S24_OFFSET(StrictParams, metadata) == 8);
 static_assert(S24_OFFSET(StrictParams, x) == 16);
@@ -48,3 +56,7 @@ static_assert(S24_OFFSET(StrictParams, alpha) == 80);
 static_assert(S24_OFFSET(StrictParams, beta) == 84);
 static_assert(S24_OFFSET(StrictParams, c) == 88);
 static_assert(S24_OFFSET(StrictParams, c_stride) == 96);
+static_assert(S24_OFFSET(StrictParams, scale_x) == 104);
+static_assert(S24_OFFSET(StrictParams, scale_w) == 112);
+static_assert(S24_OFFSET(StrictParams, scale_y) == 120);
+static_assert(S24_OFFSET(StrictParams, amax) == 128);

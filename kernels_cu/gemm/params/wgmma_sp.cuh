@@ -85,6 +85,10 @@ struct WgmmaSpParams {
   u32 groups;
   // Grouped: rows of X and Y that every group has; 0 where offsets are given.
   u32 group_places;
+  // Scale of fp8 results [1], or null.
+  const float* scale_y;
+  // Bits of the largest magnitude [1] of fp8 results before their scale, or null.
+  int* amax;
 };
 static_assert(sizeof(WgmmaSpParams) == 1024);
 static_assert(S24_OFFSET(WgmmaSpParams, x_map) == 0);
@@ -126,3 +130,5 @@ static_assert(S24_OFFSET(WgmmaSpParams, c_aligned) == 960);
 static_assert(S24_OFFSET(WgmmaSpParams, group_tokens) == 968);
 static_assert(S24_OFFSET(WgmmaSpParams, groups) == 976);
 static_assert(S24_OFFSET(WgmmaSpParams, group_places) == 980);
+static_assert(S24_OFFSET(WgmmaSpParams, scale_y) == 984);
+static_assert(S24_OFFSET(WgmmaSpParams, amax) == 992);

@@ -18,7 +18,7 @@ template <class Result> struct CStaging<Result, true> {
 // are not aligned for TMA, the threads store single elements; where a group of tokens ends within a step, they store
 // 16 bytes at a time. Where TMA loads C, a producer thread has loaded it into a step's buffer before, and each thread
 // replaces the C of its results.
-template <class Result> struct EpilogueStore : CStaging<Result> {
+template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Config> {
   typedef typename Result::Bits Bits;
 
   const WgmmaSpParams& p;
@@ -68,6 +68,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
 
   __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work) {
     if (row0 >= p.m) return;
+    this->begin_scale(p.scale_y);
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const i64 output0 = row0 / Config::kRowsPerOutput;
     float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
@@ -95,10 +96,11 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       if constexpr (Config::kCStaged) this->stored = this->at.stage, this->at.next();
     }
     if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work.token);
+    this->raise(p.amax);
   }
 
   __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
-                                       const float (&bias)[2], const float (&scale_w)[2]) const {
+                                       const float (&bias)[2], const float (&scale_w)[2]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int first = 0; first < kStepGroups; first += kTogether) {
@@ -122,16 +124,28 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
         if constexpr (Config::kSplitTerms > 0 && Config::kHasC)
 #pragma unroll
           for (int i = 0; i < 4; ++i) v[k][i] = sums[4 * j + i] == sums[4 * j + i] ? v[k][i] : c_value(c[k], i);
+        if constexpr (Config::kGated)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) v[k][i] = __fmul_rn(v[k][i], v[k][i + 2]);
+        if constexpr (is_fp8(Config::kOut)) scale(v[k], row0, token0 + 8 * j, work);
         stage(buffer, 8 * j, sums + 4 * j, v[k]);
       }
     }
+  }
+
+  // Scales a thread's fp8 results of eight tokens from `token` on.
+  __device__ __forceinline__ void scale(float (&v)[4], i64 row0, i64 token, const WorkTile& work) {
+    const i64 row = row0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 4 / Config::kRowsPerOutput; ++i)
+      v[i] = this->scaled(v[i], token + threadIdx.x % 4 * 2 + i % 2 < work.token_end(p) && row + i / 2 * 8 < p.m);
   }
 
   // Stages a thread's results of eight tokens from `token` on, of which `d` are the sums.
   __device__ __forceinline__ void stage(u32 buffer, int token, const Accumulator* d, const float (&v)[4]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
     if constexpr (Config::kGated) {
-      stage_gated(buffer, token, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
+      stage_gated(buffer, token, v[0], v[1]);
     } else if constexpr (Config::kYColumnMajor && kOutBytes == 2) {
       stmatrix_x2(buffer + staged_at(token, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
     } else if constexpr (Config::kYColumnMajor) {

@@ -9,7 +9,7 @@ from ...plan.kernel import Choice, nothing
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties, GemmOp
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import GemmKernel, address, c_parameters, product_defines
+from ..kernel import SCALES, GemmKernel, address, c_parameters, product_defines, scale_defines
 from ..limits import STRICT_SMALL_TILE
 
 _SOURCE = "gemm/inflate_strict.cu"
@@ -39,6 +39,10 @@ class StrictParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next.")
+    scale_x = field("const float*", "Scales of X: [1], or [n] with one for each token.")
+    scale_w = field("const float*", "Scales of W: [1], or [m] with one for each row.")
+    scale_y = field("const float*", "Scale of fp8 results [1], or null.")
+    amax = field("int*", "Bits of the largest magnitude [1] of fp8 results before their scale, or null.")
 
 
 class Kernel(GemmKernel):
@@ -52,7 +56,7 @@ class Kernel(GemmKernel):
         self._ctas = _grid_size(desc, tile)
         name, threads = _TILES[tile]
         self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
-        defines = {**product_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
+        defines = {**product_defines(desc), **scale_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
         self._function = load(_SOURCE, name, threads, device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -65,7 +69,6 @@ class Kernel(GemmKernel):
                 values=views["values"].address,
                 metadata=views["metadata"].address,
                 x=source.address,
-                bias=address(views.get("bias")),
                 y=result.address,
                 n=desc.n,
                 m=desc.m,
@@ -75,6 +78,7 @@ class Kernel(GemmKernel):
                 alpha=desc.alpha,
                 beta=desc.beta,
                 **c_parameters(desc, views),
+                **{name: address(views.get(name)) for name in ("bias", *SCALES)},
             ),
         )
 
