@@ -74,6 +74,8 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
     if (reason := _unaligned_rows(problem)) is not None:
         return reason
+    if problem.is_fp8 and problem.y_order is MatrixOrder.COLUMN:
+        return f"serves y_order row for out_element {problem.out_element}"
     if must_transpose_x(problem) and (reason := grid_limit_refusal(_transpose_tiles(problem))) is not None:
         return reason
     return _integer_sums(problem) or _tile_blocks(problem)

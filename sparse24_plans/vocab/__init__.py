@@ -105,8 +105,7 @@ class ElementKind(_Word):
     @property
     def largest(self) -> float:
         """The largest finite value."""
-        about = np.iinfo(self.dtype) if self in _INTEGERS else ml_dtypes.finfo(self.dtype)
-        return float(about.max)
+        return float(np.iinfo(self.dtype).max) if self in _INTEGERS else _finfo(self.dtype).largest
 
     @property
     def smallest_normal(self) -> float:
@@ -142,12 +141,14 @@ class _FloatLimits(NamedTuple):
     eps: float
     smallest_subnormal: float
     smallest_normal: float
+    largest: float
 
 
 @cache
 def _finfo(dtype: Dtype) -> _FloatLimits:
     about: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    return _FloatLimits(float(about.eps), float(about.smallest_subnormal), float(about.smallest_normal))
+    found = about.eps, about.smallest_subnormal, about.smallest_normal, about.max
+    return _FloatLimits(*map(float, found))
 
 
 class TorchDtype(Protocol):

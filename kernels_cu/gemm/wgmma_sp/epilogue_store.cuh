@@ -146,6 +146,11 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
     if constexpr (Config::kGated) {
       stage_gated(buffer, token, v[0], v[1]);
+    } else if constexpr (is_fp8(Config::kOut)) {
+      const u32 bytes = adjacent_outputs(Result::pair(v[0], v[1]) | (u32)Result::pair(v[2], v[3]) << 16);
+      const int at = token + 2 * t + g % 2, output = row + g - g % 2;
+      store_shared(buffer + staged_at(at, output), (u16)bytes);
+      store_shared(buffer + staged_at(at, output + 8), (u16)(bytes >> 16));
     } else if constexpr (Config::kYColumnMajor && kOutBytes == 2) {
       stmatrix_x2(buffer + staged_at(token, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
     } else if constexpr (Config::kYColumnMajor) {
@@ -161,6 +166,14 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
       for (int i = 0; i < 4; ++i)
         store_shared(buffer + staged_at(token + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
     }
+  }
+
+  // The bytes of a thread are tokens 2t and 2t + 1 of one output in each half of `bytes`. The threads of adjacent
+  // outputs trade, so that each has both outputs of one token: the thread of the even output those of token 2t.
+  static __device__ __forceinline__ u32 adjacent_outputs(u32 bytes) {
+    static_assert(!Config::kYColumnMajor, "outputs of a token are adjacent");
+    const u32 others = __shfl_xor_sync(~0u, bytes, 4);
+    return threadIdx.x / 4 % 2 ? __byte_perm(others, bytes, 0x7351) : __byte_perm(bytes, others, 0x6240);
   }
 
   // A thread's elements of C for the results of eight tokens: in pairs where they have 16 bits.
@@ -250,7 +263,11 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
   // Stages gated results: a thread has one output of two tokens.
   __device__ __forceinline__ void stage_gated(u32 buffer, int token, float first, float second) const {
     const u32 to = buffer + gated_at(threadIdx.x, token);
-    if constexpr (kOutBytes == 2 && Config::kYColumnMajor) {
+    if constexpr (is_fp8(Config::kOut)) {
+      const int odd = threadIdx.x / 4 % 2;  // of the outputs of two threads, the first takes both of its token
+      store_shared(buffer + gated_at(threadIdx.x - 4 * odd, token, odd),
+                   (u16)adjacent_outputs(Result::pair(first, second)));
+    } else if constexpr (kOutBytes == 2 && Config::kYColumnMajor) {
       stmatrix(to, Result::pair(first, second));
     } else if constexpr (kOutBytes == 2) {
       stmatrix_transposed(to, Result::pair(first, second));

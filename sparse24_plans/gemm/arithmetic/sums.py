@@ -213,15 +213,14 @@ class _Columns:
         source = dense.widened(factors.source[self._tokens, first:last], desc.x_element)
         weights = dense.widened(factors.values[self._rows, first // 2 : last // 2], desc.element)
         weights, source = np.ascontiguousarray(weights.T), source.reshape(-1)
-        of_x, of_w = (source,), (weights,)
-        elements = desc.x_element, desc.element
         if self._terms:
             of_x, of_w = bf16_terms.terms_of(source), bf16_terms.weight_terms(weights, self._terms)
-            elements = ElementKind.BF16, ElementKind.BF16
-        self._source, self._weights = (
-            tuple(_Operand.of(term, element) for term in terms)
-            for terms, element in zip((of_x, of_w), elements, strict=True)
-        )
+            self._source, self._weights = (
+                tuple(_Operand.of(term, ElementKind.BF16) for term in terms) for terms in (of_x, of_w)
+            )
+        else:
+            self._source = (_Operand.of(source, desc.x_element),)
+            self._weights = (_Operand.of(weights, desc.element),)
         self._positions = np.ascontiguousarray(
             canonical.positions(factors.codes[self._rows, first // 4 : last // 4]).T
         )
