@@ -27,14 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only one of N shares of the tests, each about as many; failures are named as they happen",
     )
     parser.addoption(
-        "--every-pair",
-        action="store_true",
-        help="kernels are compiled for every two macros that plans ask for together, not for every one",
-    )
-    parser.addoption(
-        "--every-compilation",
-        action="store_true",
-        help="kernels are compiled for all that plans are known to ask for, not for a covering set of it",
+        "--compile",
+        choices=["kinds", "values", "pairs", "everything"],
+        default="kinds",
+        help="kernels are compiled for every architecture and each element and epilogue, for each value of "
+        "each macro, for every two that plans ask for together, or for all that plans are known to ask for",
     )
 
 

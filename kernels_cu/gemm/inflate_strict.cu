@@ -23,18 +23,6 @@
 #include "common/epilogue.cuh"
 #include "gemm/params/inflate_strict.cuh"
 
-// The compile-time configuration. Only this struct reads the macros.
-struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD,
-                            S24_RELU_UPPER_BOUND, S24_X_ELEMENT> {
-  static constexpr bool kDgrad = S24_DGRAD;
-  static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
-  static_assert(!kGated || !kDgrad, "only forward has gated epilogues");
-  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
-};
-using In = Config::In;
-using X = Config::X;
-using Out = Config::Out;
-
 // A tile of outputs x tokens, the outputs and tokens of one thread, and the depth of a step along the reduction.
 template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, int kDepth_> struct Tile {
   static constexpr int kOutputs = kOutputs_, kTokens = kTokens_, kDepth = kDepth_;
@@ -45,6 +33,32 @@ template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, 
   static constexpr int kWeightLoads = (kWeightUnits + kThreads - 1) / kThreads;
   static constexpr int kSourceLoads = (kSourceUnits + kThreads - 1) / kThreads;
 };
+
+// The tile that the backend chose, by its number, and the CTAs that share an SM at least; 0: as the registers allow.
+template <int kNumber> struct ChosenTile;
+template <> struct ChosenTile<0> : Tile<128, 128, 8, 8, 16> {
+  static constexpr int kCtasPerSm = 2;
+};
+template <> struct ChosenTile<1> : Tile<128, 32, 8, 4, 16> {
+  static constexpr int kCtasPerSm = 4;
+};
+template <> struct ChosenTile<2> : Tile<32, 16, 2, 2, 64> {
+  static constexpr int kCtasPerSm = 0;
+};
+
+// The compile-time configuration. Only this struct reads the macros.
+struct Config
+    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND,
+                  S24_X_ELEMENT> {
+  typedef ChosenTile<S24_TILE> Tile;
+  static constexpr bool kDgrad = S24_DGRAD;
+  static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
+  static_assert(!kGated || !kDgrad, "only forward has gated epilogues");
+  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
+};
+using In = Config::In;
+using X = Config::X;
+using Out = Config::Out;
 
 // Eight consecutive elements of the source.
 struct SourceUnit {
@@ -231,7 +245,7 @@ __device__ __forceinline__ float addend_of(const StrictParams& p, i64 token, i64
   else return 0.0f;
 }
 
-template <class T> __device__ __forceinline__ void gemm_strict(const StrictParams& p) {
+template <class T> __device__ __forceinline__ void compute_tile(const StrictParams& p) {
   __shared__ __align__(16) float weights[2 * T::kDepth * T::kOutputs];
   __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
   const i64 outputs = Config::kDgrad ? p.k : p.m, reduction = Config::kDgrad ? p.m : p.k;
@@ -291,21 +305,7 @@ template <class T> __device__ __forceinline__ void gemm_strict(const StrictParam
   fp8.raise(p.amax);
 }
 
-typedef Tile<128, 128, 8, 8, 16> LargeTile;
-typedef Tile<128, 32, 8, 4, 16> MediumTile;
-typedef Tile<32, 16, 2, 2, 64> SmallTile;
-
-extern "C" __global__ void __launch_bounds__(LargeTile::kThreads, 2)
-    gemm_strict_large(const __grid_constant__ StrictParams p) {
-  gemm_strict<LargeTile>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(MediumTile::kThreads, 4)
-    gemm_strict_medium(const __grid_constant__ StrictParams p) {
-  gemm_strict<MediumTile>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(SmallTile::kThreads)
-    gemm_strict_small(const __grid_constant__ StrictParams p) {
-  gemm_strict<SmallTile>(p);
+extern "C" __global__ void __launch_bounds__(Config::Tile::kThreads, Config::Tile::kCtasPerSm)
+    gemm_strict(const __grid_constant__ StrictParams p) {
+  compute_tile<Config::Tile>(p);
 }

@@ -1,19 +1,24 @@
 """Covering sets of the compilations that plans can ask for, which are the ones that are tested.
 
-By default, ``REQUESTS``:
+By default, ``--compile=kinds``, ``every_kind()``:
 
-- Every word of a source: each of its functions, and every value of each of its macros.
 - Every architecture with each function.
+- Every element, stored element and epilogue.
 
-With ``--every-pair``, ``every_pair()``:
+With ``--compile=values``, as CI does, ``REQUESTS``:
+
+- Every architecture with each function.
+- Every word of a source: each of its functions, and every value of each of its macros.
+
+With ``--compile=pairs``, ``every_pair()``:
 
 - Every two words of a source that are asked for together: its function and its macros, each with each. A
   kernel that spills or warns does so because of one macro or two, such as a tile and an epilogue.
 - Every architecture with each function and element.
 - Every value of macros that are only numbers in the code, such as the stages of a pipeline.
 
-``--every-compilation`` compiles all that is asked for, and what the benchmarks' cells choose. A change of
-a kernel takes every pair, and everything once.
+``--compile=everything`` compiles all that is asked for, and what the benchmarks' cells choose. A change of a
+kernel takes every pair, and everything once.
 """
 
 from __future__ import annotations
@@ -39,12 +44,20 @@ COUNTS = {
     *("EXPONENT_BIAS", "FIRST_NAN", "MANTISSA_BITS", "RELU_THRESHOLD", "RELU_UPPER_BOUND"),
 }
 """Macros that follow from others and are only numbers in the code: they take no registers."""
+KINDS = {"ELEMENT", "WEIGHT", "EPILOGUE"}
+"""Macros that say which instructions and which arithmetic a kernel has."""
 RARE = 10**9
 """What a group counts that one compilation alone has; one that many have is covered in passing."""
 
 
-def single_words_of(request: Request) -> Iterator[Hashable]:
+def kinds_of(request: Request) -> Iterator[Hashable]:
     """Return what the default set covers of a request."""
+    yield from (one for one in request.defines if one[0] in KINDS)
+    yield request.arch, request.function
+
+
+def single_words_of(request: Request) -> Iterator[Hashable]:
+    """Return the request's architecture with its function, and every value of its macros."""
     yield from request.defines
     yield request.arch, request.function
 
@@ -58,9 +71,7 @@ def pairs_of(request: Request) -> Iterator[Hashable]:
     yield from ((one,) for one in request.defines if one[0] in COUNTS)
 
 
-def covering(
-    asked: Iterable[Request], groups_of: Callable[[Request], Iterator[Hashable]] = pairs_of
-) -> list[Request]:
+def covering(asked: Iterable[Request], groups_of: Callable[[Request], Iterator[Hashable]]) -> list[Request]:
     """Return requests that have all groups of ``asked``, each of them for a group that no other has.
 
     Each compilation adds the most groups that are still new, rare ones foremost, for the time that it takes.
@@ -104,7 +115,7 @@ def cost_of(request: Request) -> int:
 
 @functools.cache
 def of_source(source: str) -> list[Request]:
-    """Return the requests for the source that are compiled by default."""
+    """Return the requests for the source that have every word."""
     return covering((one for one in ASKED if one.source == source), single_words_of)
 
 
@@ -113,11 +124,21 @@ def _in_order(requests: Iterable[Request]) -> list[Request]:
     return sorted(requests, key=lambda one: (SOURCES.index(one.source), one.arch, one.defines))
 
 
+def _of_all_sources(groups_of: Callable[[Request], Iterator[Hashable]]) -> list[Request]:
+    found = (covering((one for one in ASKED if one.source == source), groups_of) for source in SOURCES)
+    return _in_order(itertools.chain.from_iterable(found))
+
+
+@functools.cache
+def every_kind() -> list[Request]:
+    """Return requests that have every architecture, element and epilogue."""
+    return _of_all_sources(kinds_of)
+
+
 @functools.cache
 def every_pair() -> list[Request]:
     """Return requests that have every two words that are asked for together."""
-    found = (covering(one for one in ASKED if one.source == source) for source in SOURCES)
-    return _in_order(itertools.chain.from_iterable(found))
+    return _of_all_sources(pairs_of)
 
 
 def everything() -> list[Request]:

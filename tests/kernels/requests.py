@@ -112,7 +112,7 @@ KINDS = (
 SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
     "inflate_cublas": [{"n": 0}],
-    "inflate_strict": [{"n": 1}],
+    "inflate_strict": [{"n": 1}, {"n": 64}, {"n": 300}],
     "mma_sp": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (1, 9, 17, 33, 65)],
     "mma_sp_many": [{"n": 300}],
     "mma_sp_fp8": [{"n": n} for n in (8, 16, 32)],

@@ -11,7 +11,7 @@ from sparse24_plans import ElementKind
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 from sparse24_plans.weights.packed_layouts import layout_of
 
-from .covering import REQUESTS, compiled, every_pair, everything
+from .covering import REQUESTS, compiled, every_kind, every_pair, everything
 
 LIMITS = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120a": 99}
 """KiB of shared memory that a block can have (CUDA programming guide, technical specifications)."""
@@ -27,10 +27,14 @@ MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "request_" in metafunc.fixturenames:
-        option = metafunc.config.getoption
-        pairs = every_pair() if option("--every-pair") else REQUESTS
-        requests = everything() if option("--every-compilation") else pairs
-        metafunc.parametrize("request_", requests, ids=str)
+        wish = metafunc.config.getoption("--compile")
+        sets = {
+            "kinds": every_kind,
+            "values": lambda: REQUESTS,
+            "pairs": every_pair,
+            "everything": everything,
+        }
+        metafunc.parametrize("request_", sets[wish](), ids=str)
 
 
 def test_compiles_without_spills_into_shared_memory_that_exists(request_):

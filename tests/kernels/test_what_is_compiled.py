@@ -16,9 +16,11 @@ from .covering import (
     REQUESTS,
     SOURCES,
     covering,
+    every_kind,
     every_pair,
     every_source,
     everything,
+    kinds_of,
     pairs_of,
     single_words_of,
 )
@@ -70,11 +72,11 @@ def test_every_word_is_compiled(source):
 def test_every_two_words_are_compiled_together(source, request):
     """Of what is asked for of the largest source, a part is enough where pairs are not compiled."""
     asked_for = [one for one in ASKED if one.source == source]
-    if request.config.getoption("--every-pair"):
+    if request.config.getoption("--compile") == "pairs":
         of_source = [one for one in every_pair() if one.source == source]
     else:
         asked_for = asked_for[:: 1 + len(asked_for) // 300]
-        of_source = covering(asked_for)
+        of_source = covering(asked_for, pairs_of)
     each = set().union(*map(words_of, of_source))
     together = {frozenset(group) for one in of_source for group in combinations(words_of(one), 2)}
     for asked in map(words_of, asked_for):
@@ -84,12 +86,13 @@ def test_every_two_words_are_compiled_together(source, request):
 
 
 def test_compilations_are_a_part_of_everything(request):
-    for requests in (REQUESTS, every_pair()) if request.config.getoption("--every-pair") else (REQUESTS,):
+    pairs = [every_pair()] if request.config.getoption("--compile") == "pairs" else []
+    for requests in (every_kind(), REQUESTS, *pairs):
         assert set(requests) < set(ASKED) < set(everything())
         assert len(requests) == len(set(requests))
 
 
-@pytest.mark.parametrize("groups_of", [single_words_of, pairs_of])
+@pytest.mark.parametrize("groups_of", [kinds_of, single_words_of, pairs_of])
 def test_a_cover_leaves_out_what_adds_nothing(groups_of):
     one, *_ = asked = [request for request in ASKED if request.source == "gemm/wgmma_sp.cu"][:50]
     cover = covering([*asked, one], groups_of)
@@ -111,6 +114,7 @@ def test_every_architecture_that_a_source_is_for_is_covered(source):
     oldest = min([row.min_compute_capability for row in rows], default=(8, 0))
     below = max([row.below_compute_capability for row in rows], default=(99, 0))
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
+    assert {request.arch for request in every_kind() if request.source == source} == wanted
     assert {request.arch for request in REQUESTS if request.source == source} == wanted
 
 

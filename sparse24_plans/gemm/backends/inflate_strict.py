@@ -13,12 +13,8 @@ from ..kernel import SCALES, GemmKernel, address, c_parameters, product_defines,
 from ..limits import STRICT_SMALL_TILE
 
 _SOURCE = "gemm/inflate_strict.cu"
-# (outputs, tokens) of a tile -> kernel and its threads, from the largest tile to the smallest.
-_TILES = {
-    (128, 128): ("gemm_strict_large", 256),
-    (128, 32): ("gemm_strict_medium", 128),
-    STRICT_SMALL_TILE: ("gemm_strict_small", 128),
-}
+_TILES = {(128, 128): 256, (128, 32): 128, STRICT_SMALL_TILE: 128}
+"""Outputs x tokens of each tile and its threads, from the largest tile down, as the kernel numbers them."""
 
 
 @kernel_params("gemm/params/inflate_strict.cuh")
@@ -54,10 +50,15 @@ class Kernel(GemmKernel):
         desc, device = self.descriptor, choice.device
         tile = _tile_for(desc, device)
         self._ctas = _grid_size(desc, tile)
-        name, threads = _TILES[tile]
-        self.details = f"{name}, tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
-        defines = {**product_defines(desc), **scale_defines(desc), "DGRAD": int(desc.op is GemmOp.DGRAD)}
-        self._function = load(_SOURCE, name, threads, device, defines)
+        self.details = f"tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
+        number = list(_TILES).index(tile)
+        defines = {
+            **product_defines(desc),
+            **scale_defines(desc),
+            "DGRAD": int(desc.op is GemmOp.DGRAD),
+            "TILE": number,
+        }
+        self._function = load(_SOURCE, "gemm_strict", _TILES[tile], device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
