@@ -47,9 +47,8 @@ template <> struct ChosenTile<2> : Tile<32, 16, 2, 2, 64> {
 };
 
 // The compile-time configuration. Only this struct reads the macros.
-struct Config
-    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND,
-                  S24_X_ELEMENT> {
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD,
+                            S24_RELU_UPPER_BOUND, S24_X_ELEMENT> {
   typedef ChosenTile<S24_TILE> Tile;
   static constexpr bool kDgrad = S24_DGRAD;
   static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
