@@ -250,30 +250,40 @@ __device__ __forceinline__ float epilogue(float acc, float alpha, float bias, fl
 // The result of a gated epilogue: the activated gate times the other factor.
 __device__ __forceinline__ float gated_epilogue(float gate, float up) { return canonical_nan(__fmul_rn(gate, up)); }
 
-// A thread's scale of fp8 results, and the largest magnitude of those that it has made, before the scale. Other results
-// have neither.
+// A thread's scale of fp8 results, and the largest magnitudes of those that it has made of two rows of W, before the
+// scale. Other results have neither.
 template <class Config, bool kFp8 = is_fp8(Config::kOut)> struct ResultScale {
   __device__ __forceinline__ void begin_scale(const float*) {}
-  __device__ __forceinline__ float scaled(float v, bool) { return v; }
-  __device__ __forceinline__ void raise(int*) {}
+  __device__ __forceinline__ float scaled(float v, bool, int = 0) { return v; }
+  __device__ __forceinline__ void raise(int*, bool = true, bool = false) {}
 };
 template <class Config> struct ResultScale<Config, true> {
-  float scale, most;
+  float scale, most[2];
 
   // A null pointer stands for the scale 1.
-  __device__ __forceinline__ void begin_scale(const float* scale_y) { scale = scale_y ? *scale_y : 1.0f, most = 0.0f; }
+  __device__ __forceinline__ void begin_scale(const float* scale_y) {
+    scale = scale_y ? *scale_y : 1.0f;
+    most[0] = most[1] = 0.0f;
+  }
 
-  // The scaled result. Only one `inside` of Y counts as made.
-  __device__ __forceinline__ float scaled(float v, bool inside) {
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(inside ? fabsf(v) : 0.0f));
+  // The scaled result of a row. Only one `inside` of Y counts as made.
+  __device__ __forceinline__ float scaled(float v, bool inside, int row = 0) {
+    asm("{\n\t.reg .pred p;\n\t.reg .f32 size;\n\tsetp.ne.b32 p, %2, 0;\n\tabs.f32 size, %1;\n\t"
+        "@p max.NaN.f32 %0, %0, size;\n\t}"
+        : "+f"(most[row])
+        : "f"(v), "r"((int)inside));
     return __fmul_rn(v, scale);
   }
 
-  // Raises the maximum in memory, if there is one, to that of the warp, all of whose threads call it. As signed
-  // integers the bits of magnitudes lie in their order, and NaN's above all others.
-  __device__ __forceinline__ void raise(int* amax) {
+  // Raises the maximum in memory, if there is one, to that of the warp, all of whose threads call it and say which of
+  // their rows lie inside of W. As signed integers the bits of magnitudes lie in their order, and NaN's above all
+  // others.
+  __device__ __forceinline__ void raise(int* amax, bool first = true, bool second = false) {
     if (!amax) return;
-    const int found = __reduce_max_sync(~0u, __float_as_int(canonical_nan(most)));
+    int found = 0;
+    if (first) found = __float_as_int(canonical_nan(most[0]));
+    if (second) found = max(found, __float_as_int(canonical_nan(most[1])));
+    found = __reduce_max_sync(~0u, found);
     if (threadIdx.x % 32 == 0) atomicMax(amax, found);
   }
 };

@@ -148,9 +148,6 @@ __device__ __forceinline__ void store_shared(u32 address, u32 v) {
 __device__ __forceinline__ void store_shared_x2(u32 address, u32 a, u32 b) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
-__device__ __forceinline__ void store_shared(u32 address, u16 v) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
-}
 __device__ __forceinline__ void store_shared(u32 address, u8 v) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"((u32)v) : "memory");
 }

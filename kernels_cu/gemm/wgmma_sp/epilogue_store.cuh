@@ -96,12 +96,12 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
       if constexpr (Config::kCStaged) this->stored = this->at.stage, this->at.next();
     }
     if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work.token);
-    this->raise(p.amax);
+    this->raise(p.amax, row0 + 16 * warp + g < p.m, !Config::kGated && row0 + 16 * warp + g + 8 < p.m);
   }
 
   __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
                                        const float (&bias)[2], const float (&scale_w)[2]) {
-    const int t = threadIdx.x % 4;
+    const int t = threadIdx.x % 4, left = (int)min(work.token_end(p) - token0, (i64)Config::kStepTokens) - 2 * t;
 #pragma unroll
     for (int first = 0; first < kStepGroups; first += kTogether) {
       CBits c[kTogether];
@@ -127,18 +127,17 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
         if constexpr (Config::kGated)
 #pragma unroll
           for (int i = 0; i < 2; ++i) v[k][i] = __fmul_rn(v[k][i], v[k][i + 2]);
-        if constexpr (is_fp8(Config::kOut)) scale(v[k], row0, token0 + 8 * j, work);
+        if constexpr (is_fp8(Config::kOut)) scale(v[k], left - 8 * j);
         stage(buffer, 8 * j, sums + 4 * j, v[k]);
       }
     }
   }
 
-  // Scales a thread's fp8 results of eight tokens from `token` on.
-  __device__ __forceinline__ void scale(float (&v)[4], i64 row0, i64 token, const WorkTile& work) {
-    const i64 row = row0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  // Scales a thread's fp8 results of eight tokens. `left` is the number of the work tile's tokens from the thread's
+  // first one on.
+  __device__ __forceinline__ void scale(float (&v)[4], int left) {
 #pragma unroll
-    for (int i = 0; i < 4 / Config::kRowsPerOutput; ++i)
-      v[i] = this->scaled(v[i], token + threadIdx.x % 4 * 2 + i % 2 < work.token_end(p) && row + i / 2 * 8 < p.m);
+    for (int i = 0; i < 4 / Config::kRowsPerOutput; ++i) v[i] = this->scaled(v[i], i % 2 < left, i / 2);
   }
 
   // Stages a thread's results of eight tokens from `token` on, of which `d` are the sums.
@@ -146,11 +145,13 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
     if constexpr (Config::kGated) {
       stage_gated(buffer, token, v[0], v[1]);
-    } else if constexpr (is_fp8(Config::kOut)) {
-      const u32 bytes = adjacent_outputs(Result::pair(v[0], v[1]) | (u32)Result::pair(v[2], v[3]) << 16);
-      const int at = token + 2 * t + g % 2, output = row + g - g % 2;
-      store_shared(buffer + staged_at(at, output), (u16)bytes);
-      store_shared(buffer + staged_at(at, output + 8), (u16)(bytes >> 16));
+    } else if constexpr (is_fp8(Config::kOut)) {  // Y is row-major, so outputs 8 apart lie 8 bytes apart
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 to = buffer + staged_at(token + 2 * t + i, row + g), pair = Result::pair(v[i], v[i + 2]);
+        store_shared(to, (u8)pair);
+        store_shared(to + 8, (u8)(pair >> 8));
+      }
     } else if constexpr (Config::kYColumnMajor && kOutBytes == 2) {
       stmatrix_x2(buffer + staged_at(token, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
     } else if constexpr (Config::kYColumnMajor) {
@@ -166,14 +167,6 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
       for (int i = 0; i < 4; ++i)
         store_shared(buffer + staged_at(token + 2 * t + i % 2, row + g + i / 2 * 8), rounded<Result>(d[i], v[i]));
     }
-  }
-
-  // The bytes of a thread are tokens 2t and 2t + 1 of one output in each half of `bytes`. The threads of adjacent
-  // outputs trade, so that each has both outputs of one token: the thread of the even output those of token 2t.
-  static __device__ __forceinline__ u32 adjacent_outputs(u32 bytes) {
-    static_assert(!Config::kYColumnMajor, "outputs of a token are adjacent");
-    const u32 others = __shfl_xor_sync(~0u, bytes, 4);
-    return threadIdx.x / 4 % 2 ? __byte_perm(others, bytes, 0x7351) : __byte_perm(bytes, others, 0x6240);
   }
 
   // A thread's elements of C for the results of eight tokens: in pairs where they have 16 bits.
@@ -263,11 +256,7 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
   // Stages gated results: a thread has one output of two tokens.
   __device__ __forceinline__ void stage_gated(u32 buffer, int token, float first, float second) const {
     const u32 to = buffer + gated_at(threadIdx.x, token);
-    if constexpr (is_fp8(Config::kOut)) {
-      const int odd = threadIdx.x / 4 % 2;  // of the outputs of two threads, the first takes both of its token
-      store_shared(buffer + gated_at(threadIdx.x - 4 * odd, token, odd),
-                   (u16)adjacent_outputs(Result::pair(first, second)));
-    } else if constexpr (kOutBytes == 2 && Config::kYColumnMajor) {
+    if constexpr (kOutBytes == 2 && Config::kYColumnMajor) {
       stmatrix(to, Result::pair(first, second));
     } else if constexpr (kOutBytes == 2) {
       stmatrix_transposed(to, Result::pair(first, second));
