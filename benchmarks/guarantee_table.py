@@ -13,7 +13,7 @@ from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.guarantee import PrecisionGuarantee
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.plan.preference import PlanPreference
-from sparse24_plans.vocab import DeviceProperties, ElementKind, EpilogueKind, GemmOp, MathPrecision
+from sparse24_plans.vocab import FP8, DeviceProperties, ElementKind, EpilogueKind, GemmOp, MathPrecision
 
 BITS = {
     "deterministic": "deterministic",
@@ -36,7 +36,7 @@ ERRORS = {
 }
 """Fields about errors, with the heads of their columns."""
 _HOPPER = DeviceProperties(kind="cuda", compute_capability=(9, 0), multiprocessors=132)
-_SHORT = {ElementKind.FP8_E4M3: "fp8"}
+_SHORT = dict.fromkeys(FP8, "fp8")
 _Problem = tuple[ElementKind, GemmOp, EpilogueKind]
 
 
@@ -77,7 +77,7 @@ def _cell(entry: GemmEntry, field: str) -> str:
             parts[0] += "\\*"  # the page explains the star once for all kernels
         else:
             parts.append(f"{where}: {other}")
-    return "; ".join(parts)
+    return "; ".join(dict.fromkeys(parts))
 
 
 _NOT_EXACT = "GELU and SiLU"
@@ -99,6 +99,8 @@ def _text(entry: GemmEntry, problem: _Problem, field: str) -> str:
     value = getattr(_promise(entry, problem), field)
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if field == "math_precision" and len(entry.elements) > 1 and value.value in FP8:
+        return "the element's"
     if field in ("unit_roundoff", "tanh_error") and value:
         mantissa, exponent = math.frexp(value)
         times = "" if mantissa == 0.5 else f"{4 * mantissa:g} * "

@@ -43,7 +43,8 @@ from sparse24_plans import (
 from sparse24_plans.plan.families import backends, kernels
 
 UNGATED = st.sampled_from([kind for kind in EpilogueKind if not kind.is_gated])
-RESULTS = {"s8": ["i32", "s8", "f16", "bf16", "f32"], "fp8_e4m3": ["bf16", "f16", "f32"]}
+FP8 = ["fp8_e4m3", "fp8_e5m2"]
+RESULTS = {"s8": ["i32", "s8", "f16", "bf16", "f32"], **{one: ["bf16", "f16", "f32"] for one in FP8}}
 """Results of 8-bit elements, the default first. Other elements have themselves and f32."""
 
 
@@ -62,8 +63,9 @@ def gemm_descriptors(
     sizes = st.integers(0, 2**31) if sizes is None else sizes
     depths = st.integers(0, 2**28).map(lambda units: 8 * units) if depths is None else depths
     element = draw(elements or st.sampled_from(ElementKind))
-    out = draw(st.sampled_from(results_of(element)))
     op = draw(st.sampled_from(GemmOp))
+    of_fp8 = FP8 if op is GemmOp.FORWARD and element in ("f16", "bf16", *FP8) else []
+    out = draw(st.sampled_from(results_of(element) + of_fp8))
     choices = {"out_element": st.just(out)}
     if op is GemmOp.FORWARD:
         choices |= {
@@ -76,8 +78,13 @@ def gemm_descriptors(
     optional = draw(st.fixed_dictionaries({}, optional=choices))
     if "out_element" in optional:
         integer = element in RESULTS and out in ("s8", "i32")
-        own = [] if integer else [out if element in RESULTS else element]
+        own = ["bf16", "f16"] if out in FP8 else [] if integer else [out if element in RESULTS else element]
         optional["bias_element"] = draw(st.sampled_from([*own, "f32"]))
+        if out in FP8:
+            optional["scale_y"] = draw(st.sampled_from(["none", "tensor"]))
+            optional["amax"] = draw(st.booleans())
+    if element in FP8:
+        optional["x_element"] = draw(st.sampled_from(FP8))
     alpha = draw(st.just(1.0) | st.floats(-(2.0**127), 2.0**127))
     n, m = draw(sizes), draw(sizes)
     if optional.get("epilogue", EpilogueKind.IDENTITY).is_gated:
@@ -86,9 +93,9 @@ def gemm_descriptors(
             optional["out_element"] = "f32"
     elif op is GemmOp.FORWARD and draw(st.booleans()):
         optional["beta"] = draw(st.floats(-(2.0**127), 2.0**127))
-        optional["c_element"] = draw(
-            st.sampled_from([optional.get("out_element", results_of(element)[0]), "f32"])
-        )
+        result = optional.get("out_element", results_of(element)[0])
+        own = ["bf16", "f16"] if result in FP8 else [result]
+        optional["c_element"] = draw(st.sampled_from([*own, "f32"]))
     if optional.get("epilogue", EpilogueKind.IDENTITY).activation is EpilogueKind.RELU and draw(
         st.booleans()
     ):

@@ -134,10 +134,17 @@ class Case:
     scale: np.ndarray | float = 1.0
     """scale_x times scale_w, float64."""
     c: np.ndarray | None = None
+    scale_y: np.ndarray | None = None
+    amax: Guarded | None = None
 
     def run(self, stream: Any = None) -> np.ndarray:
         self.plan.run(self.args, workspace=self.workspace and self.workspace.view, stream=stream)
         return self.fetch()
+
+    def largest(self) -> np.float32:
+        """The operand ``amax``."""
+        assert self.amax is not None
+        return self.amax.numpy()[0]
 
     def fetch(self) -> np.ndarray:
         synchronize(self.plan)
@@ -149,7 +156,9 @@ class Case:
 
     def check(self, got: np.ndarray) -> float:
         """Assert that ``got`` is inside the guarantee's bound; returns the worst error / tolerance."""
-        exact, tolerance = reference(self.plan, self.x, self.dense, self.bias, self.scale, self.c)
+        exact, tolerance = reference(
+            self.plan, self.x, self.dense, self.bias, self.scale, self.c, self.scale_y
+        )
         error = np.abs(got.astype(np.float64) - exact)
         assert not np.isnan(error).any(), "the result holds NaN"
         ratio = error / tolerance
@@ -189,6 +198,8 @@ class Data:
     scale_x: np.ndarray | None = None
     scale_w: np.ndarray | None = None
     c: np.ndarray | None = None
+    scale_y: np.ndarray | None = None
+    amax: np.ndarray | None = None
 
     def scale(self) -> np.ndarray:
         """scale_x times scale_w as float64, which broadcasts to [N, M]."""
@@ -206,11 +217,12 @@ def random_data(rng: np.random.Generator, desc: GemmSparse24Descriptor) -> Data:
         return rng.uniform(0.5, 2.0, 1 if kind == "tensor" else length).astype(np.float32)
 
     dense = random_values(rng, (desc.m, desc.k), desc.element)
-    x = random_values(rng, (desc.n, desc.reduction), desc.element)
+    x = random_values(rng, (desc.n, desc.reduction), desc.x_element)
     bias = random_values(rng, (desc.m,), desc.bias_element) if desc.epilogue.has_bias else None
     scale_x, scale_w = scales(desc.scale_x, desc.n), scales(desc.scale_w, desc.m)
     c = random_values(rng, (desc.n, desc.outputs), desc.c_element) if desc.has_c else None
-    return Data(dense, x, bias, scale_x, scale_w, c)
+    amax = np.zeros(1, np.float32) if desc.amax else None
+    return Data(dense, x, bias, scale_x, scale_w, c, scales(desc.scale_y, 1), amax)
 
 
 def make_case(
@@ -256,7 +268,7 @@ def case_of(
     source, result = (
         Guarded(shape, element, device, shape[not column] + pad, column=column, offset=offset)
         for shape, element, column, pad, offset in zip(
-            shapes, (desc.element, desc.out_element), columns, pads[:2], offsets[:2], strict=True
+            shapes, (desc.x_element, desc.out_element), columns, pads[:2], offsets[:2], strict=True
         )
     )
     inputs = {"x": source.fill(data.x)}
@@ -264,6 +276,8 @@ def case_of(
         ("bias", desc.bias_element),
         ("scale_x", ElementKind.F32),
         ("scale_w", ElementKind.F32),
+        ("scale_y", ElementKind.F32),
+        ("amax", ElementKind.F32),
     ):
         values = getattr(data, name)
         if values is not None:
@@ -289,7 +303,18 @@ def case_of(
         dense64 = dense_of(weight).astype(np.float64)
     space = scratch(plan.workspace_size(), device)
     return Case(
-        plan, args, result, space, tuple(inputs.values()), data.x, dense64, data.bias, data.scale(), data.c
+        plan,
+        args,
+        result,
+        space,
+        tuple(inputs.values()),
+        data.x,
+        dense64,
+        data.bias,
+        data.scale(),
+        data.c,
+        data.scale_y,
+        inputs.get("amax"),
     )
 
 
@@ -393,17 +418,21 @@ def reference(
     bias: np.ndarray | None,
     scale: np.ndarray | float = 1.0,
     c: np.ndarray | None = None,
+    scale_y: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The exact result and the allowed error, float64 [N, outputs]."""
     desc = plan.descriptor
     w = dense.T if desc.op == "forward" else dense
     wide = x.astype(np.float64)
     exact = desc.alpha * product64(plan, wide, w) * scale
-    sizes = [plan.guarantee.magnitudes(values, desc.element) for values in (wide, w)]
+    sizes = [
+        plan.guarantee.magnitudes(values, element)
+        for values, element in ((wide, desc.x_element), (w, desc.element))
+    ]
     abs_sum = product64(plan, *sizes) * scale
     f32, out = ElementKind.F32, desc.out_element
     scaling = np.abs(exact) * (4 * f32.unit_roundoff) * np.any(np.asarray(scale) != 1)
-    if desc.epilogue == "identity" and c is None:
+    if desc.epilogue == "identity" and c is None and scale_y is None:
         allowed = plan.guarantee.tolerance(desc.reduction, exact, abs_sum, out, desc.alpha) + scaling
         return saturated(exact, out), allowed
     before = plan.guarantee.tolerance(desc.reduction, exact, abs_sum, f32, desc.alpha) + scaling
@@ -422,6 +451,9 @@ def reference(
         value, after = activated(v, before, desc.epilogue, desc.relu_bounds)
     if desc.epilogue.activation == "gelu_tanh" and plan.sku.backend == "cusparselt":
         after = after + np.abs(v) * 2.0**-11  # the hardware's tanh (PTX ISA, tanh.approx.f32)
+    if scale_y is not None:
+        value, after = value * float(scale_y[0]), after * float(scale_y[0])
+        after = after + (np.abs(value) + after) * f32.unit_roundoff
     size = np.where(np.isinf(after), 0, np.abs(value) + after)
     rounding = size * 1.01 * out.unit_roundoff + 0.5 * out.is_integer
     return saturated(value, out), after + rounding + out.smallest_subnormal + f32.smallest_subnormal
@@ -473,7 +505,9 @@ def rows_of_gates(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def saturated(value: np.ndarray, out: ElementKind) -> np.ndarray:
-    """Return ``value`` clipped to the range of an integer result."""
+    """Return ``value`` clipped to the range of an integer or fp8 result."""
+    if out in ("fp8_e4m3", "fp8_e5m2"):
+        return np.clip(value, -out.largest, out.largest)
     return np.clip(value, np.iinfo(out.dtype).min, np.iinfo(out.dtype).max) if out.is_integer else value
 
 

@@ -19,13 +19,14 @@ enum class EpilogueKind {
 };
 
 // The types of a problem, from the numbers in S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE. Products also have S24_C,
-// which is 0 without C and else the number of C's element plus 1, and the bits of relu's bounds, S24_RELU_THRESHOLD and
-// S24_RELU_UPPER_BOUND, by default 0 and infinity.
+// which is 0 without C and else the number of C's element plus 1, the bits of relu's bounds, S24_RELU_THRESHOLD and
+// S24_RELU_UPPER_BOUND, by default 0 and infinity, and X's element, S24_X_ELEMENT, by default W's.
 constexpr u32 kInfinityBits = 0x7f800000u;
 template <int kElementCode, int kOutCode, int kBiasCode, int kEpilogueCode, int kCCode = 0, u32 kThresholdBits = 0,
-          u32 kUpperBoundBits = kInfinityBits>
+          u32 kUpperBoundBits = kInfinityBits, int kXElementCode = kElementCode>
 struct ProblemType {
-  static constexpr ElementKind kElement = ElementKind(kElementCode), kOut = ElementKind(kOutCode);
+  static constexpr ElementKind kElement = ElementKind(kElementCode), kXElement = ElementKind(kXElementCode),
+                               kOut = ElementKind(kOutCode);
   static constexpr EpilogueKind kEpilogue = EpilogueKind(kEpilogueCode);
   // Rows of W alternate: kGateRows gate rows, then as many rows whose results the gates multiply. Two rows make a
   // result.
@@ -33,6 +34,7 @@ struct ProblemType {
                                  kEpilogue == EpilogueKind::BIAS_GEGLU_TANH;
   static constexpr int kGateRows = 8, kRowsPerOutput = kGated ? 2 : 1;
   using In = Element<kElement>;
+  using X = Element<kXElement>;
   using Out = Element<kOut>;
   using Bias = Element<ElementKind(kBiasCode)>;
   static constexpr bool kHasC = kCCode > 0;
@@ -172,6 +174,11 @@ template <class Config> __device__ __forceinline__ float c_at(const void* c, i64
   return Config::C::to_float(((const typename Config::C::Bits*)c)[index]);
 }
 
+// A scale of X or W. kKind is 0 where there are none, 1 for one per tensor, 2 for one per row.
+template <int kKind> __device__ __forceinline__ float scale_at(const float* scales, i64 index) {
+  return kKind == 0 ? 1.0f : scales[kKind == 1 ? 0 : index];
+}
+
 // alpha * acc + addend + bias. The addend is beta * C, rounded.
 template <class Config>
 __device__ __forceinline__ float before_activation(float acc, float alpha, float bias, float addend = 0.0f) {
@@ -242,6 +249,44 @@ __device__ __forceinline__ float epilogue(float acc, float alpha, float bias, fl
 
 // The result of a gated epilogue: the activated gate times the other factor.
 __device__ __forceinline__ float gated_epilogue(float gate, float up) { return canonical_nan(__fmul_rn(gate, up)); }
+
+// A thread's scale of fp8 results, and the largest magnitudes of those that it has made of two rows of W, before the
+// scale. Other results have neither.
+template <class Config, bool kFp8 = is_fp8(Config::kOut)> struct ResultScale {
+  __device__ __forceinline__ void begin_scale(const float*) {}
+  __device__ __forceinline__ float scaled(float v, bool, int = 0) { return v; }
+  __device__ __forceinline__ void raise(int*, bool = true, bool = false) {}
+};
+template <class Config> struct ResultScale<Config, true> {
+  float scale, most[2];
+
+  // A null pointer stands for the scale 1.
+  __device__ __forceinline__ void begin_scale(const float* scale_y) {
+    scale = scale_y ? *scale_y : 1.0f;
+    most[0] = most[1] = 0.0f;
+  }
+
+  // The scaled result of a row. Only one `inside` of Y counts as made.
+  __device__ __forceinline__ float scaled(float v, bool inside, int row = 0) {
+    asm("{\n\t.reg .pred p;\n\t.reg .f32 size;\n\tsetp.ne.b32 p, %2, 0;\n\tabs.f32 size, %1;\n\t"
+        "@p max.NaN.f32 %0, %0, size;\n\t}"
+        : "+f"(most[row])
+        : "f"(v), "r"((int)inside));
+    return __fmul_rn(v, scale);
+  }
+
+  // Raises the maximum in memory, if there is one, to that of the warp, all of whose threads call it and say which of
+  // their rows lie inside of W. As signed integers the bits of magnitudes lie in their order, and NaN's above all
+  // others.
+  __device__ __forceinline__ void raise(int* amax, bool first = true, bool second = false) {
+    if (!amax) return;
+    int found = 0;
+    if (first) found = __float_as_int(canonical_nan(most[0]));
+    if (second) found = max(found, __float_as_int(canonical_nan(most[1])));
+    found = __reduce_max_sync(~0u, found);
+    if (threadIdx.x % 32 == 0) atomicMax(amax, found);
+  }
+};
 
 // The row of W whose sum becomes a result. For a gated epilogue it is the gate's; the other factor's row is kGateRows
 // further.

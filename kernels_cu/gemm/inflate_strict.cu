@@ -51,8 +51,8 @@ template <> struct ChosenTile<2> : Tile<32, 16, 2, 2, 64> {
 };
 
 // The compile-time configuration. Only this struct reads the macros.
-struct Config
-    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD,
+                            S24_RELU_UPPER_BOUND, S24_X_ELEMENT> {
   typedef ChosenTile<S24_TILE> Tile;
   static constexpr bool kDgrad = S24_DGRAD;
   static constexpr bool kGrouped = S24_GROUPED;  // groups of tokens have weights of their own
@@ -61,14 +61,16 @@ struct Config
   static constexpr int kCtasPerSm = kGrouped && S24_TILE == 0 ? 1 : Tile::kCtasPerSm;
   static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
   static_assert(!kGated || !kDgrad, "only forward has gated epilogues");
+  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
 };
 using In = Config::In;
+using X = Config::X;
 using Out = Config::Out;
 using WorkBatch = Batch<Config::kBatched>;
 
 // Eight consecutive elements of the source.
 struct SourceUnit {
-  In::Bits v[8];
+  X::Bits v[8];
 };
 // The four kept values and the metadata of eight consecutive cells of W.
 struct WeightUnit {
@@ -80,6 +82,8 @@ template <class T, int kBytes> __device__ __forceinline__ void copy_aligned(T* t
   if constexpr (kBytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < kBytes / 16; ++i) ((uint4*)to)[i] = __ldg((const uint4*)from + i);
+  } else if constexpr (kBytes == 4) {
+    *(u32*)to = __ldg((const u32*)from);
   } else {
     *(uint2*)to = __ldg((const uint2*)from);
   }
@@ -142,13 +146,13 @@ template <class T> struct Mainloop : WorkBatch {
     for (int i = 0; i < T::kSourceLoads; ++i) {
       const int u = threadIdx.x + i * T::kThreads;
       const i64 token = tok0 + u % T::kTokens, at = step + u / T::kTokens * 8;
-      const In::Bits* from = (const In::Bits*)p.x + token * p.x_stride + at + this->offset(p.batches.x);
+      const X::Bits* from = (const X::Bits*)p.x + token * p.x_stride + at + this->offset(p.batches.x);
       const bool inside = u < T::kSourceUnits && token < p.n;
       if (inside && at + 8 <= reduction && ((u64)from & 15) == 0) {
-        copy_aligned<In::Bits, 8 * sizeof(In::Bits)>(s[i].v, from);
+        copy_aligned<X::Bits, 8 * sizeof(X::Bits)>(s[i].v, from);
       } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) s[i].v[j] = inside && at + j < reduction ? from[j] : (In::Bits)0;
+        for (int j = 0; j < 8; ++j) s[i].v[j] = inside && at + j < reduction ? from[j] : (X::Bits)0;
       }
     }
   }
@@ -185,7 +189,7 @@ template <class T> struct Mainloop : WorkBatch {
       const int u = threadIdx.x + i * T::kThreads;
       if (u >= T::kSourceUnits) continue;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) st[(u / T::kTokens * 8 + j) * T::kTokens + u % T::kTokens] = In::to_float(s[i].v[j]);
+      for (int j = 0; j < 8; ++j) st[(u / T::kTokens * 8 + j) * T::kTokens + u % T::kTokens] = X::to_float(s[i].v[j]);
     }
   }
 };
@@ -211,11 +215,21 @@ __device__ __forceinline__ void read_runs(float (&to)[kCount], const float* from
   }
 }
 
+// A sum times the scales of its token and its row of W. Outside of Y there are no scales.
+__device__ __forceinline__ float scaled_sum(float sum, const StrictParams& p, WorkBatch batch, i64 token, i64 row) {
+  if constexpr (Config::kScaleX > 0)
+    sum = token < p.n ? __fmul_rn(sum, scale_at<Config::kScaleX>(p.scale_x + batch.offset(p.batches.scale_x), token))
+                      : sum;
+  if constexpr (Config::kScaleW > 0)
+    sum = row < p.m ? __fmul_rn(sum, scale_at<Config::kScaleW>(p.scale_w + batch.offset(p.batches.scale_w), row)) : sum;
+  return sum;
+}
+
 // Stores the results of a gated epilogue. Another thread of the warp has the gate's other factor, kGateRows outputs
 // further.
 template <class T> __device__ __forceinline__ void store_gated(const float (&acc)[T::kThreadOutputs][T::kThreadTokens],
                                                                i64 out0, i64 tok0, WorkBatch batch,
-                                                               const StrictParams& p) {
+                                                               const StrictParams& p, ResultScale<Config>& fp8) {
   constexpr int kRun = T::kThreadOutputs < 4 ? T::kThreadOutputs : 4, kApart = Config::kGateRows / kRun;
   static_assert(32 % T::kLanesOut == 0 && T::kLanesOut % (2 * kApart) == 0, "one warp has a gate and its other factor");
   const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
@@ -226,11 +240,12 @@ template <class T> __device__ __forceinline__ void store_gated(const float (&acc
 #pragma unroll
     for (int t = 0; t < T::kThreadTokens; ++t) {
       const i64 token = tok0 + spread<T::kThreadTokens, T::kLanesTok>(lane_tok, t);
-      const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(acc[o][t], p.alpha, bias), kApart);
+      const float sum = scaled_sum(acc[o][t], p, batch, token, output);
+      const float up = __shfl_down_sync(0xffffffffu, activated<Config, NoMath>(sum, p.alpha, bias), kApart);
       if (lane_out % (2 * kApart) >= kApart || token >= p.n || output >= p.m) continue;
       const i64 result = output_of_row<Config>(output);
       ((Out::Bits*)p.y)[token * p.y_stride + result + batch.offset(p.batches.y)] =
-          Out::from_float(gated_epilogue(activated<Config, StrictMath>(acc[o][t], p.alpha, bias), up));
+          Out::from_float(fp8.scaled(gated_epilogue(activated<Config, StrictMath>(sum, p.alpha, bias), up), true));
     }
   }
 }
@@ -283,8 +298,10 @@ template <class T> __device__ __forceinline__ void compute_tile(const StrictPara
     __syncthreads();
   }
 
+  ResultScale<Config> fp8;
+  fp8.begin_scale(p.scale_y);
   if constexpr (Config::kGated) {
-    store_gated<T>(acc, out0, tok0, batch, p);
+    store_gated<T>(acc, out0, tok0, batch, p, fp8);
   } else {
 #pragma unroll
     for (int t = 0; t < T::kThreadTokens; ++t) {
@@ -295,11 +312,14 @@ template <class T> __device__ __forceinline__ void compute_tile(const StrictPara
         const i64 output = out0 + spread<T::kThreadOutputs, T::kLanesOut>(lane_out, o);
         if (output >= outputs) continue;
         const float bias = p.bias ? bias_at<Config>(p.bias, output + batch.offset(p.batches.bias)) : 0.0f;
+        const float v = epilogue<Config, StrictMath>(scaled_sum(acc[o][t], p, batch, token, output), p.alpha, bias,
+                                                     addend_of(p, batch, token, output));
         ((Out::Bits*)p.y)[token * p.y_stride + output + batch.offset(p.batches.y)] =
-            Out::from_float(epilogue<Config, StrictMath>(acc[o][t], p.alpha, bias, addend_of(p, batch, token, output)));
+            Out::from_float(fp8.scaled(v, true));
       }
     }
   }
+  fp8.raise(p.amax);
 }
 
 // Finds the group that has the slot-th tile of tokens, and makes `p` the product of this group. Returns the tile's
@@ -327,6 +347,7 @@ template <class T> __device__ __forceinline__ i64 go_to_group(StrictParams& p, i
     p.values = (const In::Bits*)p.values + row * p.k / 2;
     p.metadata += row * p.k / 8;
     if (p.bias) p.bias = (const Config::Bias::Bits*)p.bias + row;
+    if (Config::kScaleW == 2) p.scale_w += row;
     return begin + (slot - (at > 0 ? earlier : 0)) * T::kTokens;
   }
   return -1;

@@ -1,9 +1,10 @@
-// Y[n, m] = epilogue(alpha * sum_k X[n, k] * W[m, k] + beta * C[n, m]) for few tokens: W is read once, at the speed of
-// memory.
+// Y[n, m] = epilogue(alpha * scale_x[n] * scale_w[m] * sum_k X[n, k] * W[m, k] + beta * C[n, m]) for few tokens: W is
+// read once, at the speed of memory.
 //
-// W is the sparse A operand of mma.sp m16n8k32, X is B. W comes packed in tiles of 64 rows x 128 columns, each
-// contiguous and loaded unchanged by cp.async. X and Y may be column-major. A column-major X is staged in lines of
-// tokens, one for each column, and ldmatrix transposes it. The orders change no bit of a result.
+// W is the sparse A operand of mma.sp m16n8k32, or of m16n8k64 for fp8; X is B. W comes packed in tiles of 64 rows x
+// 256 bytes of columns, each contiguous and loaded unchanged by cp.async. X of 16-bit elements and Y may be
+// column-major. A column-major X is staged in lines of tokens, one for each column, and ldmatrix transposes it. The
+// orders change no bit of a result.
 //
 // Split-K: K is cut into kSplitK slices (4 or 8, from M alone). One warp pair sums a slice in increasing k. The slices
 // are reduced from the first to the last, ((0+1)+2)+3. So a row's bits depend neither on n, nor on the row's position
@@ -38,8 +39,8 @@
 #include "common/cluster.cuh"
 
 // The compile-time configuration. Only this struct reads the macros.
-struct Config
-    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD,
+                            S24_RELU_UPPER_BOUND, S24_X_ELEMENT> {
   static constexpr int kSplitK = S24_SPLIT_K;
   static constexpr int kWarpPairsM = S24_WARP_PAIRS_M;  // warp pairs along M
   static constexpr int kN8Tiles = S24_N8_TILES;         // n8 tiles of the CTA tile
@@ -49,7 +50,11 @@ struct Config
   static constexpr bool kBatched = S24_BATCHED;          // several products of one size
   static constexpr int kClusterSize = S24_CLUSTER_SIZE;  // CTAs that sum slices of the same rows
 
-  using Tile = WeightTile<2>;
+  static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
+
+  using Tile = WeightTile<sizeof(X::Bits)>;
+  static constexpr int kChunkColumns = 16 / sizeof(X::Bits);  // columns of X that cp.async loads together
+  static_assert(!kXColumnMajor || sizeof(X::Bits) == 2, "ldmatrix transposes 16-bit elements");
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kWarpPairs = 4, kWarpPairThreads = kThreads / kWarpPairs;
   static constexpr int kWarpPairsK = kWarpPairs / kWarpPairsM;  // warp pairs along K
@@ -60,7 +65,7 @@ struct Config
   static constexpr bool kPairSplitsN = kN8Tiles >= 8 && kCtasPerSm == 1;
   static constexpr int kWarpM16Tiles = kPairSplitsN ? 4 : 2;  // m16 tiles of a warp
   static constexpr int kWarpN8Tiles = kPairSplitsN ? kN8Tiles / 2 : kN8Tiles;
-  static constexpr int kXRowBytes = Tile::kColumns * 2;
+  static constexpr int kXRowBytes = Tile::kColumns * sizeof(X::Bits);
   static constexpr int kXBytes = kTileN * kXRowBytes;  // X of one slice
   static constexpr int kStageBytes = kWarpPairs * Tile::kBytes + kWarpPairsK * kXBytes;
   static constexpr int kTileM = kWarpPairsM * Tile::kRows;
@@ -84,8 +89,10 @@ struct Loader {
   static constexpr int kPeers = Config::kWarpPairThreads * Config::kWarpPairsM;  // threads that share X
   static constexpr int kTokenStep = kPeers / 16, kTokenLoads = Config::kTileN / kTokenStep;
 
+  using XBits = Config::X::Bits;
+
   const u8* weights;
-  const u16* x;
+  const XBits* x;
   i64 tiles;         // K tiles of this thread's slice still to load; 0 where its rows lie outside W
   i64 columns;       // columns of X from this thread's chunk, or its first column, to the end
   i64 token_stride;  // elements from one of this thread's tokens, or columns, to the next
@@ -94,7 +101,7 @@ struct Loader {
 
   __device__ __forceinline__ Loader(const MmaSpParams& p, u32 base, WorkBatch batch, i64 token0, i64 row_tile,
                                     i64 k_tile, i64 count) {
-    const u16* const x0 = p.x + batch.offset(p.batches.x);
+    const XBits* const x0 = (const XBits*)p.x + batch.offset(p.batches.x);
     const i64 weight_tile = batch.offset(p.batches.weight_rows) / Tile::kRows + row_tile;
     const int pair = threadIdx.x / Config::kWarpPairThreads, u = threadIdx.x % Config::kWarpPairThreads;
     const int peer = threadIdx.x % kPeers;
@@ -114,7 +121,7 @@ struct Loader {
       return;
     }
     const int token = peer / 16, chunk = peer % 16;
-    const i64 column = k_tile * Tile::kColumns + chunk * 8;
+    const i64 column = k_tile * Tile::kColumns + chunk * Config::kChunkColumns;
     const i64 rows = p.n - token0 - token;
     x = x0 + (token0 + token) * p.x_stride + column;
     columns = p.k - column;
@@ -158,7 +165,7 @@ struct Loader {
   }
 };
 
-// A warp's part of a tile: all four k32 steps. Fragments are loaded ahead of the mma that reads them: B by kAhead
+// A warp's part of a tile: four steps of mma.sp. Fragments are loaded ahead of the mma that reads them: B by kAhead
 // fragments, A by one step.
 struct WarpTile {
   static constexpr int kBlocks = Config::kWarpM16Tiles, kN8Tiles = Config::kWarpN8Tiles;
@@ -206,7 +213,10 @@ struct WarpTile {
 #pragma unroll
       for (int h = 0; h < kBlocks; ++h) {  // the selector is an immediate
         const u32(&a_now)[4] = a[step % 2][h];
-        if (step % 2 == 0) mma_sp_m16n8k32<Config::kElement, 0>(acc[h][column], a_now, b_now, metadata[h][step / 2]);
+        if constexpr (is_fp8(Config::kElement))
+          mma_sp_m16n8k64<Config::kElement, Config::kXElement>(acc[h][column], a_now, b_now, metadata[h][step]);
+        else if (step % 2 == 0)
+          mma_sp_m16n8k32<Config::kElement, 0>(acc[h][column], a_now, b_now, metadata[h][step / 2]);
         else mma_sp_m16n8k32<Config::kElement, 1>(acc[h][column], a_now, b_now, metadata[h][step / 2]);
       }
     }
@@ -231,6 +241,8 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
   constexpr int kRowsPerOutput = Config::kRowsPerOutput, kOutputs = Config::kReducedRows / kRowsPerOutput,
                 kUnrolled = 4 / kRowsPerOutput;
   static_assert(Config::kReducedRows % (2 * Config::kGateRows) == 0, "a CTA reduces both rows of a gated result");
+  ResultScale<Config> fp8;
+  fp8.begin_scale(p.scale_y);
 #pragma unroll kUnrolled
   for (int i = threadIdx.x; i < kOutputs * Config::kTileN; i += Config::kThreads) {
     const int token = Config::kYColumnMajor ? i % Config::kTileN : i / kOutputs;
@@ -252,15 +264,22 @@ __device__ __forceinline__ void reduce_rows(const MmaSpParams& p, const u32 (&bu
     if (n >= p.n || m >= p.m) continue;
     float bias[kRowsPerOutput], result;
 #pragma unroll
-    for (int h = 0; h < kRowsPerOutput; ++h)
-      bias[h] = p.bias ? bias_at<Config>(p.bias, batch.offset(p.batches.bias) + m + h * Config::kGateRows) : 0.0f;
+    for (int h = 0; h < kRowsPerOutput; ++h) {
+      const i64 row_of_w = m + h * Config::kGateRows;
+      bias[h] = p.bias ? bias_at<Config>(p.bias, batch.offset(p.batches.bias) + row_of_w) : 0.0f;
+      if constexpr (Config::kScaleX > 0)
+        v[h][0] = __fmul_rn(v[h][0], scale_at<Config::kScaleX>(p.scale_x + batch.offset(p.batches.scale_x), n));
+      if constexpr (Config::kScaleW > 0)
+        v[h][0] = __fmul_rn(v[h][0], scale_at<Config::kScaleW>(p.scale_w + batch.offset(p.batches.scale_w), row_of_w));
+    }
     if constexpr (Config::kGated)
       result = gated_epilogue(activated<Config, FastMath>(v[0][0], p.alpha, bias[0]),
                               activated<Config, NoMath>(v[1][0], p.alpha, bias[1]));
     else result = epilogue<Config, FastMath>(v[0][0], p.alpha, bias[0], addend);
     const i64 at = Config::kYColumnMajor ? output * p.y_stride + n : n * p.y_stride + output;
-    ((Config::Out::Bits*)p.y)[at + batch.offset(p.batches.y)] = Config::Out::from_float(result);
+    ((Config::Out::Bits*)p.y)[at + batch.offset(p.batches.y)] = Config::Out::from_float(fp8.scaled(result, true));
   }
+  fp8.raise(p.amax);
 }
 
 extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)

@@ -167,7 +167,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     mainloop.begin(slice);
     Accumulators accumulators;
     EpilogueStore<Config::Out> epilogue{
-        {}, p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
+        {}, {}, p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
     epilogue.begin(barriers);
     for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
       const WorkTile work(p, scheduler.index, m_rank);

@@ -31,8 +31,8 @@ __device__ __forceinline__ void ldmatrix_transposed_x4(u32 (&r)[4], u32 address)
                : "r"(address));
 }
 
-#define S24_MMA_SP(types)                                                                                \
-  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col" types                            \
+#define S24_MMA_SP(shape_types)                                                                          \
+  asm volatile("mma.sp::ordered_metadata.sync.aligned." shape_types                                      \
                " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"    \
                : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), \
@@ -43,8 +43,19 @@ template <ElementKind kElement, int kSelector>
 __device__ __forceinline__ void mma_sp_m16n8k32(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
   static_assert(kElement == ElementKind::F16 || kElement == ElementKind::BF16,
                 "mma.sp m16n8k32 multiplies 16-bit floats");
-  if constexpr (kElement == ElementKind::F16) S24_MMA_SP(".f32.f16.f16.f32");
-  else S24_MMA_SP(".f32.bf16.bf16.f32");
+  if constexpr (kElement == ElementKind::F16) S24_MMA_SP("m16n8k32.row.col.f32.f16.f16.f32");
+  else S24_MMA_SP("m16n8k32.row.col.f32.bf16.bf16.f32");
+}
+
+// acc += A(16x64, 2:4) * B(64x8) of fp8 (sm_89). All lanes hold metadata.
+template <ElementKind kA, ElementKind kB>
+__device__ __forceinline__ void mma_sp_m16n8k64(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+  constexpr int kSelector = 0;
+  static_assert(is_fp8(kA) && is_fp8(kB));
+  if constexpr (kA == ElementKind::FP8_E4M3 && kB == kA) S24_MMA_SP("m16n8k64.row.col.f32.e4m3.e4m3.f32");
+  else if constexpr (kA == ElementKind::FP8_E4M3) S24_MMA_SP("m16n8k64.row.col.f32.e4m3.e5m2.f32");
+  else if constexpr (kB == kA) S24_MMA_SP("m16n8k64.row.col.f32.e5m2.e5m2.f32");
+  else S24_MMA_SP("m16n8k64.row.col.f32.e5m2.e4m3.f32");
 }
 #undef S24_MMA_SP
 

@@ -97,14 +97,21 @@ template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(int (&
     S24_WGMMA_SP_OF("m64n" n "k32.f32.bf16.bf16", ", 1, 1, 0, 0", d_, "+f", __VA_ARGS__); \
   else if constexpr (kElement == ElementKind::BF16)                                       \
     S24_WGMMA_SP_OF("m64n" n "k32.f32.bf16.bf16", ", 1, 1, 0, 1", d_, "+f", __VA_ARGS__); \
-  else if constexpr (kElement == ElementKind::FP8_E4M3)                                   \
+  else if constexpr (kElement == ElementKind::FP8_E4M3 && kXElement == kElement)          \
     S24_WGMMA_SP_OF("m64n" n "k64.f32.e4m3.e4m3", ", 1, 1", d_, "+f", __VA_ARGS__);       \
+  else if constexpr (kElement == ElementKind::FP8_E4M3)                                   \
+    S24_WGMMA_SP_OF("m64n" n "k64.f32.e4m3.e5m2", ", 1, 1", d_, "+f", __VA_ARGS__);       \
+  else if constexpr (kElement == ElementKind::FP8_E5M2 && kXElement == kElement)          \
+    S24_WGMMA_SP_OF("m64n" n "k64.f32.e5m2.e5m2", ", 1, 1", d_, "+f", __VA_ARGS__);       \
+  else if constexpr (kElement == ElementKind::FP8_E5M2)                                   \
+    S24_WGMMA_SP_OF("m64n" n "k64.f32.e5m2.e4m3", ", 1, 1", d_, "+f", __VA_ARGS__);       \
   else S24_WGMMA_SP_OF("m64n" n "k64.s32.s8.s8", "", d_, "+r", __VA_ARGS__)
 
 // Issues one step. Sum is int for s8, else float. kSelector names the lane pair of every quad that holds the metadata
 // of 16-bit elements, and is 0 for others; `metadata` is as in mma.sp. With kAdd = 0, d is overwritten. With kNMajor, B
-// is N-major.
-template <ElementKind kElement, int kSelector, int kAdd, bool kNMajor, class Sum, int kCount>
+// is N-major. An element of fp8 may be multiplied with either kind of fp8.
+template <ElementKind kElement, int kSelector, int kAdd, bool kNMajor, ElementKind kXElement = kElement, class Sum,
+          int kCount>
 __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 metadata) {
   if constexpr (kCount == 4) {
     S24_WGMMA_SP("8", S24_D4, S24_N4, "%4", "%5", "%6", "%7", "%8");

@@ -1,15 +1,18 @@
-"""Epilogues to the bit: alpha, C, bias, activation, gate and rounding, like StrictMath in the kernels."""
+"""Epilogues to the bit, as StrictMath in the kernels: alpha, C, bias, activation, gate, scale_y, rounding."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..device.jit.compiler import KERNEL_FOLDER
-from ..vocab import ElementKind, EpilogueKind
+from ..device.tensors import TensorView
+from ..vocab import FP8, ElementKind, EpilogueKind
 from ..weights.gates import GATE_GROUP, GATE_ROWS
 
 Array = np.ndarray[Any, Any]
@@ -126,14 +129,23 @@ def _activated(v: Array, activation: EpilogueKind, relu_bounds: tuple[float, flo
     return v
 
 
-_NAN_BITS = {ElementKind.F32: 0x7FFFFFFF, ElementKind.F16: 0x7FFF, ElementKind.BF16: 0x7FFF}
+_NAN_BITS = {
+    ElementKind.F32: 0x7FFFFFFF,
+    ElementKind.F16: 0x7FFF,
+    ElementKind.BF16: 0x7FFF,
+    **dict.fromkeys(FP8, 0x7F),
+}
 
 
 def encoded(value: Array, element: ElementKind) -> Array:
     """The bits of float32 values rounded to ``element``; every NaN is the one that the kernels write.
 
-    Integers are rounded to nearest even and saturate; NaN becomes 0. ``value`` may be overwritten.
+    Integers and fp8 are rounded to nearest even and saturate; NaN becomes 0 as an integer. ``value`` may be
+    overwritten.
     """
+    if element in FP8:
+        most = element.largest
+        value = np.clip(value, -most, most)
     if element.is_integer:
         limits = np.iinfo(element.dtype)
         rounded = np.rint(np.nan_to_num(value.astype(np.float64), posinf=np.inf, neginf=-np.inf))
@@ -148,6 +160,31 @@ def encoded(value: Array, element: ElementKind) -> Array:
 def addend_of(c: Array, beta: float) -> Array:
     """beta * C, rounded to float32; first C itself is, if its integers are larger."""
     return c.astype(np.float32) * np.float32(beta)
+
+
+class Fp8Scale:
+    """The operands ``scale_y`` and ``amax`` of an fp8 product. Any number of threads may call it."""
+
+    def __init__(self, scale: Array | None, amax: Array | None) -> None:
+        self._scale, self._amax, self._lock = scale, amax, Lock()
+
+    @classmethod
+    def of(cls, views: Mapping[str, TensorView], *, raises_amax: bool = True) -> Fp8Scale:
+        """The scale of checked operands. With ``raises_amax`` False, amax stays as it is."""
+        scale, amax = views.get("scale_y"), views.get("amax") if raises_amax else None
+        return cls(*(None if view is None else view.array() for view in (scale, amax)))
+
+    def scaled(self, values: Array) -> Array:
+        """Results times scale_y, rounded. amax becomes the largest of itself and their magnitudes.
+
+        That is the largest of bits as signed integers, as kernels compute it, in which NaN exceeds all.
+        """
+        if self._amax is not None and values.size:
+            sizes = np.where(np.isnan(values), _NAN_BITS[ElementKind.F32], np.abs(values).view(np.int32))
+            bits = self._amax.view(np.int32)
+            with self._lock:
+                bits[0] = max(bits[0], sizes.max())
+        return values if self._scale is None else values * self._scale
 
 
 class Finish(Protocol):
@@ -172,11 +209,12 @@ def finished(
     scale_w: Array | None = None,
     bias: Array | None = None,
     addend: Array | None = None,
+    fp8: Fp8Scale | None = None,
 ) -> Array:
     """The results' bits, from sums in float32 (for s8: exact sums in float64).
 
     Scales, bias and addend (beta * C, of :func:`addend_of`) broadcast to the sums. For a gated epilogue the
-    last axis is in the order of W's rows, and the results' last axis is half as long.
+    last axis is in the order of W's rows, and the results' last axis is half as long. ``fp8`` scales results.
     """
     if desc.out_element is ElementKind.I32 and desc.is_plain:
         limits = np.iinfo(np.int32)
@@ -187,4 +225,4 @@ def finished(
             v = v * scale
     wide = None if bias is None else bias.astype(np.float32)
     v = apply_epilogue(v, desc.alpha, wide, desc.epilogue, addend, desc.relu_bounds)
-    return encoded(v, desc.out_element)
+    return encoded(v if fp8 is None else fp8.scaled(v), desc.out_element)

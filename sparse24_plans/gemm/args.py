@@ -22,7 +22,8 @@ class GemmSparse24Args(Args):
     and [M] for one scale per row. They are given exactly when the descriptor has them. ``c`` [N, M] of the
     type ``c_element`` lies as y does, with a stride of its own, and is given exactly when beta isn't 0. It
     may be y itself: same address, strides and element size. With G groups the weight has G*M rows, as bias
-    and a scale_w of rows have, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given.
+    and a scale_w of rows have, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given. ``scale_y`` and
+    ``amax``, f32 [1], are given exactly when the descriptor has them; ``amax`` is raised, never lowered.
     """
 
     weight: CanonicalWeight | PackedWeight
@@ -34,6 +35,8 @@ class GemmSparse24Args(Args):
     c: Any = None
     offsets: Any = None
     counts: Any = None
+    scale_y: Any = None
+    amax: Any = None
 
 
 @dataclass(frozen=True, slots=True)

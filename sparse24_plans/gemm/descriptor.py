@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, Suppo
 
 from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
-from ..arithmetic.elements import addends_of
+from ..arithmetic.elements import addends_of, sources_of
 from ..arithmetic.epilogue import NO_BOUNDS
 from ..errors import shown
 from ..plan.descriptor import AS_ELEMENT, BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
+    FP8,
     INT64_MAX,
     Eights,
     ElementKind,
@@ -53,7 +54,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
     n, m, k : int
         Tokens, out features, in features; k is a multiple of 8. Any of them may be 0.
     element : ElementKind
-        Type of W's values and of X: ``f32``, ``f16``, ``bf16``, ``s8`` or ``fp8_e4m3``.
+        Type of W's values and of X: ``f32``, ``f16``, ``bf16``, ``s8``, ``fp8_e4m3`` or ``fp8_e5m2``.
     weight_element : ElementKind, optional
         Type of W's stored values: ``element`` (default), or for ``f16`` and ``bf16`` also ``s4``, ``s8`` or
         ``fp8_e4m3``. W is quantized then: its elements are element(f32(value) * f32(scale)), as
@@ -77,11 +78,13 @@ class GemmSparse24Descriptor(ProductDescriptor):
         Finite in float32.
     out_element : ElementKind, optional
         Type of the result: ``element`` (default) or ``f32``. For ``s8``: ``i32`` (default), ``s8``, ``f16``,
-        ``bf16`` or ``f32``. For ``fp8_e4m3``: ``bf16`` (default), ``f16`` or ``f32``. Integers are rounded to
-        nearest even and saturate.
+        ``bf16`` or ``f32``. For fp8 elements: ``bf16`` (default), ``f16`` or ``f32``. For 16-bit and fp8
+        elements also ``fp8_e4m3`` and ``fp8_e5m2``, if op is ``forward``. Integers and fp8 are rounded to
+        nearest even and saturate, Inf in fp8 too; NaN becomes 0 as an integer and 0x7f in fp8.
     bias_element : ElementKind, optional
         Type of bias[M]: ``element`` (default) or ``f32``. For 8-bit elements: ``out_element`` (default) or
-        ``f32``, and only ``f32`` if the result is an integer.
+        ``f32``, and only ``f32`` if the result is an integer. For fp8 results: ``bf16`` (default), ``f16`` or
+        ``f32``.
     x_order, y_order : MatrixOrder
         ``row``: rows of X (of Y) are contiguous. ``column``: columns are contiguous. With both in column
         order the product is W @ X^T on row-major [K, N] and [M, N] matrices, with the sparse operand on the
@@ -94,7 +97,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
         C[N, M] lies in ``y_order``. C is converted to float32; then alpha * acc, beta * C, their sum, and its
         sum with the bias are each rounded to float32.
     c_element : ElementKind, optional
-        Type of C: ``out_element`` (default) or ``f32``.
+        Type of C: ``out_element`` (default) or ``f32``. For fp8 results: ``bf16`` (default), ``f16`` or
+        ``f32``.
     relu_threshold, relu_upper_bound : float, optional
         For ``relu`` and ``bias_relu`` alone: the result is min(t, upper bound) where t exceeds the threshold,
         else 0. By default 0 and no bound. The upper bound exceeds the threshold.
@@ -109,6 +113,15 @@ class GemmSparse24Descriptor(ProductDescriptor):
         n/G rows from g*n/G on. Either lies on the plan's device and is read by the kernel, so it may change
         between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
         are not written; a row in two groups gets the result of either.
+    x_element : ElementKind, optional
+        Type of X, or of dY: ``element`` (default); if that is fp8, either fp8 type.
+    scale_y : ScaleKind
+        Factor in float32 that an fp8 result is multiplied by before its rounding: ``none`` (default) or one
+        per ``tensor``. The product is rounded to float32 first.
+    amax : bool
+        Whether the operand ``amax`` f32[1] receives the largest magnitude of an fp8 product's results before
+        ``scale_y``. It becomes the maximum of itself and theirs, so the caller zeroes it when a new history
+        begins. It is at least 0, or NaN, and becomes NaN if a result is NaN.
     batches : int, optional
         Number of products of these sizes in one launch; each has the bits that the kernel gives it alone. X,
         Y and C then have a first dimension of B batches, as bias [B, M] and scales have: [B, N] and [B, M] of
@@ -147,6 +160,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
     relu_upper_bound: Factor | None = None
     groups: Size = 0
     group_tokens: GroupTokens = GroupTokens.OFFSETS
+    x_element: ElementKind = AS_ELEMENT
+    scale_y: ScaleKind = ScaleKind.NONE
+    amax: Flag = False
     batches: Size | None = None
     shared_weight: Flag = False
 
@@ -177,6 +193,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
             relu_upper_bound: SupportsFloat | None = ...,
             groups: SupportsIndex = ...,
             group_tokens: GroupTokens | str = ...,
+            x_element: ElementLike = ...,
+            scale_y: ScaleKind | str = ...,
+            amax: bool = ...,
             batches: SupportsIndex | None = ...,
             shared_weight: bool = ...,
         ) -> None: ...
@@ -184,7 +203,14 @@ class GemmSparse24Descriptor(ProductDescriptor):
     @model_validator(mode="after")
     def _consistent(self) -> GemmSparse24Descriptor:
         self._expect_quantization()
-        self._expect_result_types(gates=True)
+        self._expect("x_element", sources_of(self.element))
+        self._expect_result_types(gates=True, fp8=self.op is GemmOp.FORWARD)
+        self._expect("scale_y", (ScaleKind.NONE, ScaleKind.TENSOR))
+        for name in ("scale_y", "amax") if not self.is_fp8 else ():
+            if getattr(self, name) not in (ScaleKind.NONE, False):
+                raise ValueError(
+                    f"{name}: expected none for out_element {self.out_element}, got {getattr(self, name)}"
+                )
         self._expect("c_element", addends_of(self.out_element))
         if self.has_c and (self.epilogue.is_gated or self.op is GemmOp.DGRAD):
             place = f"epilogue {self.epilogue}" if self.epilogue.is_gated else f"op {self.op}"
@@ -302,6 +328,11 @@ class GemmSparse24Descriptor(ProductDescriptor):
         return super().is_plain and not self.has_c and self.scale_x is none and self.scale_w is none
 
     @property
+    def is_fp8(self) -> bool:
+        """Return whether the result is fp8, which may have a scale and an ``amax``."""
+        return self.out_element in FP8
+
+    @property
     def relu_bounds(self) -> tuple[float, float]:
         most = self.relu_upper_bound
         return self.relu_threshold, float("inf") if most is None else most
@@ -327,12 +358,12 @@ class GemmSparse24Descriptor(ProductDescriptor):
         return self.sums // 2 if self.epilogue.is_gated else self.sums
 
     def operands(self) -> tuple[Operand, ...]:
-        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional bias, scales and C."""
+        """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional operands."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
         n, f32 = self.n, ElementKind.F32
         rows = self.m if self.batches is not None else self.weight_rows
         found = [
-            Operand("source", Role.IN, (n, self.reduction), self.element, source, self.x_order),
+            Operand("source", Role.IN, (n, self.reduction), self.x_element, source, self.x_order),
             Operand(
                 "result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"
             ),
@@ -346,6 +377,10 @@ class GemmSparse24Descriptor(ProductDescriptor):
             found.append(Operand("c", Role.IN, (n, self.outputs), self.c_element, lines=self.y_order))
         if self.batches is not None:
             found = [replace(one, shape=(self.batches, *one.shape), batches=True) for one in found]
+        if self.scale_y is not ScaleKind.NONE:
+            found.append(Operand("scale_y", Role.IN, (1,), f32))
+        if self.amax:
+            found.append(Operand("amax", Role.OUT, (1,), f32))
         if self.groups:
             ends = 1 if self.group_tokens is GroupTokens.OFFSETS else 0
             found.append(Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), ElementKind.I32))

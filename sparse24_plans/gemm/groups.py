@@ -16,6 +16,7 @@ from .descriptor import GemmSparse24Descriptor
 
 _OF_WEIGHT = ("values", "metadata", "scales")
 _PER_WEIGHT_ROW = (*_OF_WEIGHT, "bias", "scale_w")
+_OF_ALL = ("scale_y", "amax")
 PER_TOKEN = ("source", "result", "scale_x", "c")
 
 
@@ -80,7 +81,8 @@ def one_group(desc: GemmSparse24Descriptor, n: int) -> GemmSparse24Descriptor:
 
 def views_of_group(desc: GemmSparse24Descriptor, views: Views, group: int, begin: int, end: int) -> Views:
     """The group's operands within those of all groups."""
-    shared = {name for name in ("scale_x", "scale_w") if getattr(desc, name) is ScaleKind.TENSOR}
+    kinds = ("scale_x", "scale_w")
+    shared = {*_OF_ALL, *(name for name in kinds if getattr(desc, name) is ScaleKind.TENSOR)}
     rows = slice(group * desc.m, (group + 1) * desc.m)
     found = {}
     for name, view in views.items():
@@ -105,7 +107,7 @@ def views_of_batch(desc: GemmSparse24Descriptor, views: Views, batch: int) -> Vi
         elif name == "packed":
             found[name] = _dense_rows(view, rows, desc.k)
         else:
-            found[name] = view_of_batch(view, batch)
+            found[name] = view if name in _OF_ALL else view_of_batch(view, batch)
     return found
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ..plan.arithmetic import EXACT_SUM, PROMOTED_EVERY, Arithmetic, in_order
 from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
-from ..vocab import ElementKind, GemmOp, MathPrecision
+from ..vocab import FP8, ElementKind, GemmOp, MathPrecision
 from .arithmetic.bf16_terms import SPLIT_SUM
 from .arithmetic.tensor_core import named
 from .descriptor import GemmSparse24Descriptor
 
 F32, I32 = ElementKind.F32, ElementKind.I32
-S8, FP8 = ElementKind.S8, ElementKind.FP8_E4M3
+S8 = ElementKind.S8
 
 SPLIT_STEP = {2: 3 * 2.0**-24, 3: 2.0**-24}
 """Relative error of adding one kept product, by the number of bf16 terms of a float32."""
@@ -68,7 +68,8 @@ def wgmma_sp_fp8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     return wgmma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
 
 
-def wgmma_sp_fp8_invariant(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+def mma_sp_fp8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
+    # Hopper's tensor cores are the least precise ones of fp8, so their bound serves all of them.
     return mma_sp(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
 
 
@@ -105,7 +106,7 @@ def host_tensor_core(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # The kernel can run any arithmetic of the tensor cores, so the bound is that of the weakest one.
     if problem.element is F32:
         return split_invariant(2, problem)
-    return wgmma_sp_fp8_invariant(problem) if problem.element is FP8 else mma_sp(problem)
+    return mma_sp_fp8(problem) if problem.element in FP8 else mma_sp(problem)
 
 
 def cublas(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
@@ -120,7 +121,7 @@ def cusparselt(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # NVIDIA says nothing of bits, and some algorithms are wrong (pytorch#155333): a plan promises more only
     # where its algorithm is pinned by a tuning table whose self-test it passed (tuned.py).
     # fp8: Hopper's tensor cores keep about 13 bits below the largest addend when they add.
-    roundoff = {S8: 0.0, FP8: FP8_ROUNDOFF}.get(problem.element, 2.0**-22)
+    roundoff = {S8: 0.0, **dict.fromkeys(FP8, FP8_ROUNDOFF)}.get(problem.element, 2.0**-22)
     return wgmma_sp(problem).model_copy(
         update={
             "accumulator": I32 if problem.element is S8 else F32,

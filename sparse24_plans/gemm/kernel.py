@@ -9,7 +9,7 @@ from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
 from ..plan.operands import Views, leading_dimension
-from ..vocab import CANONICAL_LAYOUT, GroupTokens
+from ..vocab import CANONICAL_LAYOUT, GroupTokens, ScaleKind
 from ..weights import packing
 from ..weights.packed_layouts import TileLayout, layout_called
 from ..weights.packing_quantized import pack_quantized
@@ -20,6 +20,11 @@ from .kernel_table import GemmEntry
 
 MOST_STRIDES = 64
 """Number of pairs of strides whose library plans are cached; the least recently used one is dropped first."""
+
+
+SCALES = "scale_x", "scale_w", "scale_y", "amax"
+"""The operands that scale X, W and results, and the results' largest magnitude: parameters of these names."""
+_SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
 @kernel_params("gemm/params/batches.cuh")
@@ -66,10 +71,16 @@ def product_defines(desc: GemmSparse24Descriptor) -> dict[str, int]:
     threshold, most = np.array(desc.relu_bounds, np.float32).view(np.uint32)
     return {
         **type_defines(desc),
+        "X_ELEMENT": ELEMENT_CODES[desc.x_element],
         "C": ELEMENT_CODES[desc.c_element] + 1 if desc.has_c else 0,
         "RELU_THRESHOLD": int(threshold),
         "RELU_UPPER_BOUND": int(most),
     }
+
+
+def scale_defines(desc: GemmSparse24Descriptor) -> dict[str, int]:
+    """The macros of a kernel that takes scales of X and W."""
+    return {"SCALE_X": _SCALE_CODES[desc.scale_x], "SCALE_W": _SCALE_CODES[desc.scale_w]}
 
 
 def c_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, int]:

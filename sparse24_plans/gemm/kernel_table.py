@@ -12,6 +12,7 @@ from ..vocab import (
     CANONICAL_LAYOUT,
     CUSPARSELT_LAYOUT,
     DENSE_F32_LAYOUT,
+    FP8,
     TILE64X64_LAYOUT,
     TILE64X64_PARTS_LAYOUT,
     TILE64X128_LAYOUT,
@@ -28,7 +29,7 @@ from ..weights.packed_layouts import QUANTIZED_LAYOUTS
 from . import guarantees, limits
 from .arithmetic.bf16_terms import MAX_TERMS
 from .descriptor import GemmSparse24Descriptor
-from .limits import BF16, F16, F32, FP8, S8
+from .limits import BF16, E4M3, F16, F32, S8
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class GemmEntry(KernelEntry):
     """The kernel serves groups of tokens with weights of their own."""
     batches: bool = False
     """The kernel serves batches. A single batch is served by every kernel."""
+    fp8_results: bool = True
+    """The kernel rounds results to fp8."""
     only_groups: bool = False
     """The kernel serves no problem without groups."""
     split_terms: int = 0
@@ -74,6 +77,13 @@ class GemmEntry(KernelEntry):
         by = descriptor.quantization
         return self.layout if by is None or self.on_host else QUANTIZED_LAYOUTS[by.element]
 
+    def least_capability(self, descriptor: GemmSparse24Descriptor) -> tuple[int, int]:
+        return (
+            max(self.min_compute_capability, limits.WITH_FP8)
+            if descriptor.is_fp8
+            else self.min_compute_capability
+        )
+
     def refusal(self, descriptor: GemmSparse24Descriptor) -> str | None:
         if descriptor.op not in self.ops:
             return f"does not serve op {descriptor.op}"
@@ -84,6 +94,8 @@ class GemmEntry(KernelEntry):
         none = ScaleKind.NONE
         if not self.scales and (descriptor.scale_x, descriptor.scale_w) != (none, none):
             return "takes no scale_x or scale_w"
+        if not self.fp8_results and descriptor.is_fp8:
+            return f"serves no out_element {descriptor.out_element}"
         if not self.adds_c and descriptor.has_c:
             return f"adds no C, got beta {descriptor.beta}"
         if not self.quantized and descriptor.quantization is not None:
@@ -185,7 +197,7 @@ def _invariant(entry: GemmEntry) -> GemmEntry:
 _F32_SPLIT3 = _f32_split("f32_split3", "f32_split3", 2)
 _F32_SPLIT6 = _f32_split("f32_split6", "f32_split6", MAX_TERMS)
 
-_HOST_ELEMENTS = (F32, F16, BF16, S8, FP8)
+_HOST_ELEMENTS = (F32, F16, BF16, S8, *FP8)
 
 _CUSPARSELT = GemmEntry(
     name="cusparselt",
@@ -201,9 +213,20 @@ _CUSPARSELT = GemmEntry(
     column_order=True,
     scales=True,
     adds_c=False,
+    fp8_results=False,
     limits=limits.cusparselt,
     missing=limits.needs_cusparselt,
     exportable=False,
+)
+
+_STRICT = GemmEntry(
+    name="inflate_strict",
+    backend="inflate_strict",
+    tier=Tier.INFLATE,
+    guarantee=guarantees.strict,
+    groups=True,
+    batches=True,
+    limits=limits.strict,
 )
 
 ENTRIES: tuple[GemmEntry, ...] = (
@@ -211,18 +234,18 @@ ENTRIES: tuple[GemmEntry, ...] = (
     # The next kernel serves where batch invariance is required.
     replace(_WGMMA_SP, name="wgmma_sp_invariant", guarantee=guarantees.mma_sp),
     replace(_WGMMA_SP_8BIT, name="wgmma_sp_s8", guarantee=guarantees.wgmma_sp_s8, elements=(S8,)),
-    replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=guarantees.wgmma_sp_fp8, elements=(FP8,)),
+    replace(_WGMMA_SP_8BIT, name="wgmma_sp_fp8", guarantee=guarantees.wgmma_sp_fp8, elements=FP8),
     replace(
         _WGMMA_SP_8BIT,
         name="wgmma_sp_fp8_invariant",
-        guarantee=guarantees.wgmma_sp_fp8_invariant,
-        elements=(FP8,),
+        guarantee=guarantees.mma_sp_fp8,
+        elements=FP8,
     ),
     replace(
         _WGMMA_SP_8BIT,
         name="wgmma_sp_fp8_promoted",
         guarantee=guarantees.wgmma_sp_fp8_promoted,
-        elements=(FP8,),
+        elements=FP8,
         promoted=True,
     ),
     _WGMMA_SP_GROUPED,
@@ -235,8 +258,8 @@ ENTRIES: tuple[GemmEntry, ...] = (
     replace(
         _WGMMA_SP_GROUPED_8BIT,
         name="wgmma_sp_grouped_fp8",
-        guarantee=guarantees.wgmma_sp_fp8_invariant,
-        elements=(FP8,),
+        guarantee=guarantees.mma_sp_fp8,
+        elements=FP8,
     ),
     # The faster kernel comes first; it is chosen where its error bound is enough.
     _F32_SPLIT3,
@@ -252,25 +275,37 @@ ENTRIES: tuple[GemmEntry, ...] = (
         guarantee=guarantees.cublas,
         epilogues=UNGATED,
         column_order=True,
+        fp8_results=False,
         limits=limits.cublas,
         min_workspace=lambda problem: sum(limits.cublas_regions(problem)),
         missing=needs_cublaslt,
         exportable=False,
     ),
     _MMA_SP_MANY,
-    GemmEntry(
-        name="inflate_strict",
-        backend="inflate_strict",
-        tier=Tier.INFLATE,
-        guarantee=guarantees.strict,
-        groups=True,
-        batches=True,
-        limits=limits.strict,
-    ),
+    _STRICT,
     # cuSPARSELt comes after this package's own kernels, whose bits and layouts the package can guarantee. It
     # is chosen for problems that they don't serve, and on request.
     _CUSPARSELT,
-    replace(_CUSPARSELT, name="cusparselt_fp8", min_compute_capability=(8, 9), elements=(FP8,)),
+    replace(_CUSPARSELT, name="cusparselt_fp8", min_compute_capability=limits.WITH_FP8, elements=(E4M3,)),
+    # The next kernels serve fp8 on devices without wgmma, and what nothing before them serves.
+    replace(
+        _MMA_SP_MANY,
+        name="mma_sp_fp8",
+        min_compute_capability=limits.WITH_FP8,
+        guarantee=guarantees.mma_sp_fp8,
+        elements=FP8,
+        layout=TILE64X256_LAYOUT,
+        column_order=False,
+        scales=True,
+        limits=limits.mma_sp_fp8,
+    ),
+    replace(
+        _STRICT,
+        name="inflate_strict_fp8",
+        min_compute_capability=limits.WITH_FP8,
+        elements=FP8,
+        scales=True,
+    ),
     GemmEntry(
         name="host_blas",
         backend="host",
@@ -305,7 +340,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         backend="host_tensor_core",
         tier=Tier.HOST,
         guarantee=guarantees.host_tensor_core,
-        elements=(F32, F16, BF16, FP8),
+        elements=(F32, F16, BF16, *FP8),
         ops=(GemmOp.FORWARD,),
         epilogues=IN_STEPS,
         column_order=True,

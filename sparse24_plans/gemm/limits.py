@@ -19,7 +19,10 @@ from .arithmetic.bf16_terms import SPLIT_GROUP
 from .descriptor import GemmSparse24Descriptor
 
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
-S8, FP8, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
+S8, E4M3, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
+
+WITH_FP8 = 8, 9
+"""Least compute capability with conversions and tensor cores of fp8."""
 
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
 SPLIT_CTA_ELEMENTS = 2048
@@ -71,6 +74,10 @@ def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
     return _stacked_tiles(problem) or _unaligned_columns(problem) or _tile_blocks(problem)
 
 
+def mma_sp_fp8(problem: GemmSparse24Descriptor) -> str | None:
+    return _unaligned_rows(problem) or mma_sp(problem)
+
+
 def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
     """Refuse what mma_sp refuses, and more tokens than it multiplies faster than inflate_cublas does."""
     limits = constants("mma_sp_max_n")
@@ -85,12 +92,14 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
     largest = max(problem.n, problem.m, problem.k, problem.batch_count)
     if largest >= 2**31:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
-    if problem.k * problem.element.itemsize % 16 and problem.x_order is MatrixOrder.ROW:
-        return f"needs rows of X in multiples of 16 bytes, got k = {problem.k}"
+    if (reason := _unaligned_rows(problem)) is not None:
+        return reason
     if must_transpose_x(problem) and problem.is_batched:
         return (
             f"transposes no batches of X: needs n a multiple of 16 bytes in x_order column, got {problem.n}"
         )
+    if problem.is_fp8 and problem.y_order is MatrixOrder.COLUMN:
+        return f"serves y_order row for out_element {problem.out_element}"
     if must_transpose_x(problem) and (reason := grid_limit_refusal(_transpose_tiles(problem))) is not None:
         return reason
     return _stacked_tiles(problem) or _integer_sums(problem) or _tile_blocks(problem)
@@ -136,6 +145,13 @@ def wgmma_sp_workspace(problem: GemmSparse24Descriptor) -> int:
 
 def _transpose_tiles(problem: GemmSparse24Descriptor) -> int:
     return Matrices(problem.k, problem.n, problem.element.itemsize).ctas
+
+
+def _unaligned_rows(problem: GemmSparse24Descriptor) -> str | None:
+    """Refuse row-major X whose rows can't be loaded 16 bytes at a time."""
+    if problem.x_order is MatrixOrder.ROW and problem.k * problem.element.itemsize % 16:
+        return f"needs rows of X in multiples of 16 bytes, got k = {problem.k}"
+    return None
 
 
 def _unaligned_columns(problem: GemmSparse24Descriptor) -> str | None:
@@ -216,9 +232,9 @@ def cublas_regions(problem: GemmSparse24Descriptor) -> tuple[int, int]:
 
 
 # cuSPARSELt's result types by element. The bias has the result's type, or f32 for integer results.
-_CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), FP8: (BF16, F16, F32)}
+_CUSPARSELT_OUT = {F16: (F16,), BF16: (BF16,), S8: (I32, S8, F16, BF16), E4M3: (BF16, F16, F32)}
 CUSPARSELT_ACTIVATIONS = (EpilogueKind.IDENTITY, EpilogueKind.RELU, EpilogueKind.GELU_TANH)
-_CUSPARSELT_GELU = ((S8, S8), (FP8, BF16))
+_CUSPARSELT_GELU = ((S8, S8), (E4M3, BF16))
 
 
 def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
@@ -233,6 +249,8 @@ def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
         return "serves operands of fewer than 2^31 elements: beyond, the library is not tested"
     if (reason := _integer_sums(problem)) is not None:
         return reason
+    if problem.x_element is not element:
+        return f"serves x_element {element} for {element}, not {problem.x_element}"
     if out not in _CUSPARSELT_OUT[element]:
         return f"serves out_element {', '.join(_CUSPARSELT_OUT[element])} for {element}, not {out}"
     gelu = problem.epilogue.activation is EpilogueKind.GELU_TANH

@@ -15,11 +15,12 @@ from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views, leading_dimension
-from ..vocab import DeviceProperties, ElementKind, MatrixOrder, ScaleKind
+from ..vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..weights.packed_layouts import TILE_M, TILES_16BIT
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
 from .kernel import (
+    SCALES,
     BatchParams,
     GemmKernel,
     address,
@@ -27,6 +28,7 @@ from .kernel import (
     c_parameters,
     group_parameters,
     product_defines,
+    scale_defines,
 )
 from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import WIDEST, OperandLayouts, WgmmaSpSchedule, pitch_of
@@ -94,12 +96,11 @@ class WgmmaSpParams(KernelParams):
     )
     groups = field("u32", "Grouped: number of groups of tokens. m and row_tiles are those of one group.")
     group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
+    scale_y = field("const float*", "Scale of fp8 results [1], or null.")
+    amax = field("int*", "Bits of the largest magnitude [1] of fp8 results before their scale, or null.")
     batches = field(
         BatchParams, "Batched: where each batch lies. All else is of one batch, but for work_tiles."
     )
-
-
-_SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 
 class WgmmaKernel(GemmKernel):
@@ -213,8 +214,7 @@ def defines(
         "TILES_PER_BLOCKED_SUM": SPLIT_GROUP[terms] // SPLIT_TILE if terms and schedule.split_k == 1 else 0,
         "PROMOTE": int(promote),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
-        "SCALE_X": _SCALE_CODES[desc.scale_x],
-        "SCALE_W": _SCALE_CODES[desc.scale_w],
+        **scale_defines(desc),
         "CTAS_PER_SM": schedule.ctas_per_sm,
         "WEIGHT_STAGES": weight_stages,
         "X_STAGES": x_stages,
@@ -367,9 +367,8 @@ def launch_parameters(
     parameters.x = source.address
     parameters.x_stride = leading_dimension(source, desc.x_order)
     parameters.packed = views["packed"].address
-    parameters.bias = address(views.get("bias"))
-    parameters.scale_x = address(views.get("scale_x"))
-    parameters.scale_w = address(views.get("scale_w"))
+    for name in ("bias", *SCALES):
+        setattr(parameters, name, address(views.get(name)))
     parameters.y = result.address
     parameters.y_stride = y_stride
     for name, value in {**c_parameters(desc, views), **group_parameters(desc, views)}.items():

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import InvalidProblemError, shown
-from ..vocab import ElementKind
+from ..vocab import FP8, ElementKind
 
 FMA32, EXACT_SUM, HOPPER, HOPPER_FP8 = "fma32_in_order", "exact_sum", "hopper_tc", "hopper_tc_fp8"
 HOPPER_F32 = {2: "hopper_tc_f32x3", 3: "hopper_tc_f32x6"}
@@ -35,13 +35,13 @@ FORMS = (
 )
 """All names in short, for messages."""
 _ELEMENTS = {
-    FMA32: (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.FP8_E4M3),
+    FMA32: (ElementKind.F32, ElementKind.F16, ElementKind.BF16, *FP8),
     EXACT_SUM: (ElementKind.S8,),
     HOPPER: (ElementKind.F16, ElementKind.BF16),
-    HOPPER_FP8: (ElementKind.FP8_E4M3,),
+    HOPPER_FP8: FP8,
     **dict.fromkeys(HOPPER_F32.values(), (ElementKind.F32,)),
 }
-_OF_ELEMENT = {ElementKind.FP8_E4M3: HOPPER_FP8, ElementKind.F32: HOPPER_F32[3]}
+_OF_ELEMENT = {**dict.fromkeys(FP8, HOPPER_FP8), ElementKind.F32: HOPPER_F32[3]}
 
 
 def in_order(element: ElementKind) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from ..arithmetic.elements import addends_of, biases_of, results_of
+from ..arithmetic.elements import addends_of, biases_of, fp8_results_of, results_of
 from ..arithmetic.epilogue import NO_BOUNDS
 from ..vocab import ElementKind, EpilogueKind, Model, Number, OpCategory
 from .operands import Operand
@@ -72,14 +72,16 @@ class ProductDescriptor(Descriptor):
         out_element: ElementKind
         bias_element: ElementKind
 
-    def _expect_result_types(self, *, gates: bool = False) -> None:
+    def _expect_result_types(self, *, gates: bool = False, fp8: bool = False) -> None:
         """Raise ValueError for a result or bias type that doesn't fit the element.
 
-        A gated epilogue is refused as well, unless the family has ``gates``.
+        A gated epilogue is refused as well, unless the family has ``gates``, and a result that needs a scale,
+        unless it has ``fp8`` ones.
         """
         if self.epilogue.is_gated and not gates:
             raise ValueError(f"epilogue: expected one that isn't gated, got {self.epilogue}")
-        self._expect("out_element", results_of(self.element))
+        scaled = fp8_results_of(self.element) if fp8 else ()
+        self._expect("out_element", results_of(self.element) + scaled)
         self._expect("bias_element", biases_of(self.element, self.out_element))
 
     @property

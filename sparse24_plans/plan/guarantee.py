@@ -129,6 +129,7 @@ class PrecisionGuarantee(Model):
         c: Float64s | None = None,
         relu_threshold: float = 0.0,
         relu_upper_bound: float | None = None,
+        scale_y: float = 1.0,
     ) -> Float64s:
         """The whole allowed error of a result, elementwise, as float64.
 
@@ -140,8 +141,8 @@ class PrecisionGuarantee(Model):
         and NaN are not covered.
 
         Beyond ``error_bound`` the tolerance includes the roundings of the sum, of alpha, of C, of every step
-        of the epilogue and of the result to ``out``, and the underflow of every step. An integer result is
-        compared with the exact value in the integer's range. Raises InvalidProblemError.
+        of the epilogue, of ``scale_y`` and of the result to ``out``, and the underflow of every step. An
+        integer or fp8 result is compared with the exact value in its range. Raises InvalidProblemError.
         """
         k, out = _length(k), element_kind(out, "out")
         exact = _wide("exact", exact)
@@ -169,6 +170,8 @@ class PrecisionGuarantee(Model):
         with np.errstate(over="ignore", invalid="ignore"):
             relu = tolerance.ReluBounds(*(float(_wide(name, one, 0)) for name, one in bounds))
             size, lost = tolerance.of_epilogue(v, lost, kind, relu, self.tanh_error)
+            if (scale := float(_wide("scale_y", scale_y, 0))) != 1:
+                size, lost = tolerance.of_scale(size, lost, scale)
             return tolerance.of_rounding(size, lost, out)
 
     def softmax_tolerance(self, k: int, scores: Float64s, sizes: Float64s, out: ElementLike) -> Float64s:

@@ -92,6 +92,10 @@ class KernelEntry:
         found: type[Kernel[Any]] = import_module(f"{family}.backends.{self.module}").Kernel
         return found
 
+    def least_capability(self, descriptor: Any) -> tuple[int, int]:
+        """The least compute capability on which the kernel serves the problem."""
+        return self.min_compute_capability
+
     def refusal(self, descriptor: Any) -> str | None:
         """A reason in the family's words why the kernel doesn't serve the problem, or None."""
         return None
@@ -228,7 +232,7 @@ def log_choice(descriptor: Any, device: DeviceProperties, considered: Sequence[J
 def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
     entry: KernelEntry = choice.entry
     reason = (
-        _misplaced(entry, choice.preference, choice.device)
+        _misplaced(entry, choice.preference, choice.device, choice.descriptor)
         or _of_elements(entry, choice.descriptor)
         or entry.other_kind(choice.descriptor)
     )
@@ -248,7 +252,9 @@ def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
     return JudgedEntry(entry, absent, unavailable=absent is not None)
 
 
-def _misplaced(entry: KernelEntry, preference: PlanPreference, device: DeviceProperties) -> str | None:
+def _misplaced(
+    entry: KernelEntry, preference: PlanPreference, device: DeviceProperties, descriptor: Any
+) -> str | None:
     """A reason why the preference or the device rules the kernel out, or None."""
     if preference.prefer_backend not in (None, entry.backend):
         return f"prefer_backend is {preference.prefer_backend}"
@@ -263,7 +269,7 @@ def _misplaced(entry: KernelEntry, preference: PlanPreference, device: DevicePro
     if entry.on_host:
         return None
     found = device.compute_capability
-    least, below = entry.min_compute_capability, entry.below_compute_capability
+    least, below = entry.least_capability(descriptor), entry.below_compute_capability
     if found < least:
         return f"needs compute capability {_dotted(least)}, got {_dotted(found)}"
     if found >= below:

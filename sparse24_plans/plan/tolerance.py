@@ -79,6 +79,12 @@ def of_epilogue(
     return product, lost + (product + lost) * _U + _TINY
 
 
+def of_scale(size: Float64s, error: Float64s, scale: float) -> tuple[Float64s, Float64s]:
+    """Values of at most ``size`` and their error, times ``scale``. The product is rounded to float32."""
+    size, error = size * abs(scale), error * abs(scale)
+    return size, error + (size + error) * _U + _TINY
+
+
 def of_rounding(size: Float64s, error: Float64s, out: ElementKind) -> Float64s:
     """The whole error of values of at most ``size`` after their rounding to ``out``."""
     relative = (size + error) * (1.01 * out.unit_roundoff)

@@ -206,7 +206,7 @@ class DecompressSparse24Descriptor(PrepareDescriptor):
 
 
 class PackSparse24Descriptor(PrepareDescriptor):
-    """A weight [M, K] of f16, bf16, s8 or fp8_e4m3 from the canonical form to its element's tiles, or back.
+    """A weight [M, K] of any element but u8 from the canonical form to its element's tiles, or back.
 
     ``direction`` is ``pack`` or ``unpack``; weights/packing.py has the layouts. The other fields as of
     PruneSparse24Descriptor.

@@ -8,11 +8,11 @@ from functools import partial
 
 from ..plan.guarantee import PrecisionGuarantee
 from ..plan.kernel_table import KernelEntry, grid_limit_refusal
-from ..vocab import ElementKind, MathPrecision, PrepareOp, Tier
+from ..vocab import FP8, ElementKind, MathPrecision, PrepareOp, Tier
 from ..weights import inflate
 from .descriptor import ELEMENTS, SCORE_ELEMENTS, PrepareDescriptor
 
-PACKED_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
+PACKED_ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, *FP8)
 """Elements that weights/packing.py has a layout for."""
 BLOCK_BYTES = 16384
 """Dense bytes that a CTA of prune.cu processes."""

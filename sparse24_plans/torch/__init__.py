@@ -16,6 +16,7 @@ if tuple(int(part) for part in _torch.__version__.split(".")[:2]) < (2, 6):
 
 from . import batched_ops as batched_ops  # registers ops
 from . import blocksparse as blocksparse
+from . import fp8_ops as fp8_ops  # registers ops
 from . import gemm_ops as gemm_ops  # registers ops
 from . import grouped_ops as grouped_ops  # registers ops
 from . import prepare_ops as prepare_ops  # registers ops

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arithmetic.elements import addends_of, results_of
+from ..arithmetic.elements import addends_of, results_of, sources_of
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
-from ..vocab import ElementKind, GemmOp, MatrixOrder, ScaleKind
+from ..vocab import ElementKind, GemmOp, ScaleKind
 from ..weights.packed_layouts import Quantization
 from .activations import epilogue_of
 from .elements import DTYPE_OF, STORED_OF, element_of, weight_sizes
@@ -108,8 +108,10 @@ def quantization_of(
 def check_dtypes(x: torch.dtype, weight: torch.dtype, scales: torch.dtype | None) -> None:
     """Raise InvalidProblemError unless x and the weight, or a quantized weight's scales, fit together."""
     if scales is None:
-        if x != weight:
-            raise InvalidProblemError(f"x: expected {weight}, as the weight, got {x}")
+        element = element_of(weight, "weight")
+        if element_of(x, "x") not in (expected := sources_of(element)):
+            names = " or ".join(str(DTYPE_OF[one]) for one in expected)
+            raise InvalidProblemError(f"x: expected {names}, as the weight, got {x}")
         return
     if x not in (torch.float16, torch.bfloat16):
         raise InvalidProblemError(f"x: expected torch.float16 or torch.bfloat16, got {x}")
@@ -132,11 +134,12 @@ def scale_kind(scale: Tensor | None) -> ScaleKind | None:
     return ScaleKind.TENSOR if scale.numel() == 1 else ScaleKind.ROW
 
 
-def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
-    """The descriptor of the product. Raises InvalidProblemError naming the field."""
+def describe(call: Call, n: int, m: int, k: int, **more: Any) -> GemmSparse24Descriptor:
+    """The descriptor of the product, with ``more`` fields. Raises InvalidProblemError naming the field."""
     bias = call.bias
     by = quantization_of(call.weight.dtype, call.scales, call.group, call.scale_dtype)
-    element = element_of(call.x.dtype, "x")
+    x_element = element_of(call.x.dtype, "x")
+    element = x_element if by is not None else element_of(call.weight.dtype, "weight")
     out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
@@ -144,6 +147,7 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         m=m,
         k=k,
         element=element,
+        x_element=x_element,
         op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
         epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
         out_element=out,
@@ -153,7 +157,7 @@ def describe(call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmS
         beta=None if call.residual is None else call.beta,
         c_element=residual_element(call.residual, element, out),
         **({} if by is None else by.problem),
-        **orders,
+        **more,
     )
     return found
 

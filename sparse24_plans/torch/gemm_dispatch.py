@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOperandError, UnsupportedError
 from ..gemm.args import DgradSparse24Args, GemmSparse24Args
+from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.launches import Caller
-from ..vocab import ElementKind, MatrixOrder
+from ..vocab import FP8, ElementKind, MatrixOrder
 from . import packed_weight_cache
 from .elements import DTYPE_OF, allocation, element_of, plan_device
 from .gemm_call import OPERANDS, Call, describe, sizes
@@ -37,7 +38,7 @@ class CheckedProduct(CheckedCall):
         if rows is None:
             self._copied, rows = True, _rows(x.contiguous())
         assert rows is not None
-        self._desc = desc = describe(
+        self._desc = desc = self._describe(
             call,
             rows.shape[0],
             m,
@@ -57,6 +58,9 @@ class CheckedProduct(CheckedCall):
         super().__init__(plan, self._first_caller(call, rows, out), x.device)
         self.alignment = self._caller.alignment("dy" if call.dgrad else "x")
         """The address of x must be a multiple of this number of bytes."""
+
+    def _describe(self, call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
+        return describe(call, n, m, k, **orders)
 
     def _check_out(self, out: Tensor | None) -> None:
         if out is None:
@@ -328,8 +332,8 @@ def scaled_call(
     residual: Tensor | None = None,
 ) -> Call:
     """Raises InvalidProblemError for elements that have no scales."""
-    if element_of(weight.dtype, "weight") not in (ElementKind.S8, ElementKind.FP8_E4M3):
-        raise InvalidProblemError(f"weight: expected int8 or float8_e4m3fn, got {weight.dtype}")
+    if element_of(weight.dtype, "weight") not in (ElementKind.S8, *FP8):
+        raise InvalidProblemError(f"weight: expected int8, float8_e4m3fn or float8_e5m2, got {weight.dtype}")
     options = None, False, activation, out_dtype, preference
     return Call(x, weight, meta, None, bias, scale_x, scale_w, residual, m, *options)
 

@@ -175,22 +175,20 @@ def _scaled(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
         raise UnsupportedError(
             "`SparseSemiStructuredTensor` _scaled_mm: expected no bias and no scale_result"
         )
-    if out in (None, FP8):  # no kernel writes fp8: the scaled sum is computed in float32 and rounded once
-        wide = _scaled(func, types, args[:4], {"out_dtype": torch.float32})
-        most = torch.finfo(FP8).max
-        return wide.clamp(-most, most).to(FP8)
-    if out not in (torch.bfloat16, torch.float16, torch.float32):
+    out = FP8 if out is None else out
+    if out not in (FP8, torch.bfloat16, torch.float16, torch.float32):
         raise UnsupportedError(
             "`SparseSemiStructuredTensor` _scaled_mm: expected out_dtype bfloat16, float16, float32 or "
             f"float8_e4m3fn, got {out}"
         )
+    product = _ops.fp8_linear if out == FP8 else _ops.scaled_linear
     if isinstance(a, Sparse24Tensor):
         values, meta = _part(a, "packed"), _part(a, "meta")
-        y = _ops.scaled_linear(b.t(), values, meta, scale_b, scale_a, out_dtype=out)
+        y = product(b.t(), values, meta, scale_b, scale_a, out_dtype=out)
         return cast(Tensor, y.t().contiguous())
     sparse = b.t()
     values, meta = _part(sparse, "packed"), _part(sparse, "meta")
-    return cast(Tensor, _ops.scaled_linear(a, values, meta, scale_a, scale_b, out_dtype=out))
+    return cast(Tensor, product(a, values, meta, scale_a, scale_b, out_dtype=out))
 
 
 # One cell at a time ---------------------------------------------------------------------------------

@@ -103,6 +103,11 @@ class ElementKind(_Word):
         return 0.0 if self in _INTEGERS else _finfo(self.dtype).smallest_subnormal
 
     @property
+    def largest(self) -> float:
+        """The largest finite value."""
+        return float(np.iinfo(self.dtype).max) if self in _INTEGERS else _finfo(self.dtype).largest
+
+    @property
     def smallest_normal(self) -> float:
         """The least positive value of full precision (0 for integers)."""
         return 0.0 if self in _INTEGERS else _finfo(self.dtype).smallest_normal
@@ -126,6 +131,8 @@ for _kind, _dtype in _DTYPES.items():
 _INTEGERS = frozenset({ElementKind.S8, ElementKind.S4, ElementKind.I32, ElementKind.U16, ElementKind.U8})
 
 
+FP8 = (ElementKind.FP8_E4M3, ElementKind.FP8_E5M2)
+"""The 8-bit floats."""
 IN_MEMORY = tuple(kind for kind in ElementKind if kind is not ElementKind.S4)
 """Elements that tensors may have. Values of ``s4`` share bytes, which tensors can't describe."""
 
@@ -134,12 +141,14 @@ class _FloatLimits(NamedTuple):
     eps: float
     smallest_subnormal: float
     smallest_normal: float
+    largest: float
 
 
 @cache
 def _finfo(dtype: Dtype) -> _FloatLimits:
     about: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    return _FloatLimits(float(about.eps), float(about.smallest_subnormal), float(about.smallest_normal))
+    found = about.eps, about.smallest_subnormal, about.smallest_normal, about.max
+    return _FloatLimits(*map(float, found))
 
 
 class TorchDtype(Protocol):

@@ -9,6 +9,7 @@ from ..vocab import (
     CANONICAL_LAYOUT,
     CUSPARSELT_LAYOUT,
     DENSE_F32_LAYOUT,
+    FP8,
     TILE64X64_LAYOUT,
     TILE64X64_PARTS_LAYOUT,
     TILE64X128_FP8_LAYOUT,
@@ -104,7 +105,7 @@ class TileLayout(NamedTuple):
 
 
 TILES_16BIT = TileLayout(TILE64X128_LAYOUT, 2, (ElementKind.F16, ElementKind.BF16))
-TILES_8BIT = TileLayout(TILE64X256_LAYOUT, 1, (ElementKind.S8, ElementKind.FP8_E4M3))
+TILES_8BIT = TileLayout(TILE64X256_LAYOUT, 1, (ElementKind.S8, *FP8))
 TILES_32BIT = TileLayout(TILE64X64_LAYOUT, 4, (ElementKind.F32,), swizzled=False)
 TILES_IN_PARTS = TileLayout(TILE64X64_PARTS_LAYOUT, 4, (ElementKind.F32,))
 TILE_LAYOUTS = (TILES_16BIT, TILES_8BIT, TILES_32BIT, TILES_IN_PARTS)
@@ -146,7 +147,7 @@ def layout_of(element: ElementKind, argument: str = "weight") -> TileLayout:
         if element in layout.elements:
             return layout
     raise UnsupportedError(
-        f"{argument}: no tile layout holds {element}, only f32, f16, bf16, s8 and fp8_e4m3"
+        f"{argument}: no tile layout holds {element}, only f32, f16, bf16, s8, fp8_e4m3 and fp8_e5m2"
     )
 
 

@@ -18,6 +18,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "s8": {"element": "s8", "out_element": "bf16", "scale_x": "row", "scale_w": "tensor"},
     "s8 sums": {"element": "s8", "out_element": "i32"},
     "fp8": {"element": "fp8_e4m3", "out_element": "bf16", "scale_x": "row", "scale_w": "row", "alpha": 0.25},
+    "both fp8 types": {"element": "fp8_e5m2", "x_element": "fp8_e4m3", "out_element": "f32"},
+    "fp8 results": {"element": "fp8_e4m3", "out_element": "fp8_e5m2", "scale_y": "tensor", "amax": True},
+    "gated fp8 results": {"element": "bf16", "epilogue": "swiglu", "out_element": "fp8_e4m3", "amax": True},
     "bf16 backward": {"element": "bf16", "op": "dgrad"},
     "bf16 and C": {"element": "bf16", "epilogue": "bias_gelu_tanh", "beta": 0.5},
     "f16 and C in columns": {"element": "f16", "y_order": "column", "beta": -1.0, "c_element": "f32"},
@@ -47,6 +50,13 @@ GROUPED: dict[str, dict[str, Any]] = {
         "out_element": "bf16",
         "groups": 6,
         **_SCALES,
+    },
+    "groups of fp8 results": {
+        "element": "fp8_e4m3",
+        "out_element": "fp8_e4m3",
+        "scale_y": "tensor",
+        "amax": True,
+        "groups": 3,
     },
     "groups of fp8 by counts": {
         "element": "fp8_e4m3",

@@ -77,12 +77,16 @@ def check_batched(problem: BatchedProduct, device: int | str, check_numbers: Cal
     found = case.run().copy()
     wanted = preference.model_copy(update={"prefer_kernel": plan.kernel})
     one = GemmSparse24Plan.select(desc.one_batch, device=device, preference=wanted)
+    largest = [np.float32(0)]
     for batch, data in enumerate(case.data):
         single = case_of(one, data)
-        known = reference(one, single.x, single.dense, single.bias, single.scale, single.c)
+        known = reference(one, single.x, single.dense, single.bias, single.scale, single.c, single.scale_y)
         check_numbers(one, found[batch], *known)
         if plan.guarantee.deterministic and plan.kernel != "inflate_cublas":  # bits depend on its alignment
             assert same_bits(np.ascontiguousarray(found[batch]), np.ascontiguousarray(single.run())), (
                 f"batch {batch} has other bits than its product"
             )
+            largest += [single.largest()] if desc.amax else []
+    if case.amax is not None and len(largest) > len(case.data):
+        np.testing.assert_array_equal(case.amax.numpy()[0], np.max(largest), "amax of all batches")
     return True

@@ -27,6 +27,7 @@ from sparse24_plans import (
     TilePruneSparse24Descriptor,
     UnsupportedError,
 )
+from sparse24_plans.arithmetic.epilogue import encoded
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.packing import pack
 
@@ -84,7 +85,10 @@ def _check_product(problem: Product, device: int | str) -> bool:
         _check_refusal(problem, case, verdict.error)
         return _check_product(replace(problem, pads=(0, 0, 0), offsets=(0, 0, 0)), device)
     got = case.run().copy()
-    _check_numbers(plan, got, *reference(plan, case.x, case.dense, case.bias, case.scale, case.c))
+    known = reference(plan, case.x, case.dense, case.bias, case.scale, case.c, case.scale_y)
+    _check_numbers(plan, got, *known)
+    if case.amax is not None:
+        _check_largest(got, case.largest(), case.scale_y, desc.out_element)
     _check_inputs(case, data)
     if plan.guarantee.deterministic:
         _check_the_same_again(case, got, data.c if problem.in_place else None)
@@ -105,9 +109,14 @@ def _check_grouped(problem: GroupedProduct, device: int | str) -> bool:
     got = case.run().copy()
     if not case.has_shared_rows():
         case.check_the_rest(got)
+        written = [np.zeros((0, got.shape[1]), got.dtype)]
         for data, (begin, end) in case.of_groups():
-            known = reference(plan, data.x, data.dense, data.bias, data.scale())
+            known = reference(plan, data.x, data.dense, data.bias, data.scale(), scale_y=data.scale_y)
             _check_numbers(plan, got[begin:end], *known)
+            written.append(got[begin:end])
+        if plan.descriptor.amax:
+            scale_y = case.data[0].scale_y
+            _check_largest(np.concatenate(written), case.largest(), scale_y, plan.descriptor.out_element)
         if plan.guarantee.deterministic:
             assert same_bits(case.run(), got), "other bits in a second run"
     return True
@@ -134,9 +143,9 @@ def _check_numbers(plan: GemmSparse24Plan, got: np.ndarray, exact: np.ndarray, t
         if plan.descriptor.epilogue.is_gated:
             right |= np.isinf(tolerance)
         if not out.is_integer:
-            most = largest_of(ElementKind.F32)
+            most = ElementKind.F32.largest
             for sign in (1.0, -1.0):
-                right |= (wide == sign * np.inf) & (sign * exact + tolerance >= min(largest_of(out), most))
+                right |= (wide == sign * np.inf) & (sign * exact + tolerance >= out.largest)
             right |= (wide == exact) & np.isinf(wide)
             if plan.sku.backend == "inflate_cublas":
                 right |= np.isnan(wide) & (np.abs(exact) >= most)
@@ -148,16 +157,22 @@ def _check_numbers(plan: GemmSparse24Plan, got: np.ndarray, exact: np.ndarray, t
         )
 
 
-def largest_of(element: ElementKind) -> float:
-    """The largest finite number of a float type."""
-    bits = {"f32": 0x7F7FFFFF, "f16": 0x7BFF, "bf16": 0x7F7F}[element]
-    return float(np.array([bits], element.bits_dtype).view(element.dtype)[0])
+def _check_largest(
+    got: np.ndarray, largest: np.float32, scale_y: np.ndarray | None, out: ElementKind
+) -> None:
+    """The largest magnitude of all becomes the largest of the results, because rounding keeps their order."""
+    scale = np.float32(1) if scale_y is None else scale_y[0]
+    with np.errstate(over="ignore"):
+        want = encoded(np.array([largest * scale]), out)[0]
+    found = np.ascontiguousarray(got).view(np.uint8) & 0x7F
+    assert found.max(initial=0) == want, f"amax is {largest!r}"
 
 
 def _check_inputs(case: Case, data: Data) -> None:
-    values = data.x, data.bias, data.scale_x, data.scale_w, data.c
+    values = data.x, data.bias, data.scale_x, data.scale_w, data.scale_y, data.c
     given = [value for value in values if value is not None]
-    for operand, value in zip(case.inputs, given[: len(case.inputs)], strict=True):  # c may be y
+    inputs = [operand for operand in case.inputs if operand is not case.amax]
+    for operand, value in zip(inputs, given[: len(inputs)], strict=True):  # c may be y
         assert same_bits(operand.numpy().copy(order="C"), np.ascontiguousarray(value)), "an input was written"
 
 
@@ -184,7 +199,15 @@ def _check_replay(plan: GemmSparse24Plan, data: Data, got: np.ndarray) -> None:
     if desc.op == "forward":
         found = plan.replay(
             GemmSparse24Args(
-                weight, x, result, data.bias, data.scale_x, data.scale_w, None if data.c is None else c
+                weight,
+                x,
+                result,
+                data.bias,
+                data.scale_x,
+                data.scale_w,
+                None if data.c is None else c,
+                scale_y=data.scale_y,
+                amax=data.amax,
             ),
             _REPLAYED,
         )

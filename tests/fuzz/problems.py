@@ -62,6 +62,10 @@ _RESULTS = {
     "s8": ("i32", "s8", "f16", "bf16", "f32"),
     "fp8_e4m3": ("bf16", "f16", "f32"),
 }
+"""Results of block-sparse products."""
+_FP8 = ("fp8_e4m3", "fp8_e5m2")
+_GEMM_RESULTS = _RESULTS | {"fp8_e5m2": _RESULTS["fp8_e4m3"]}
+"""Results of products that need no scale."""
 _ARITHMETICS = (
     *("fma32_in_order", "exact_sum", "hopper_tc/slices=1", "hopper_tc/slices=3"),
     *("hopper_tc_fp8/slices=2", "hopper_tc_fp8/promoted=128"),
@@ -91,8 +95,8 @@ class Product:
         made = random_data(rng, self.desc)
         if self.desc.element is ElementKind.S8:
             return _shaped_integers(made, self.mood, rng)
-        dense, x = (_shaped(part, self.mood, rng, self.desc.element) for part in (made.dense, made.x))
-        return replace(made, dense=dense, x=x)
+        dense = _shaped(made.dense, self.mood, rng, self.desc.element)
+        return replace(made, dense=dense, x=_shaped(made.x, self.mood, rng, self.desc.x_element))
 
 
 @dataclass(frozen=True)
@@ -197,8 +201,7 @@ def _alpha(rng: np.random.Generator) -> float:
 
 def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...]) -> Product:
     forward = rng.random() < 0.85
-    element = _pick(rng, _RESULTS)
-    fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
+    fields = _elements(rng, _pick(rng, _GEMM_RESULTS), fp8=forward)
     fields["alpha"] = _alpha(rng)
     if not forward:
         fields["op"] = "dgrad"
@@ -213,7 +216,7 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         for name in ("scale_x", "scale_w"):
             fields[name] = "none" if rng.random() < 0.7 else _pick(rng, ("tensor", "row"))
         fields |= _c_and_bounds(rng, fields)
-    fields |= _quantization(rng, element)
+    fields |= _quantization(rng, fields["element"])
     epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
     slow = epilogue in (EpilogueKind.BIAS_GELU, EpilogueKind.BIAS_GEGLU)
     most = min(limits.results, _SLOW_RESULTS) if slow else limits.results
@@ -233,6 +236,17 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     )
 
 
+def _elements(rng: np.random.Generator, element: str, *, fp8: bool) -> dict[str, Any]:
+    """The element with a type of X and, with ``fp8`` sometimes of 8 bits, of the result."""
+    found: dict[str, Any] = {"element": element, "out_element": _pick(rng, _GEMM_RESULTS[element])}
+    if element in _FP8:
+        found["x_element"] = _pick(rng, _FP8)
+    if fp8 and element in ("f16", "bf16", *_FP8) and rng.random() < 0.3:
+        found |= {"out_element": _pick(rng, _FP8), "amax": bool(rng.random() < 0.5)}
+        found["scale_y"] = _pick(rng, ("none", "tensor"))
+    return found
+
+
 def _quantization(rng: np.random.Generator, element: str) -> dict[str, Any]:
     """Sometimes a quantized weight."""
     if element not in ("f16", "bf16") or rng.random() > 0.25:
@@ -248,9 +262,10 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     """Up to 40 groups, or 1,024 small ones; a fifth of the offsets are hostile."""
     host = limits is HOST
     groups = int(2 ** rng.uniform(0, 5.3 if host or rng.random() < 0.8 else 10))
-    element = _pick(rng, ("f32", "f16", "bf16", "s8", "fp8_e4m3"))
-    fields: dict[str, Any] = {"element": element, "out_element": _pick(rng, _RESULTS[element])}
-    if rng.random() < 0.2:
+    element = _pick(rng, ("f32", "f16", "bf16", "s8", *_FP8))
+    is_dgrad = rng.random() < 0.2
+    fields = _elements(rng, element, fp8=not is_dgrad)
+    if is_dgrad:
         fields["op"] = "dgrad"
     elif rng.random() < 0.5:
         fields["epilogue"] = _pick(rng, ("bias", "silu", "swiglu", "bias_geglu"))
@@ -282,7 +297,8 @@ def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str,
     epilogue = fields.get("epilogue", EpilogueKind.IDENTITY)
     if not epilogue.is_gated and rng.random() < 0.3:
         found["beta"] = float(_pick(rng, (1.0, -1.0, 0.5, 1 / 3, rng.standard_normal())))
-        found["c_element"] = str(_pick(rng, (fields["out_element"], "f32")))
+        own = "bf16" if fields["out_element"] in _FP8 else fields["out_element"]
+        found["c_element"] = str(_pick(rng, (own, "f32")))
     if epilogue.activation is EpilogueKind.RELU and rng.random() < 0.3:
         threshold = float(_pick(rng, (0.0, 0.5, -1.5)))
         found |= {"relu_threshold": threshold, "relu_upper_bound": _pick(rng, (6.0, None))}
@@ -290,7 +306,9 @@ def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str,
 
 
 def _default_bias(fields: dict[str, Any]) -> str:
-    if fields["element"] in ("s8", "fp8_e4m3"):
+    if fields["out_element"] in _FP8:
+        return "bf16"
+    if fields["element"] in ("s8", *_FP8):
         return "f32" if fields["out_element"] in ("s8", "i32") else str(fields["out_element"])
     return str(fields["element"])
 

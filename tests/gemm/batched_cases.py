@@ -103,6 +103,7 @@ class BatchedCase:
     inputs: tuple[Strided, ...]
     data: tuple[Data, ...]
     workspace: Guarded | None
+    amax: Strided | None = None
 
     def run(self, stream: Any = None) -> np.ndarray:
         self.plan.run(self.args, workspace=self.workspace and self.workspace.view, stream=stream)
@@ -153,6 +154,7 @@ def batched_case(
     data = [random_data(rng, desc.one_batch) for _ in range(max(desc.batches, 1))]
     common = {name: getattr(data[0], name) for name in shared}
     common |= {"dense": data[0].dense} if desc.shared_weight else {}
+    common |= {"scale_y": data[0].scale_y}
     data = [replace(one, **common) for one in data]
     dense = data[0].dense if desc.shared_weight else np.concatenate([one.dense for one in data])
     weight = weight_of(dense[: desc.weight_rows], desc).to(device)
@@ -162,7 +164,7 @@ def batched_case(
         for name, rows, element, order, shape, unit, offset in zip(
             ("x", "y", "c"),
             (desc.x_order, desc.y_order, desc.y_order),
-            (desc.element, desc.out_element, desc.c_element),
+            (desc.x_element, desc.out_element, desc.c_element),
             orders,
             ((desc.n, desc.reduction), (desc.n, desc.outputs), (desc.n, desc.outputs)),
             units,
@@ -180,6 +182,10 @@ def batched_case(
             element = desc.bias_element if name == "bias" else ElementKind.F32
             strides = (0 if name in shared else values.shape[1] + 3, 1)
             inputs[name] = Strided(values.shape, element, device, strides).fill(values)
+    for name in ("scale_y", "amax"):  # all batches have one
+        values = getattr(data[0], name)
+        if values is not None:
+            inputs[name] = Strided((1,), ElementKind.F32, device, (1,)).fill(values)
     packed: PackedWeight = plan.pack(weight)
     views = {name: operand.view for name, operand in inputs.items()}
     args: GemmSparse24Args | DgradSparse24Args
@@ -188,7 +194,9 @@ def batched_case(
     else:
         args = DgradSparse24Args(packed, x.view, y.view)
     space = scratch(plan.workspace_size(), device)
-    return BatchedCase(plan, args, y, tuple(inputs.values()), tuple(data[:batches]), space)
+    return BatchedCase(
+        plan, args, y, tuple(inputs.values()), tuple(data[:batches]), space, inputs.get("amax")
+    )
 
 
 def _stacked(data: list[Data], name: str, batches: int) -> np.ndarray:

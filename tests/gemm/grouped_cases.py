@@ -42,6 +42,10 @@ class GroupedCase:
             operand.numpy()
         return self.result.numpy()
 
+    def largest(self) -> np.float32:
+        """The operand ``amax``."""
+        return self.inputs[-2].numpy()[0]
+
     def ranges(self) -> list[tuple[int, int]]:
         """The rows of each group, as the descriptor's docstring says."""
         desc, given = self.plan.descriptor, self.inputs[-1].numpy().astype(int).tolist()
@@ -70,7 +74,9 @@ class GroupedCase:
     def check(self, got: np.ndarray) -> None:
         """Rows of groups are inside the guarantee's bound; other rows still have the poison."""
         for own, (begin, end) in self.of_groups():
-            exact, tolerance = reference(self.plan, own.x, own.dense, own.bias, own.scale())
+            exact, tolerance = reference(
+                self.plan, own.x, own.dense, own.bias, own.scale(), scale_y=own.scale_y
+            )
             error = np.abs(got[begin:end].astype(np.float64) - exact)
             assert (error <= tolerance).all(), f"{(error / tolerance).max():.2f} of what is allowed"
         self.check_the_rest(got)
@@ -88,13 +94,17 @@ def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 
     desc = plan.descriptor
     rng = np.random.default_rng(seed)
     dense = random_values(rng, (desc.groups * desc.m, desc.k), desc.element)
-    x = random_values(rng, (desc.n, desc.reduction), desc.element)
+    x = random_values(rng, (desc.n, desc.reduction), desc.x_element)
     found: dict[str, np.ndarray] = {}
     if desc.epilogue.has_bias:
         found["bias"] = random_values(rng, (desc.groups * desc.m,), desc.bias_element)
     for name, kind, count in (("scale_x", desc.scale_x, desc.n), ("scale_w", desc.scale_w, len(dense))):
         if kind != "none":
             found[name] = rng.uniform(0.5, 2.0, 1 if kind == "tensor" else count).astype(np.float32)
+    if desc.scale_y != "none":
+        found["scale_y"] = rng.uniform(0.5, 2.0, 1).astype(np.float32)
+    if desc.amax:
+        found["amax"] = np.zeros(1, np.float32)
     device = place_name(plan)
     weight = weight_of(dense, desc)
     kept = dense_of(weight).reshape(desc.groups, desc.m, desc.k)
@@ -104,10 +114,17 @@ def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 
         return values if values is None or len(values) == 1 else values.reshape(desc.groups, -1)[group]
 
     data = tuple(
-        Data(kept[g], x, part("bias", g), found.get("scale_x"), part("scale_w", g))
+        Data(
+            kept[g],
+            x,
+            part("bias", g),
+            found.get("scale_x"),
+            part("scale_w", g),
+            scale_y=found.get("scale_y"),
+        )
         for g in range(desc.groups)
     )
-    source = Guarded(x.shape, desc.element, device, desc.reduction + pad).fill(x)
+    source = Guarded(x.shape, desc.x_element, device, desc.reduction + pad).fill(x)
     result = Guarded((desc.n, desc.outputs), desc.out_element, device, desc.outputs + pad)
     elements = {"bias": desc.bias_element}
     inputs = {

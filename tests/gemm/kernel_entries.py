@@ -21,7 +21,7 @@ request has test_named_arithmetics.py, and what serves groups alone test_grouped
 MOST_TOKENS = {"mma_sp": 128}
 """The largest n of kernels that leave larger ones to others."""
 BOTH_OPS = ("forward", "dgrad")
-ELEMENTS = tuple(ElementKind(name) for name in ("f32", "f16", "bf16", "s8", "fp8_e4m3"))
+ELEMENTS = tuple(ElementKind(name) for name in ("f32", "f16", "bf16", "s8", "fp8_e4m3", "fp8_e5m2"))
 FLOATS = tuple(element for element in ELEMENTS if element.unit_roundoff)
 
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from sparse24_plans import ElementKind, Sparse24Weight
 
-LEAST_EXPONENT = {"f16": -14, "bf16": -126, "fp8_e4m3": -6}
-PRODUCTS = {"f16": 16, "bf16": 16, "fp8_e4m3": 32}
-ALIGNED_BITS = {"f16": 25, "bf16": 25, "fp8_e4m3": 13}
-RESULT_BITS = {"f16": 23, "bf16": 23, "fp8_e4m3": 13}
+LEAST_EXPONENT = {"f16": -14, "bf16": -126, "fp8_e4m3": -6, "fp8_e5m2": -14}
+PRODUCTS = {"f16": 16, "bf16": 16, "fp8_e4m3": 32, "fp8_e5m2": 32}
+ALIGNED_BITS = {"f16": 25, "bf16": 25, "fp8_e4m3": 13, "fp8_e5m2": 13}
+RESULT_BITS = {"f16": 23, "bf16": 23, "fp8_e4m3": 13, "fp8_e5m2": 13}
 PARTS = {"hopper_tc_f32x3": (2, 256, None), "hopper_tc_f32x6": (3, 64, 4096)}
 """Terms of a float32; columns of one tensor-core sum; columns of a blocked sum, which needs one slice."""
-TILE_COLUMNS = {"f16": 128, "bf16": 128, "fp8_e4m3": 256}
+TILE_COLUMNS = {"f16": 128, "bf16": 128, "fp8_e4m3": 256, "fp8_e5m2": 256}
 
 
 UNIT = -298

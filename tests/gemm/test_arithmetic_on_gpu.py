@@ -32,11 +32,12 @@ TIER2 = [
     row.name
     for row in ENTRIES
     if row.tier == "sparse_tensor_core" and row.backend != "cusparselt" and not row.only_groups
+    if row.name != "mma_sp_fp8"  # names no arithmetic
 ]
 EACH = [
     marked(row.name, str(element))
     for row in ENTRIES
-    if row.name in (*TIER2, "inflate_strict", "host_strict")
+    if row.name in (*TIER2, "inflate_strict", "inflate_strict_fp8", "host_strict")
     for element in row.elements
 ]
 every_row = pytest.mark.parametrize(("row", "element"), EACH)
@@ -59,7 +60,7 @@ def subnormals(rng: np.random.Generator, shape: tuple[int, int], kind: ElementKi
 
 def zeros_beside_large(rng: np.random.Generator, shape: tuple[int, int], kind: ElementKind) -> np.ndarray:
     """Half are zeros, of both signs; of the others some are as large as they come."""
-    large = 2.0 ** {"f16": 14, "bf16": 60, "fp8_e4m3": 8}.get(str(kind), 60)
+    large = 2.0 ** {"f16": 14, "bf16": 60, "fp8_e4m3": 8, "fp8_e5m2": 14}.get(str(kind), 60)
     values = rng.standard_normal(shape) * np.where(rng.random(shape) < 0.02, large, 1)
     values = np.where(rng.random(shape) < 0.5, np.copysign(0, rng.standard_normal(shape)), values)
     return np.clip(values, -1.75 * large, 1.75 * large).astype(np.float32).astype(kind.dtype)
@@ -67,7 +68,7 @@ def zeros_beside_large(rng: np.random.Generator, shape: tuple[int, int], kind: E
 
 def overflowing(rng: np.random.Generator, shape: tuple[int, int], kind: ElementKind) -> np.ndarray:
     """Sums of bf16 near and beyond 2^128; of the others just large."""
-    low, high = {"f16": (8, 15), "fp8_e4m3": (4, 8)}.get(str(kind), (60, 64))
+    low, high = {"f16": (8, 15), "fp8_e4m3": (4, 8), "fp8_e5m2": (8, 15)}.get(str(kind), (60, 64))
     exponent = rng.integers(low, high, shape).astype(float)
     values = rng.uniform(1, 2, shape) * rng.choice([-1, 1], shape) * 2.0**exponent
     return np.clip(values, -float(2.0**high), float(2.0**high)).astype(np.float32).astype(kind.dtype)
@@ -75,7 +76,7 @@ def overflowing(rng: np.random.Generator, shape: tuple[int, int], kind: ElementK
 
 def tiny(rng: np.random.Generator, shape: tuple[int, int], kind: ElementKind) -> np.ndarray:
     """Products of bf16 below float32's range, so that sums are subnormal, zero or of unknown sign."""
-    low, high = {"f16": (-24, -10), "fp8_e4m3": (-9, -4)}.get(str(kind), (-85, -62))
+    low, high = {"f16": (-24, -10), "fp8_e4m3": (-9, -4), "fp8_e5m2": (-16, -8)}.get(str(kind), (-85, -62))
     exponent = rng.integers(low, high, shape).astype(float)
     values = rng.uniform(1, 2, shape) * rng.choice([-1, 1], shape) * 2.0**exponent
     return np.where(rng.random(shape) < 0.1, 0, values).astype(np.float32).astype(kind.dtype)
@@ -156,10 +157,10 @@ PRODUCTS = 24_000_000
 @every_row
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_and_epilogues(row, element, shape, record_property):
-    scaled = element in ("s8", "fp8_e4m3") and row != "host_strict"
+    scaled = element in ("s8", "fp8_e4m3", "fp8_e5m2") and row != "host_strict"
     scales = {"scale_x": "row", "scale_w": "row"} if scaled else {}
     for i, epilogue in enumerate(IN_STEPS):
-        out = {"s8": "bf16", "fp8_e4m3": "bf16"}.get(element, element) if i else "f32"
+        out = {"s8": "bf16", "fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}.get(element, element) if i else "f32"
         problem = {**sizes(row, element, *shape), "element": element, "out_element": out, "alpha": 0.75}
         samples = min(20_000, PRODUCTS // problem["k"])
         replays(row, record_property, samples, seed=i, epilogue=epilogue, **problem, **scales)

@@ -19,7 +19,11 @@ from .scalar_arithmetic import TILE_COLUMNS, float32_sum, tensor_core_sum
 
 HOPPER = [(element, f"hopper_tc/slices={s}") for element in ("f16", "bf16") for s in (1, 3, 8)]
 FLOAT32 = [f"hopper_tc_f32x{products}/slices={s}" for products in (3, 6) for s in (1, 3)]
-FP8 = [("fp8_e4m3", f"hopper_tc_fp8/{how}") for how in ("slices=1", "slices=4", "promoted=128")]
+FP8 = [
+    (element, f"hopper_tc_fp8/{how}")
+    for element in ("fp8_e4m3", "fp8_e5m2")
+    for how in ("slices=1", "slices=4", "promoted=128")
+]
 
 
 def factors_of(desc: GemmSparse24Descriptor, x: np.ndarray, weight: Sparse24Weight) -> Factors:

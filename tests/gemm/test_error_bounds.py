@@ -17,12 +17,12 @@ from .kernel_entries import FLOATS, case_of, on_host, promising, tokens
 Terms = tuple[np.ndarray, np.ndarray]
 """The source [n, r] and the weight [outputs, r]: products of their columns are summed over r."""
 
-HALF_RANGE = {"f16": 12, "fp8_e4m3": 8, "bf16": 40, "f32": 40}
+HALF_RANGE = {"f16": 12, "fp8_e4m3": 8, "fp8_e5m2": 12, "bf16": 40, "f32": 40}
 """Products of 2^this twice over are far from overflow."""
-LEAST = {"f16": -12, "fp8_e4m3": -5, "bf16": -40, "f32": -40}
-STEPS = {"fp8_e4m3": 13}
+LEAST = {"f16": -12, "fp8_e4m3": -5, "fp8_e5m2": -12, "bf16": -40, "f32": -40}
+STEPS = {"fp8_e4m3": 13, "fp8_e5m2": 13}
 """Bits below the largest addend that an accumulator keeps, about; 24 where nothing is said."""
-LARGE = {"f16": 15, "bf16": 100, "fp8_e4m3": 8, "f32": 100}
+LARGE = {"f16": 15, "bf16": 100, "fp8_e4m3": 8, "fp8_e5m2": 15, "f32": 100}
 """Exponents of operands that meet subnormal ones."""
 
 

@@ -77,11 +77,14 @@ def test_other_tensor_cores_name_none(capability):
     """They add in other steps."""
     for row in ("mma_sp", "mma_sp_many"):
         assert named(row, gpu_of(*capability), element="bf16") is None
+    assert named("mma_sp_fp8", gpu_of(*capability), element="fp8_e4m3") is None
     assert named("inflate_strict", gpu_of(*capability), element="bf16") == "fma32_in_order"
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("row", [row.name for row in ENTRIES if row.backend in ("mma_sp", "wgmma_sp")])
+@pytest.mark.parametrize(
+    "row", [row.name for row in ENTRIES if row.backend in ("mma_sp", "wgmma_sp") and row.name != "mma_sp_fp8"]
+)
 def test_activations_of_cudas_library_have_no_name(row, epilogue):
     in_steps = epilogue in ("identity", "bias", "bias_relu")
     assert (named(row, HOPPER, element=row_of(row).elements[0], epilogue=epilogue) is not None) == in_steps
@@ -107,7 +110,7 @@ def test_a_gpu_serves_the_arithmetics_that_its_rows_name_and_no_others(element, 
         by_name[name] = {row for row, _, reason in answer.rows if reason is None}
         assert answer.chosen is None or answer.chosen in by_name[name]
     for row in ENTRIES:
-        others = row.promoted or row.only_groups
+        others = row.promoted or row.only_groups or row.name == "mma_sp_fp8"
         if row.backend in ("mma_sp", "wgmma_sp") and desc.element in row.elements and not others:
             own = named(row.name, HOPPER, n=n, element=element)
             for name, rows in by_name.items():

@@ -27,6 +27,7 @@ NAMES = {
     "bf16": ["fma32_in_order", "hopper_tc/slices=1"],
     "s8": ["exact_sum"],
     "fp8_e4m3": ["hopper_tc_fp8/slices=3", "hopper_tc_fp8/promoted=128"],
+    "fp8_e5m2": ["hopper_tc_fp8/slices=1"],
 }
 EACH = [(element, name) for element, names in NAMES.items() for name in names]
 

@@ -176,7 +176,7 @@ def test_cublas_gets_no_alpha_that_scales_operands_out_of_range(alpha, serves, o
     assert chosen(HOPPER, desc) is not None
 
 
-@pytest.mark.parametrize("element", ["fp8_e5m2", "i32", "u16", "u8"])
+@pytest.mark.parametrize("element", ["i32", "u16", "u8"])
 @pytest.mark.parametrize("device", PLACES, ids=str)
 def test_elements_that_no_row_serves(device, element):
     desc = GemmSparse24Descriptor(n=16, m=256, k=512, element=element)
@@ -284,8 +284,8 @@ def says(error: BaseException, kernel: str, reason: str) -> bool:
 
 
 def test_the_reasons_of_kernels_of_the_device_and_element_come_first():
-    problem = GemmSparse24Descriptor(n=2, m=8, k=24, element="fp8_e4m3")
-    first = r"problem\. cusparselt_fp8: needs n .*; wgmma_sp_fp8, .*rows of X"
+    problem = GemmSparse24Descriptor(n=2, m=8, k=24, element="s8")
+    first = r"problem\. wgmma_sp_s8: .*rows of X.*; cusparselt: needs n "
     with pytest.raises(UnsupportedError, match=first):
         GemmSparse24Plan.select(problem, device="h200")
 
@@ -337,7 +337,7 @@ def test_a_forced_backend_that_cannot_serve(device, backend):
         assert says(caught.value, row, f"prefer_backend is {backend}")
 
 
-@pytest.mark.parametrize("element", ["fp8_e5m2", "u8", "i32"])
+@pytest.mark.parametrize("element", ["u8", "i32"])
 def test_an_element_that_no_row_serves(device, element):
     desc = GemmSparse24Descriptor(n=1, m=8, k=8, element=element, out_element=element)
     with pytest.raises(UnsupportedError, match=f"serves elements .*, not {element}"):
@@ -370,8 +370,9 @@ def test_kernels_that_serve_rows_alone_or_no_scales_say_so(backend, change, word
     desc = GemmSparse24Descriptor(n=8, m=64, k=64, element="bf16", **change)
     answer = explain(desc, preference=PlanPreference(prefer_backend=backend), device=HOPPER)
     assert answer.chosen is None
-    assert [reason for _, kind, reason in answer.rows if kind == backend] == [words] * len(
-        [row for row in kernel_table.ENTRIES if row.backend == backend]
+    reasons = [reason for name, kind, reason in answer.rows if kind == backend and not name.endswith("fp8")]
+    assert reasons == [words] * len(
+        [row for row in kernel_table.ENTRIES if row.backend == backend and "bf16" in row.elements]
     )
 
 

@@ -14,7 +14,7 @@ from sparse24_plans.gemm.arithmetic.tensor_core import STEPS, add_products, cut,
 
 from . import scalar_arithmetic as scalar
 
-ELEMENTS = ("f16", "bf16", "fp8_e4m3")
+ELEMENTS = ("f16", "bf16", "fp8_e4m3", "fp8_e5m2")
 INF, NAN = math.inf, math.nan
 
 
@@ -51,7 +51,7 @@ def any_bits(element: str) -> st.SearchStrategy[int]:
     size = 8 * ElementKind(element).itemsize
     sign = 1 << size - 1
     zeros = st.sampled_from([0, sign])
-    mantissa = {"f16": 10, "bf16": 7, "fp8_e4m3": 3}[element]
+    mantissa = {"f16": 10, "bf16": 7, "fp8_e4m3": 3, "fp8_e5m2": 2}[element]
     subnormal = st.integers(1, (1 << mantissa) - 1)
     return st.one_of(st.integers(0, 2**size - 1), zeros, subnormal, subnormal.map(lambda bits: bits | sign))
 
@@ -79,6 +79,7 @@ MAGNITUDES = {
     "f16": {"near": (-2, 2), "mixed": (-14, 15), "subnormal": (-25, -12)},
     "bf16": {"near": (-2, 2), "mixed": (-40, 40), "subnormal": (-134, -120), "huge": (50, 64)},
     "fp8_e4m3": {"near": (-2, 2), "mixed": (-6, 8), "subnormal": (-10, -4)},
+    "fp8_e5m2": {"near": (-2, 2), "mixed": (-14, 15), "subnormal": (-17, -12)},
 }
 
 

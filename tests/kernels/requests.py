@@ -100,6 +100,14 @@ KINDS = (
     {"element": "s8", "beta": 0.5},
     {"element": "s8", "epilogue": "bias_silu", "out_element": "s8", "scale_x": "row", "beta": 0.5},
     {"element": "fp8_e4m3", "epilogue": "bias_gelu", "c_element": "f32", "beta": 0.5},
+    {"element": "fp8_e4m3", "x_element": "fp8_e5m2", "out_element": "fp8_e4m3", "epilogue": "bias_gelu"},
+    {"element": "fp8_e5m2", "x_element": "fp8_e4m3", "out_element": "fp8_e5m2", "scale_x": "row"},
+    {"element": "fp8_e5m2", "out_element": "fp8_e4m3", "epilogue": "bias_swiglu", "scale_w": "row"},
+    {"element": "fp8_e4m3", "out_element": "fp8_e4m3", "epilogue": "bias_silu", "beta": 0.5},
+    {"element": "fp8_e5m2", "op": "dgrad"},
+    {"element": "bf16", "out_element": "fp8_e4m3", "epilogue": "bias_geglu"},
+    {"element": "f16", "out_element": "fp8_e5m2", "epilogue": "bias_gelu", "y_order": "column"},
+    {"element": "bf16", "out_element": "fp8_e4m3", "epilogue": "bias_gelu", "beta": 0.5},
 )
 SIZES = {
     # cuBLAS itself is asked for an algorithm only where there is a result.
@@ -107,6 +115,8 @@ SIZES = {
     "inflate_strict": [{"n": 1}, {"n": 64}, {"n": 300}],
     "mma_sp": [{"n": n, "m": m} for m in (4096, 6144, 28672) for n in (1, 9, 17, 33, 65)],
     "mma_sp_many": [{"n": 300}],
+    "mma_sp_fp8": [{"n": n} for n in (8, 16, 32)],
+    "inflate_strict_fp8": [{"n": 1}],
     "wgmma_sp": [{"n": 8}],
     "wgmma_sp_invariant": [{"n": 8}],
     **{
@@ -216,6 +226,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
             if serves(row, desc, preference, device):
                 row.kernel(Choice(desc, device, row, preference, {}))
         wide = kinds[0], *gated_kinds(row)[:1], *with_c(row)[:1], *(quantized[::3] if row.quantized else ())
+        wide += tuple(kind for kind in kinds if kind.get("out_element", "").startswith("fp8"))[:3]
         tried = itertools.product(WGMMA_TOKENS.get(row.name, ()), wide)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)

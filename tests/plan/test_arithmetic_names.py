@@ -36,11 +36,11 @@ def test_what_is_no_name_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "elements"),
     [
-        ("fma32_in_order", "f32 f16 bf16 fp8_e4m3"),
+        ("fma32_in_order", "f32 f16 bf16 fp8_e4m3 fp8_e5m2"),
         ("exact_sum", "s8"),
         ("hopper_tc/slices=2", "f16 bf16"),
-        ("hopper_tc_fp8/slices=2", "fp8_e4m3"),
-        ("hopper_tc_fp8/promoted=128", "fp8_e4m3"),
+        ("hopper_tc_fp8/slices=2", "fp8_e4m3 fp8_e5m2"),
+        ("hopper_tc_fp8/promoted=128", "fp8_e4m3 fp8_e5m2"),
     ],
 )
 def test_the_elements_that_each_is_defined_for(name, elements):

@@ -124,6 +124,5 @@ def test_every_operand_has_the_shape_that_its_documentation_says(desc):
 
 
 def test_elements_without_a_layout_have_no_operands_to_pack():
-    for element in ("u8", "fp8_e5m2"):
-        desc = PackSparse24Descriptor(m=M, k=K, element=element)
-        assert PLANS[type(desc)].explain_choice(desc, device="host").chosen is None
+    desc = PackSparse24Descriptor(m=M, k=K, element="u8")
+    assert PLANS[type(desc)].explain_choice(desc, device="host").chosen is None

@@ -80,11 +80,10 @@ def test_no_gpu_quantizes_weights(desc):
         choose(rows)
 
 
-@pytest.mark.parametrize("element", ["u8", "fp8_e5m2"])
-def test_only_elements_with_a_layout_are_packed(element):
-    desc = PackSparse24Descriptor(m=M, k=K, element=element)
+def test_only_elements_with_a_layout_are_packed():
+    desc = PackSparse24Descriptor(m=M, k=K, element="u8")
     with pytest.raises(
-        UnsupportedError, match=f"serves elements f32, f16, bf16, s8, fp8_e4m3, not {element}"
+        UnsupportedError, match="serves elements f32, f16, bf16, s8, fp8_e4m3, fp8_e5m2, not u8"
     ):
         select(desc, "host")
 

@@ -30,7 +30,7 @@ from .instructions import (
 gpu = pytest.mark.gpu
 
 
-TILED = ("f32", "f16", "bf16", "s8", "fp8_e4m3")
+TILED = ("f32", "f16", "bf16", "s8", "fp8_e4m3", "fp8_e5m2")
 
 
 @pytest.mark.parametrize("element", [kind for kind in IN_MEMORY if kind not in TILED])

@@ -33,6 +33,14 @@ struct StrictParams {
   const void* c;
   // Elements from one row of C to the next.
   i64 c_stride;
+  // Scales of X: [1], or [n] with one for each token.
+  const float* scale_x;
+  // Scales of W: [1], or [m] with one for each row.
+  const float* scale_w;
+  // Scale of fp8 results [1], or null.
+  const float* scale_y;
+  // Bits of the largest magnitude [1] of fp8 results before their scale, or null.
+  int* amax;
   // Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].
   const int* group_tokens;
   // Grouped: number of groups of tokens. m is that of one group.
@@ -42,7 +50,7 @@ struct StrictParams {
   // Batched: where each batch lies. All else is of one batch.
   BatchParams batches;
 };
-static_assert(sizeof(StrictParams) == 184);
+static_assert(sizeof(StrictParams) == 216);
 static_assert(S24_OFFSET(StrictParams, values) == 0);
 static_assert(S24_OFFSET(StrictParams, metadata) == 8);
 static_assert(S24_OFFSET(StrictParams, x) == 16);
@@ -57,7 +65,11 @@ static_assert(S24_OFFSET(StrictParams, alpha) == 80);
 static_assert(S24_OFFSET(StrictParams, beta) == 84);
 static_assert(S24_OFFSET(StrictParams, c) == 88);
 static_assert(S24_OFFSET(StrictParams, c_stride) == 96);
-static_assert(S24_OFFSET(StrictParams, group_tokens) == 104);
-static_assert(S24_OFFSET(StrictParams, groups) == 112);
-static_assert(S24_OFFSET(StrictParams, group_places) == 116);
-static_assert(S24_OFFSET(StrictParams, batches) == 120);
+static_assert(S24_OFFSET(StrictParams, scale_x) == 104);
+static_assert(S24_OFFSET(StrictParams, scale_w) == 112);
+static_assert(S24_OFFSET(StrictParams, scale_y) == 120);
+static_assert(S24_OFFSET(StrictParams, amax) == 128);
+static_assert(S24_OFFSET(StrictParams, group_tokens) == 136);
+static_assert(S24_OFFSET(StrictParams, groups) == 144);
+static_assert(S24_OFFSET(StrictParams, group_places) == 148);
+static_assert(S24_OFFSET(StrictParams, batches) == 152);

@@ -8,7 +8,7 @@ struct MmaSpParams {
   // Packed W: [row_tiles][k_tiles][Tile::kBytes].
   const u8* packed;
   // X[n, k]; its rows, or columns, begin at multiples of 16 bytes.
-  const u16* x;
+  const void* x;
   // Bias [m], or null.
   const void* bias;
   // Y[n, m], or Y[n, m / 2] if the epilogue is gated.
@@ -37,10 +37,18 @@ struct MmaSpParams {
   const void* c;
   // Elements from one row of C to the next, or column if Y is column-major.
   i64 c_stride;
+  // Scales of X: [1], or [n] with one for each token.
+  const float* scale_x;
+  // Scales of W: [1], or [m] with one for each row.
+  const float* scale_w;
+  // Scale of fp8 results [1], or null.
+  const float* scale_y;
+  // Bits of the largest magnitude [1] of fp8 results before their scale, or null.
+  int* amax;
   // Batched: where each batch lies. All else is of one batch.
   BatchParams batches;
 };
-static_assert(sizeof(MmaSpParams) == 184);
+static_assert(sizeof(MmaSpParams) == 216);
 static_assert(S24_OFFSET(MmaSpParams, packed) == 0);
 static_assert(S24_OFFSET(MmaSpParams, x) == 8);
 static_assert(S24_OFFSET(MmaSpParams, bias) == 16);
@@ -57,4 +65,8 @@ static_assert(S24_OFFSET(MmaSpParams, n_tiles) == 92);
 static_assert(S24_OFFSET(MmaSpParams, beta) == 96);
 static_assert(S24_OFFSET(MmaSpParams, c) == 104);
 static_assert(S24_OFFSET(MmaSpParams, c_stride) == 112);
-static_assert(S24_OFFSET(MmaSpParams, batches) == 120);
+static_assert(S24_OFFSET(MmaSpParams, scale_x) == 120);
+static_assert(S24_OFFSET(MmaSpParams, scale_w) == 128);
+static_assert(S24_OFFSET(MmaSpParams, scale_y) == 136);
+static_assert(S24_OFFSET(MmaSpParams, amax) == 144);
+static_assert(S24_OFFSET(MmaSpParams, batches) == 152);

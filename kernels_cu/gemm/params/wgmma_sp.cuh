@@ -86,6 +86,10 @@ struct WgmmaSpParams {
   u32 groups;
   // Grouped: rows of X and Y that every group has; 0 where offsets are given.
   u32 group_places;
+  // Scale of fp8 results [1], or null.
+  const float* scale_y;
+  // Bits of the largest magnitude [1] of fp8 results before their scale, or null.
+  int* amax;
   // Batched: where each batch lies. All else is of one batch, but for work_tiles.
   BatchParams batches;
 };
@@ -129,4 +133,6 @@ static_assert(S24_OFFSET(WgmmaSpParams, c_aligned) == 960);
 static_assert(S24_OFFSET(WgmmaSpParams, group_tokens) == 968);
 static_assert(S24_OFFSET(WgmmaSpParams, groups) == 976);
 static_assert(S24_OFFSET(WgmmaSpParams, group_places) == 980);
-static_assert(S24_OFFSET(WgmmaSpParams, batches) == 984);
+static_assert(S24_OFFSET(WgmmaSpParams, scale_y) == 984);
+static_assert(S24_OFFSET(WgmmaSpParams, amax) == 992);
+static_assert(S24_OFFSET(WgmmaSpParams, batches) == 1000);

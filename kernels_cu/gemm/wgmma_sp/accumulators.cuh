@@ -73,11 +73,6 @@ __device__ __forceinline__ void add_saved(Accumulators& accumulators, const floa
 
 // Results -------------------------------------------------------------------------------------------
 
-// A scale of kind kScaleX or kScaleW.
-template <int kKind> __device__ __forceinline__ float scale_at(const float* scales, i64 index) {
-  return kKind == 0 ? 1.0f : scales[kKind == 1 ? 0 : index];
-}
-
 // The result before its activation.
 __device__ __forceinline__ float unactivated(Accumulator sum, const WgmmaSpParams& p, float scale_x, float scale_w,
                                              float bias, float c = 0.0f) {

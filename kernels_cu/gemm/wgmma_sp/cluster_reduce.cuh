@@ -51,7 +51,7 @@ __device__ __forceinline__ void send_to_shares(const Accumulators& sums, u32 bas
 
 // A CTA reduces its share of the rows' results, in the order of the slices. A thread makes four adjacent results of a
 // line of Y, which is a token's row or, for a column-major Y, an output's column.
-struct ClusterReduce {
+struct ClusterReduce : ResultScale<Config> {
   const WgmmaSpParams& p;
   WorkTile work;
   u32 share;    // the address of the sums of this CTA's share
@@ -62,7 +62,9 @@ struct ClusterReduce {
   static constexpr int kCount = kLineQuads * (kColumns ? Config::kShareOutputs : Config::kTileN);
 
   __device__ __forceinline__ ClusterReduce(const WgmmaSpParams& p, WorkTile work, u32 base, u32 slice)
-      : p(p), work(work), share(base + Config::kShareAt), output0(slice * Config::kShareOutputs) {}
+      : p(p), work(work), share(base + Config::kShareAt), output0(slice * Config::kShareOutputs) {
+    this->begin_scale(p.scale_y);
+  }
 
   // The token and the output of the first of the i-th four results.
   __device__ __forceinline__ int token_of(int i) const { return kColumns ? i % kLineQuads * 4 : i / kLineQuads; }
@@ -102,7 +104,7 @@ struct ClusterReduce {
   }
 
   __device__ __forceinline__ void store(u32 (&v)[Config::kRowsPerOutput][Config::kSplitK][4], const float (&c)[4],
-                                        int token, int output) const {
+                                        int token, int output) {
     const i64 n = work.token + token, m = work.row_tile * Config::kMTileOutputs + output;
     Accumulator totals[4];
     float first[1][4], up[4];
@@ -125,8 +127,11 @@ struct ClusterReduce {
     Config::Out::Bits out[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if constexpr (Config::kGated) out[j] = rounded<Config::Out>(__fmul_rn(first[0][j], up[j]));
-      else out[j] = rounded<Config::Out>(totals[j], first[0][j]);
+      float& result = first[0][j];
+      if constexpr (Config::kGated) result = __fmul_rn(result, up[j]);
+      result = this->scaled(result, kColumns ? n + j < p.n : m + j < outputs_per_token(p));
+      if constexpr (Config::kGated) out[j] = rounded<Config::Out>(result);
+      else out[j] = rounded<Config::Out>(totals[j], result);
     }
     Config::Out::Bits* to = (Config::Out::Bits*)p.y + y_offset(p, n, m);
     if constexpr (Config::kBatched) to = work.of_batch<&BatchParams::y>(p, to);
@@ -151,7 +156,7 @@ struct ClusterReduce {
     }
   }
 
-  __device__ __forceinline__ void run() const {
+  __device__ __forceinline__ void run() {
     constexpr int kUnrolled = 8 / Config::kSplitK / Config::kCtasPerSm / Config::kRowsPerOutput;
 #pragma unroll kUnrolled> 0 ? kUnrolled : 1
     for (int i = threadIdx.x; i < kCount; i += Config::kConsumerThreads) {
@@ -171,5 +176,6 @@ struct ClusterReduce {
                                          SharePart::offset(token, output - output0 + h * Config::kShareOutputs));
       store(v, c, token, output);
     }
+    this->raise(p.amax);
   }
 };

@@ -9,8 +9,8 @@
 #define S24_CLUSTER_SIZE (S24_CLUSTER_M * S24_SPLIT_K)
 #include "common/cluster.cuh"
 
-struct Config
-    : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD, S24_RELU_UPPER_BOUND> {
+struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD,
+                            S24_RELU_UPPER_BOUND, S24_X_ELEMENT> {
   // Tiling ------------------------------------------------------------------------------------------
   static constexpr int kWarpgroups = S24_WARPGROUPS;                     // consumer warpgroups
   static constexpr int kMTilesPerWarpgroup = S24_M_TILES_PER_WARPGROUP;  // m64 tiles of one consumer warpgroup
@@ -45,7 +45,7 @@ struct Config
   static_assert(!kStreamK || (kSplitK == 1 && !kPromote && kCtasPerSm == 1), "stream-K is the only cut of K");
   static_assert(!kGated || !kRaw, "gated sums are not stored as integers");
   static constexpr bool kIntegers = kElement == ElementKind::S8;
-  static constexpr bool kEightBit = kIntegers || kElement == ElementKind::FP8_E4M3;
+  static constexpr bool kEightBit = kIntegers || is_fp8(kElement);
   static constexpr ElementKind kWeight = ElementKind(S24_WEIGHT);  // what W stores; kElement if it isn't quantized
   static constexpr bool kQuantized = kWeight != kElement;
   static constexpr ElementKind kWeightScale = ElementKind(S24_WEIGHT_SCALE);

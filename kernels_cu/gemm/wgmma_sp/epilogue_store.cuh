@@ -19,7 +19,7 @@ template <class Result> struct CStaging<Result, true> {
 // are not aligned for TMA, the threads store single elements; where a group of tokens ends within a step, they store
 // 16 bytes at a time. Where TMA loads C, a producer thread has loaded it into a step's buffer before, and each thread
 // replaces the C of its results.
-template <class Result> struct EpilogueStore : CStaging<Result> {
+template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Config> {
   typedef typename Result::Bits Bits;
 
   const WgmmaSpParams& p;
@@ -69,6 +69,7 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
 
   __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work) {
     if (row0 >= p.m) return;
+    this->begin_scale(p.scale_y);
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const i64 output0 = row0 / Config::kRowsPerOutput;
     float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
@@ -103,11 +104,12 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
       if constexpr (Config::kCStaged) this->stored = this->at.stage, this->at.next();
     }
     if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work);
+    this->raise(p.amax, row0 + 16 * warp + g < p.m, !Config::kGated && row0 + 16 * warp + g + 8 < p.m);
   }
 
   __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
-                                       const float (&bias)[2], const float (&scale_w)[2]) const {
-    const int t = threadIdx.x % 4;
+                                       const float (&bias)[2], const float (&scale_w)[2]) {
+    const int t = threadIdx.x % 4, left = (int)min(work.token_end(p) - token0, (i64)Config::kStepTokens) - 2 * t;
     const float* scales_x = p.scale_x;
     if constexpr (Config::kBatched && Config::kScaleX) scales_x = work.of_batch<&BatchParams::scale_x>(p, p.scale_x);
 #pragma unroll
@@ -133,16 +135,34 @@ template <class Result> struct EpilogueStore : CStaging<Result> {
         if constexpr (Config::kSplitTerms > 0 && Config::kHasC)
 #pragma unroll
           for (int i = 0; i < 4; ++i) v[k][i] = sums[4 * j + i] == sums[4 * j + i] ? v[k][i] : c_value(c[k], i);
+        if constexpr (Config::kGated)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) v[k][i] = __fmul_rn(v[k][i], v[k][i + 2]);
+        if constexpr (is_fp8(Config::kOut)) scale(v[k], left - 8 * j);
         stage(buffer, 8 * j, sums + 4 * j, v[k]);
       }
     }
+  }
+
+  // Scales a thread's fp8 results of eight tokens. `left` is the number of the work tile's tokens from the thread's
+  // first one on.
+  __device__ __forceinline__ void scale(float (&v)[4], int left) {
+#pragma unroll
+    for (int i = 0; i < 4 / Config::kRowsPerOutput; ++i) v[i] = this->scaled(v[i], i % 2 < left, i / 2);
   }
 
   // Stages a thread's results of eight tokens from `token` on, of which `d` are the sums.
   __device__ __forceinline__ void stage(u32 buffer, int token, const Accumulator* d, const float (&v)[4]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16, g = lane / 4, t = lane % 4;
     if constexpr (Config::kGated) {
-      stage_gated(buffer, token, __fmul_rn(v[0], v[2]), __fmul_rn(v[1], v[3]));
+      stage_gated(buffer, token, v[0], v[1]);
+    } else if constexpr (is_fp8(Config::kOut)) {  // Y is row-major, so outputs 8 apart lie 8 bytes apart
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 to = buffer + staged_at(token + 2 * t + i, row + g), pair = Result::pair(v[i], v[i + 2]);
+        store_shared(to, (u8)pair);
+        store_shared(to + 8, (u8)(pair >> 8));
+      }
     } else if constexpr (Config::kYColumnMajor && kOutBytes == 2) {
       stmatrix_x2(buffer + staged_at(token, row + lane % 16), Result::pair(v[0], v[1]), Result::pair(v[2], v[3]));
     } else if constexpr (Config::kYColumnMajor) {

@@ -61,9 +61,9 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
 #pragma unroll
     for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r) {  // the selector is an immediate; descriptors count 16 bytes
       const u64 at = a + r * (Tile::kBytes >> 4) + kHalf * 4;
-      wgmma_sp<Config::kElement, 0, Config::kPromote ? 0 : 1, Config::kXColumnMajor>(accumulators[r], at, b,
-                                                                                     metadata[r][0]);
-      wgmma_sp<Config::kElement, Config::kEightBit ? 0 : 1, 1, Config::kXColumnMajor>(
+      wgmma_sp<Config::kElement, 0, Config::kPromote ? 0 : 1, Config::kXColumnMajor, Config::kXElement>(
+          accumulators[r], at, b, metadata[r][0]);
+      wgmma_sp<Config::kElement, Config::kEightBit ? 0 : 1, 1, Config::kXColumnMajor, Config::kXElement>(
           accumulators[r], at + 2, b + kSecondX, metadata[r][Config::kEightBit ? 1 : 0]);
     }
     wgmma_commit();

@@ -15,6 +15,7 @@ ELEMENT_CODES = {
     ElementKind.FP8_E4M3: 4,
     ElementKind.I32: 5,
     ElementKind.S4: 6,
+    ElementKind.FP8_E5M2: 7,
 }
 EPILOGUE_CODES = {
     EpilogueKind.IDENTITY: 0,

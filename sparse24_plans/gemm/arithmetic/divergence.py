@@ -94,6 +94,7 @@ def _after_the_sum(results: Results, token: int, output: int, recorded: int) -> 
         "alpha": {"alpha": 1.0},
         "C": {"beta": 0.0},
         "beta": {"beta": 1.0} if desc.has_c else {},
+        "scale_y": {"scale_y": ScaleKind.NONE},
     }
     if not desc.epilogue.is_gated:  # without its gate it would have twice the results
         linear = EpilogueKind.BIAS if desc.epilogue.has_bias else EpilogueKind.IDENTITY

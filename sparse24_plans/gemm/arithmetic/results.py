@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arithmetic.epilogue import addend_of, finished
+from ...arithmetic.epilogue import Fp8Scale, addend_of, finished
 from ...device.tensors import TensorView
 from ...plan.arithmetic import Arithmetic
 from ...plan.operands import Views
@@ -26,15 +26,24 @@ BLOCK = 1024
 class Results:
     """Computes results of checked operands on the host. Any number of threads may call it.
 
-    ``views`` are a plan's operands, with ``values`` and ``metadata`` of the weight.
+    ``views`` are a plan's operands, with ``values`` and ``metadata`` of the weight. ``raises_amax`` says
+    whether the operand ``amax`` is raised, as a run does.
     """
 
-    def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self,
+        desc: GemmSparse24Descriptor,
+        views: Views,
+        arithmetic: Arithmetic,
+        *,
+        raises_amax: bool = False,
+    ) -> None:
         self.desc, self.arithmetic, self._views = desc, arithmetic, views
         self.factors = Factors.of(desc, views)
         self._bias, self._scale_x, self._scale_w, self._c = (
             _array(views.get(name)) for name in ("bias", "scale_x", "scale_w", "c")
         )
+        self._fp8 = Fp8Scale.of(views, raises_amax=raises_amax)
 
     def single(self, token: int) -> tuple[Results, int]:
         """The results of one weight that have this token, and its number there."""
@@ -57,7 +66,7 @@ class Results:
             addend = (
                 addend_of(self._c[tokens, outputs], desc.beta) if self._c is not None and desc.has_c else None
             )
-            return finished(found, desc, scale_x, scale_w, bias, addend)[:count]
+            return finished(found, desc, scale_x, scale_w, bias, addend, self._fp8)[:count]
 
 
 class PartResults:

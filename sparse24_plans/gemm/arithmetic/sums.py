@@ -186,7 +186,6 @@ class _Columns:
 
     def __init__(self, factors: Factors, arithmetic: Arithmetic, tokens: Array, outputs: Array) -> None:
         self._factors, self._terms = factors, arithmetic.parts
-        self._element = multiplied_element(factors.desc, arithmetic)
         self._tokens, self._token_at = np.unique(tokens, return_inverse=True)
         self._rows, self._row_at = np.unique(outputs, return_inverse=True)
         self._first = -1
@@ -208,28 +207,34 @@ class _Columns:
         return products, exponents
 
     def _decode(self, first: int) -> None:
-        factors, stored = self._factors, self._factors.desc.element
-        last = min(first + _COLUMNS, factors.desc.k)
+        factors, desc = self._factors, self._factors.desc
+        last = min(first + _COLUMNS, desc.k)
         self._first, self._width = first, last - first
-        source = dense.widened(factors.source[self._tokens, first:last], stored)
-        weights = dense.widened(factors.values[self._rows, first // 2 : last // 2], stored)
+        source = dense.widened(factors.source[self._tokens, first:last], desc.x_element)
+        weights = dense.widened(factors.values[self._rows, first // 2 : last // 2], desc.element)
         weights, source = np.ascontiguousarray(weights.T), source.reshape(-1)
-        self._source = self._operands(bf16_terms.terms_of(source) if self._terms else (source,))
-        self._weights = self._operands(
-            bf16_terms.weight_terms(weights, self._terms) if self._terms else (weights,)
-        )
+        if self._terms:
+            of_x, of_w = bf16_terms.terms_of(source), bf16_terms.weight_terms(weights, self._terms)
+            self._source, self._weights = (
+                tuple(_Operand.of(term, ElementKind.BF16) for term in terms) for terms in (of_x, of_w)
+            )
+        else:
+            self._source = (_Operand.of(source, desc.x_element),)
+            self._weights = (_Operand.of(weights, desc.element),)
         self._positions = np.ascontiguousarray(
             canonical.positions(factors.codes[self._rows, first // 4 : last // 4]).T
         )
-
-    def _operands(self, terms: tuple[Array, ...]) -> tuple[_Operand, ...]:
-        wide = [term.astype(np.float64) for term in terms]
-        return tuple(_Operand(term, tensor_core.exponents(term, self._element)) for term in wide)
 
 
 class _Operand(NamedTuple):
     values: Array
     exponents: Array
+
+    @classmethod
+    def of(cls, term: Array, element: ElementKind) -> _Operand:
+        """float32 values of operands of this element."""
+        wide = term.astype(np.float64)
+        return cls(wide, tensor_core.exponents(wide, element))
 
 
 # One product after the other ----------------------------------------------------------------------
@@ -242,7 +247,7 @@ def _forward_terms(factors: Factors, tokens: Array, outputs: Array) -> Terms:
     desc = factors.desc
     for first in range(0, desc.k, _COLUMNS):
         last = min(first + _COLUMNS, desc.k)
-        source = dense.widened(factors.source[tokens, first:last], desc.element)
+        source = dense.widened(factors.source[tokens, first:last], desc.x_element)
         at = canonical.positions(factors.codes[outputs, first // 4 : last // 4])
         weights = dense.widened(factors.values[outputs, first // 2 : last // 2], desc.element)
         yield np.take_along_axis(source, at, axis=1).T, weights.T, np.ones(weights.T.shape, bool)
@@ -259,4 +264,4 @@ def _dgrad_terms(factors: Factors, tokens: Array, outputs: Array) -> Terms:
         at = 2 * group + second
         weights = dense.widened(np.take_along_axis(factors.values[rows], at, axis=1), desc.element)
         source = np.ascontiguousarray(factors.source[tokens, rows].T)
-        yield dense.widened(source, desc.element), weights, kept
+        yield dense.widened(source, desc.x_element), weights, kept

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arithmetic.epilogue import IN_STEPS
-from ...vocab import ElementKind, Float64s
+from ...vocab import FP8, ElementKind, Float64s
 from ..descriptor import GemmSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
@@ -50,9 +50,9 @@ class Step(NamedTuple):
 STEPS = {
     ElementKind.F16: Step(16, 25, 23),
     ElementKind.BF16: Step(16, 25, 23),
-    ElementKind.FP8_E4M3: Step(32, 13, 13),
+    **dict.fromkeys(FP8, Step(32, 13, 13)),
 }
-"""Steps of ``mma.sp`` and ``wgmma.sp`` with 32 bytes of kept values, by the element of both operands."""
+"""Steps of ``mma.sp`` and ``wgmma.sp`` with 32 bytes of kept values, by the element of W."""
 
 ZERO_EXPONENT = -133
 """Exponent of an addend that is zero."""

@@ -67,10 +67,10 @@ class Kernel(GemmKernel):
     def _run(self, views: Views) -> None:
         check_subnormals()
         with np.errstate(all="ignore"):  # overflow, Inf and NaN are results here, not accidents
-            product_of = self._product_of(views)
+            product_of, fp8 = self._product_of(views), epilogue.Fp8Scale.of(views)
             for tokens in self._token_steps():
                 product = product_of(_widened(lines_of(views["source"], tokens)))
-                self._finish(product, tokens, views)
+                self._finish(product, tokens, views, fp8)
 
     def _token_steps(self) -> Iterator[slice]:
         desc = self.descriptor
@@ -123,16 +123,16 @@ class Kernel(GemmKernel):
 
     # The epilogue -----------------------------------------------------------------------------------
 
-    def _finish(self, product: Array, tokens: slice, views: Views) -> None:
+    def _finish(self, product: Array, tokens: slice, views: Views, fp8: epilogue.Fp8Scale) -> None:
         """Apply scales, epilogue and rounding to blocks of rows that fit the cache."""
 
         def finish(rows: slice) -> None:
             at = slice(tokens.start + rows.start, tokens.start + rows.stop)
-            self._finish_rows(product[rows], at, views)
+            self._finish_rows(product[rows], at, views, fp8)
 
         threads.for_each(finish, canonical.row_steps(product.shape[0], product.shape[1], True))
 
-    def _finish_rows(self, product: Array, tokens: slice, views: Views) -> None:
+    def _finish_rows(self, product: Array, tokens: slice, views: Views, fp8: epilogue.Fp8Scale) -> None:
         desc, scale_x = self.descriptor, None
         if "scale_x" in views:
             scale = views["scale_x"].array()
@@ -142,7 +142,7 @@ class Kernel(GemmKernel):
         if "c" in views:
             addend = epilogue.addend_of(lines_of(views["c"], tokens).array(), desc.beta)
         result = lines_of(views["result"], tokens)
-        result.bits()[...] = epilogue.finished(product, desc, scale_x, scale_w, bias, addend)
+        result.bits()[...] = epilogue.finished(product, desc, scale_x, scale_w, bias, addend, fp8)
 
 
 def _steps(count: int, step: int, first: int = 0) -> Iterator[slice]:

@@ -40,7 +40,8 @@ class Kernel(GemmKernel):
             self._fill(problem, operands)
 
     def _fill(self, desc: GemmSparse24Descriptor, views: Views) -> None:
-        results, out = Results(desc, views, self._arithmetic), views["result"].bits()
+        results = Results(desc, views, self._arithmetic, raises_amax=True)
+        out = views["result"].bits()
 
         def fill(block: slice) -> None:
             tokens, outputs = places(np.arange(block.start, block.stop), desc)

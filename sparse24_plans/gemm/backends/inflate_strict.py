@@ -10,6 +10,7 @@ from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, GemmOp, MatrixOrder
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import (
+    SCALES,
     BatchParams,
     GemmKernel,
     address,
@@ -17,6 +18,7 @@ from ..kernel import (
     c_parameters,
     group_parameters,
     product_defines,
+    scale_defines,
 )
 from ..limits import STRICT_SMALL_TILE, most_token_tiles
 
@@ -43,6 +45,10 @@ class StrictParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next.")
+    scale_x = field("const float*", "Scales of X: [1], or [n] with one for each token.")
+    scale_w = field("const float*", "Scales of W: [1], or [m] with one for each row.")
+    scale_y = field("const float*", "Scale of fp8 results [1], or null.")
+    amax = field("int*", "Bits of the largest magnitude [1] of fp8 results before their scale, or null.")
     group_tokens = field(
         "const int*",
         "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
@@ -65,6 +71,7 @@ class Kernel(GemmKernel):
         self.details = f"tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
         defines = {
             **product_defines(desc),
+            **scale_defines(desc),
             "DGRAD": int(desc.op is GemmOp.DGRAD),
             "GROUPED": int(desc.groups > 0),
             "BATCHED": int(desc.is_batched),
@@ -82,7 +89,6 @@ class Kernel(GemmKernel):
                 values=views["values"].address,
                 metadata=views["metadata"].address,
                 x=source.address,
-                bias=address(views.get("bias")),
                 y=result.address,
                 n=desc.n,
                 m=desc.m,
@@ -92,6 +98,7 @@ class Kernel(GemmKernel):
                 alpha=desc.alpha,
                 beta=desc.beta,
                 **c_parameters(desc, views),
+                **{name: address(views.get(name)) for name in ("bias", *SCALES)},
                 **group_parameters(desc, views),
                 batches=batch_parameters(desc, views, self._tiles),
             ),

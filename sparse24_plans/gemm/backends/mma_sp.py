@@ -10,11 +10,20 @@ from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice
 from ...plan.kernel_table import HOPPER
 from ...plan.operands import Alignment, Views, leading_dimension
-from ...vocab import DeviceProperties, MatrixOrder
-from ...weights.packed_layouts import TILE_M, TILES_16BIT
+from ...vocab import FP8, DeviceProperties, MatrixOrder
+from ...weights.packed_layouts import TILE_M
 from ..arithmetic.tensor_core import named
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import BatchParams, GemmKernel, address, batch_parameters, c_parameters, product_defines
+from ..kernel import (
+    SCALES,
+    BatchParams,
+    GemmKernel,
+    address,
+    batch_parameters,
+    c_parameters,
+    product_defines,
+    scale_defines,
+)
 from ..schedules import mma_sp as schedules
 from ..schedules.mma_sp import MmaSpSchedule
 
@@ -27,7 +36,7 @@ class MmaSpParams(KernelParams):
     """Parameters of ``gemm/mma_sp.cu``."""
 
     packed = field("const u8*", "Packed W: [row_tiles][k_tiles][Tile::kBytes].")
-    x = field("const u16*", "X[n, k]; its rows, or columns, begin at multiples of 16 bytes.")
+    x = field("const void*", "X[n, k]; its rows, or columns, begin at multiples of 16 bytes.")
     bias = field("const void*", "Bias [m], or null.")
     y = field("void*", "Y[n, m], or Y[n, m / 2] if the epilogue is gated.")
     n = field("i64", "Number of tokens.")
@@ -42,6 +51,10 @@ class MmaSpParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
+    scale_x = field("const float*", "Scales of X: [1], or [n] with one for each token.")
+    scale_w = field("const float*", "Scales of W: [1], or [m] with one for each row.")
+    scale_y = field("const float*", "Scale of fp8 results [1], or null.")
+    amax = field("int*", "Bits of the largest magnitude [1] of fp8 results before their scale, or null.")
     batches = field(BatchParams, "Batched: where each batch lies. All else is of one batch.")
 
 
@@ -74,7 +87,7 @@ class Kernel(GemmKernel):
             m=desc.m,
             k=desc.k,
             row_tiles=-(-desc.m // TILE_M),
-            k_tiles=-(-desc.k // TILES_16BIT.tile_k),
+            k_tiles=-(-desc.k // self.tiles.tile_k),
             alpha=desc.alpha,
             beta=desc.beta,
             n_tiles=schedule.token_blocks,
@@ -85,7 +98,8 @@ class Kernel(GemmKernel):
         parameters = MmaSpParams.from_buffer_copy(self._fixed)
         parameters.packed = views["packed"].address
         parameters.x, parameters.y = source.address, result.address
-        parameters.bias = address(views.get("bias"))
+        for name in ("bias", *SCALES):
+            setattr(parameters, name, address(views.get(name)))
         parameters.x_stride = leading_dimension(source, desc.x_order)
         parameters.y_stride = leading_dimension(result, desc.y_order)
         for name, value in c_parameters(desc, views).items():
@@ -99,6 +113,8 @@ class Kernel(GemmKernel):
         if choice.device.compute_capability != HOPPER:
             return None  # other tensor cores add in other steps
         desc = choice.descriptor
+        if desc.element in FP8:
+            return None  # mma.sp adds products of fp8 in other steps than wgmma.sp
         return named(desc, str(Arithmetic.hopper(desc.element, _schedule(choice).split_k)))
 
     @classmethod
@@ -120,6 +136,7 @@ def defines(desc: GemmSparse24Descriptor, schedule: MmaSpSchedule) -> dict[str, 
     """The kernel's macros for a problem type and schedule."""
     return {
         **product_defines(desc),
+        **scale_defines(desc),
         "SPLIT_K": schedule.split_k,
         "N8_TILES": schedule.n8_tiles,
         "WARP_PAIRS_M": schedule.warp_pairs_m,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...errors import UnsupportedError
 from ...vocab import DeviceProperties
-from ...weights.packed_layouts import TILE_M, TILES_16BIT
+from ...weights.packed_layouts import ROW_BYTES, TILE_M, TILES_16BIT, TileLayout, layout_of
 from ..descriptor import GemmSparse24Descriptor
 
 H200_MULTIPROCESSORS = 132
@@ -32,6 +32,8 @@ class MmaSpSchedule(NamedTuple):
     stages: int
     token_blocks: int
     blocks: int
+    tile_bytes: int
+    """Bytes of a tile of W."""
 
     @property
     def work_tiles(self) -> int:
@@ -40,8 +42,8 @@ class MmaSpSchedule(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        sources = WARP_PAIRS // self.warp_pairs_m * 8 * self.n8_tiles * TILES_16BIT.tile_k * 2
-        return WARP_PAIRS * TILES_16BIT.tile_bytes + sources
+        sources = WARP_PAIRS // self.warp_pairs_m * 8 * self.n8_tiles * 2 * ROW_BYTES
+        return WARP_PAIRS * self.tile_bytes + sources
 
 
 def split_k_of(m: int) -> int:
@@ -53,7 +55,12 @@ def split_k_of(m: int) -> int:
 
 
 def best_schedule(
-    n: int, m: int, multiprocessors: int, whole_m: int | None = None, batches: int = 1
+    n: int,
+    m: int,
+    multiprocessors: int,
+    whole_m: int | None = None,
+    batches: int = 1,
+    layout: TileLayout = TILES_16BIT,
 ) -> MmaSpSchedule:
     """The schedule for n tokens and m out features (of ``whole_m``), for each of the batches.
 
@@ -61,32 +68,44 @@ def best_schedule(
     pipeline; else the last shape, with two CTAs an SM where they fit.
     """
     slices = split_k_of(whole_m or m)
-    shapes = _shapes_of(slices)
-    n8_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n), max(shapes))
+    shapes = _shapes_of(slices, layout)
+    n8_tiles = next((tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= n and tiles in shapes), max(shapes))
     for warp_pairs_m, per_sm in shapes[n8_tiles]:
-        schedule = _schedule(n, m, slices, n8_tiles, warp_pairs_m, per_sm)
+        schedule = _schedule(n, m, slices, n8_tiles, warp_pairs_m, per_sm, layout)
         if per_sm == 1 and schedule.blocks * batches <= multiprocessors:
             break
     return schedule
 
 
-def _shapes_of(slices: int) -> dict[int, tuple[tuple[int, int], ...]]:
+def _shapes_of(slices: int, layout: TileLayout = TILES_16BIT) -> dict[int, tuple[tuple[int, int], ...]]:
     """The compiled shapes: n8 tiles of a CTA -> (warp pairs along M, CTAs per SM)."""
+    if layout.itemsize == 1:  # tensor cores of these devices multiply fp8 as f16, which takes many registers
+        return {1: ((1, 1),)}
     few = {1: ((1, 1), (1, 2)), 2: ((1, 1), (1, 2)), 4: ((1, 1), (2, 2))}
     return {**few, 8: ((1, 1),)} if slices == 8 else {**few, 8: ((2, 1), (4, 2)), 16: ((2, 1),)}
 
 
 def _schedule(
-    n: int, m: int, slices: int, n8_tiles: int, warp_pairs_m: int, ctas_per_sm: int
+    n: int,
+    m: int,
+    slices: int,
+    n8_tiles: int,
+    warp_pairs_m: int,
+    ctas_per_sm: int,
+    layout: TileLayout = TILES_16BIT,
 ) -> MmaSpSchedule:
     token_blocks = -(-n // (8 * n8_tiles))
     clusters = -(-m // (TILE_M * warp_pairs_m)) * token_blocks
     blocks = clusters * (slices * warp_pairs_m // WARP_PAIRS)
-    schedule = MmaSpSchedule(slices, n8_tiles, warp_pairs_m, ctas_per_sm, 0, token_blocks, blocks)
+    schedule = MmaSpSchedule(
+        slices, n8_tiles, warp_pairs_m, ctas_per_sm, 0, token_blocks, blocks, layout.tile_bytes
+    )
     return schedule._replace(stages=min(8, _SHARED_BYTES[ctas_per_sm] // schedule.stage_bytes))
 
 
-def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> MmaSpSchedule:
+def schedule_in_block(
+    n: int, m: int, compute_capability: tuple[int, int], layout: TileLayout = TILES_16BIT
+) -> MmaSpSchedule:
     """The schedule without clusters, where one CTA has all of a tile's split-K.
 
     A CTA takes as many tokens as leave two stages.
@@ -95,7 +114,8 @@ def schedule_in_block(n: int, m: int, compute_capability: tuple[int, int]) -> Mm
     wanted = next((tiles for tiles in (1, 2, 4) if 8 * tiles >= n), 4)
     for n8_tiles in (4, 2, 1):
         token_blocks = -(-n // (8 * n8_tiles))
-        schedule = MmaSpSchedule(WARP_PAIRS, n8_tiles, 1, 1, 0, token_blocks, -(-m // TILE_M) * token_blocks)
+        blocks = -(-m // TILE_M) * token_blocks
+        schedule = MmaSpSchedule(WARP_PAIRS, n8_tiles, 1, 1, 0, token_blocks, blocks, layout.tile_bytes)
         stages = min(8, room // schedule.stage_bytes)
         if n8_tiles <= wanted and stages >= 2:
             break
@@ -109,9 +129,10 @@ def candidates(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[d
     """
     if not can_reduce_in_cluster(device):
         return []
-    default = best_schedule(desc.n, desc.m, device.multiprocessors)
+    layout = layout_of(desc.element)
+    default = best_schedule(desc.n, desc.m, device.multiprocessors, layout=layout)
     found = []
-    for n8_tiles, shapes in _shapes_of(default.split_k).items():
+    for n8_tiles, shapes in _shapes_of(default.split_k, layout).items():
         for warp_pairs_m, per_sm in shapes:
             shape = (n8_tiles, warp_pairs_m, per_sm)
             if 4 * n8_tiles < max(desc.n, 8) and shape != default[1:4]:
@@ -129,15 +150,16 @@ def schedule_of(
 
     With ``whole_m``, M of the weight that this one is a part of, no configuration is applied, nor to batches.
     """
+    layout = layout_of(desc.element)
     if configuration and whole_m is None and not desc.is_batched:
         if dict(configuration) not in candidates(desc, device):
             raise UnsupportedError(
                 f"configuration: mma_sp has no schedule {dict(configuration)} for the problem"
             )
-        return _schedule(desc.n, desc.m, split_k_of(desc.m), **configuration)
+        return _schedule(desc.n, desc.m, split_k_of(desc.m), layout=layout, **configuration)
     if can_reduce_in_cluster(device):
-        return best_schedule(desc.n, desc.m, device.multiprocessors, whole_m, desc.batch_count)
-    return schedule_in_block(desc.n, desc.m, device.compute_capability)
+        return best_schedule(desc.n, desc.m, device.multiprocessors, whole_m, desc.batch_count, layout)
+    return schedule_in_block(desc.n, desc.m, device.compute_capability, layout)
 
 
 def can_reduce_in_cluster(device: DeviceProperties) -> bool:
