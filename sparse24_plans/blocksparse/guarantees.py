@@ -7,7 +7,11 @@ from ..plan.arithmetic import in_order
 from ..plan.guarantee import FP8_ROUNDOFF, PrecisionGuarantee, of_sums_in_float32
 from ..vocab import BlockSparseConvOp, ElementKind, InnerPattern, MathPrecision
 from .convolution import BlockSparseConv2dDescriptor
-from .descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
+from .descriptor import (
+    BlockSparseAttentionDescriptor,
+    BlockSparseDescriptor,
+    BlockSparseMatmulDescriptor,
+)
 
 TILE_ROWS = 64
 """Rows of a tile of the tensor cores."""
@@ -41,6 +45,19 @@ def _of_images(problem: BlockSparseConv2dDescriptor, found: PrecisionGuarantee) 
 
 def strict_convolution(problem: BlockSparseConv2dDescriptor) -> PrecisionGuarantee:
     return _of_images(problem, _in_order(problem))
+
+
+def strict_attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:
+    return _of_dropout(problem, strict(problem))
+
+
+def attention(problem: BlockSparseAttentionDescriptor) -> PrecisionGuarantee:
+    return _of_dropout(problem, tensor_cores(problem))
+
+
+def _of_dropout(problem: BlockSparseAttentionDescriptor, found: PrecisionGuarantee) -> PrecisionGuarantee:
+    """Return the guarantee of attention: dropout drops other cells of another batch element."""
+    return found.model_copy(update={"batch_invariant": False}) if problem.dropout else found
 
 
 def fixed_order(problem: BlockSparseDescriptor) -> PrecisionGuarantee:

@@ -170,7 +170,7 @@ _ATTENTION_WGMMA = with_wgmma(
         "attention_wgmma",
         "attention_wgmma",
         Tier.TENSOR_CORE,
-        guarantees.tensor_cores,
+        guarantees.attention,
         HALVES,
         limits=partial(limits.attention, BlockSparsePass.FORWARD),
         min_workspace=lambda problem: limits.COUNTER_BYTES,
@@ -186,7 +186,7 @@ ATTENTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
         min_workspace=limits.backward_workspace,
     ),
     BlockSparseEntry("host_blas", *_HOST, guarantees.host_blas, FLOATS),
-    BlockSparseEntry("host_strict", *_HOST, guarantees.strict, FLOATS, strict=True),
+    BlockSparseEntry("host_strict", *_HOST, guarantees.strict_attention, FLOATS, strict=True),
 )
 CONVOLUTION_ENTRIES: tuple[BlockSparseEntry, ...] = (
     with_wgmma(

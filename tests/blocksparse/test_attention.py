@@ -16,13 +16,16 @@ from sparse24_plans import (
     BlockSparseMatmulArgs,
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
+    BlockSparseShape,
     BlockSparseSoftmaxArgs,
     BlockSparseSoftmaxDescriptor,
     BlockSparseSoftmaxPlan,
     InvalidProblemError,
+    explain,
 )
 from sparse24_plans.blocksparse.dropout import dropped, philox
 
+from ..sample_devices import H200
 from .problems import Operands, case_of, random_operands, reference
 from .sample_layouts import EDGES, layouts, random_layout
 
@@ -258,6 +261,18 @@ def test_a_cell_depends_on_seed_offset_and_its_place_alone():
     for seed, offset in others:
         share = (dropped(words_of(seed, offset), 0.5, matrices, rows, cols) == whole).mean()
         assert 0.45 < share < 0.55
+
+
+@every_op
+@pytest.mark.parametrize("device", ["host", H200], ids=["host", "h200"])
+def test_dropout_is_not_batch_invariant(op, device):
+    """Because it drops other cells of another batch element."""
+    one = BlockSparseShape(heads=1, rows=128, cols=128, block=64, blocks=1)
+    fields = {"layout": one, "element": "bf16", "head_size": 64, "op": op}
+    for p, count in ((0.0, 1), (0.1, 0)):
+        desc = BlockSparseAttentionDescriptor(dropout=p, **fields)
+        answer = explain(desc, device=device, preference={"require": {"batch_invariant": True}})
+        assert len([name for name, _, reason in answer.rows if reason is None]) == count
 
 
 def test_dropout_keeps_the_mean():

@@ -18,6 +18,7 @@ from ...errors import InvalidProblemError, UnsupportedError
 from ..elements import element_of
 from ..gemm_ops import autocast_tensor
 from ..library import define
+from ..plan_cache import preference_of
 from .matmul_ops import matmul, softmax, softmax_backward
 from .plan_dispatch import Problem, check_dims, fake_results, run, shape_of, table
 
@@ -141,6 +142,9 @@ class _Unfused:
         words = call.words()
         if not p or words is None:
             return 1.0
+        preference = preference_of(call.preference)
+        if preference is not None and preference.require.batch_invariant:
+            raise UnsupportedError("preference: dropout is not batch invariant")
         within = torch.arange(one.block, device=words.device)
         block_rows, block_cols = (table(call.layout, call.shape, name).long() for name in ("rows", "columns"))
         heads, across = block_rows // one.block_rows, block_rows % one.block_rows

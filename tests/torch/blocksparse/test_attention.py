@@ -176,6 +176,14 @@ def test_dropout_and_its_gradients_are_those_of_the_hosts_mask(form, causal, p):
         close(ours, torch.nan_to_num(wanted))
 
 
+def test_dropout_is_refused_where_batch_invariance_is_required(form):
+    layout = layout_of()
+    wanted = '{"require": {"batch_invariant": true}}'
+    attention(*tokens(layout), layout, preference=wanted)
+    with pytest.raises(UnsupportedError, match=r"batch.invarian"):
+        attention(*tokens(layout), layout, dropout_p=0.5, preference=wanted)
+
+
 def test_pytorchs_generator_draws_the_seed(form):
     layout = layout_of()
     operands = tokens(layout)
