@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
+from sparse24_plans.blocksparse.limits import density_limits
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
 
 from .blocks import Cell
-from .descent import Array, Choices, Constants, Fit, descend, file_of, lines_of, plain, summary
+from .descent import Array, Choices, Constants, Fit, descend, file_of, given_models, lines_of, plain, summary
 
 SMS = 132
 PACKED = "packed-times"
+DENSITY = "blocks_density_limits"
+LEAST_PAIRS = 8
+"""Problems of a kind from which a limit of density is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 PACKED_BOUNDS = {
     "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
@@ -31,17 +36,57 @@ PACKED_MODELS = [
 ]
 
 
+def described(row: Mapping[str, Any]) -> BlockSparseMatmulDescriptor:
+    """The problem of a measured line."""
+    op, about = BlockSparseOp(row["op"]), ("m", "k", "n", "block", "density", "pattern")
+    kept = int(Cell(op, **{name: row[name] for name in about}).bitmap().sum())
+    shape = BlockSparseShape(heads=1, rows=row["m"], cols=row["k"], block=row["block"], blocks=kept)
+    return BlockSparseMatmulDescriptor(op=op, layout=shape, n=row["n"], element="bf16")
+
+
 def block_problems(op: str, block: int, gpu: str) -> list[Any]:
     """Descriptors of measured products of block-sparse matrices, and times by a schedule's first sizes."""
-    found = []
-    for row in lines_of(gpu, "block-times"):
-        if (row["op"], row["block"]) == (op, block):
-            about = {name: row[name] for name in ("m", "k", "n", "block", "density", "pattern")}
-            kept = int(Cell(BlockSparseOp(op), **about).bitmap().sum())
-            shape = BlockSparseShape(heads=1, rows=row["m"], cols=row["k"], block=block, blocks=kept)
-            desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=row["n"], element="bf16")
-            found.append((desc, row["us"]))
-    return found
+    rows = (row for row in lines_of(gpu, "block-times") if (row["op"], row["block"]) == (op, block))
+    return [(described(row), row["us"]) for row in rows]
+
+
+def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
+    """Lines whose inflated product was measured, too."""
+    return [row for row in lines_of(gpu, "block-times") if row.get("inflate_us") is not None]
+
+
+def density_entry(gpu: str) -> Constants:
+    """The densities beyond which the inflated product is faster, for each kind that has enough problems."""
+    found: Constants = copy.deepcopy(given_models()[DENSITY]["constants"])
+    kinds: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    limits = {}
+    for row in beside_inflated(gpu):
+        desc = described(row)
+        chosen = blocks_wgmma.best_schedule(desc, SMS)
+        gain = np.log(row["inflate_us"] / row["us"][f"{chosen.rows},{chosen.tokens},{chosen.cluster_n}"])
+        by_block = density_limits(found, desc)
+        limits[id(by_block)] = by_block
+        kinds.setdefault((id(by_block), str(row["block"])), []).append((desc.layout.density, gain))
+    losses: list[float] = []
+    for (place, block), pairs in kinds.items():
+        if len(pairs) < LEAST_PAIRS:
+            continue
+        density, gain = np.array(pairs).T
+
+        def lost(most: float, density: Array = density, gain: Array = gain) -> Array:
+            return np.where(density > most, np.maximum(0, gain), np.maximum(0, -gain))
+
+        most = max(np.arange(101) / 100, key=lambda most: (-lost(most).mean(), most))
+        losses += np.exp(lost(most)).tolist()
+        limits[place].pop(block, None)
+        if most < density.max():
+            limits[place][block] = float(most)
+    measured = {
+        "file": file_of(gpu, "block-times"),
+        "problems": len(losses),
+        "loss": summary(np.array(losses)),
+    }
+    return {"constants": found, "measured": measured}
 
 
 def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:

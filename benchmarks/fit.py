@@ -12,8 +12,9 @@ it small: there are no slopes to follow where two terms of a model change places
 given constants and stay near them, the others start in the middle of each constant's bounds.
 
 ``held_out`` is the loss for a quarter of the matrices by constants fitted to the others; ``fresh`` is the
-loss for problems that no fit sees: random ones, of which two schedules were measured, and large matrices with
-24 to 256 tokens, whose schedules were each measured alone in a steady state.
+loss for problems that no fit sees: random ones, of which two schedules were measured, or all of them with the
+newest kernels, and large matrices with 24 to 256 tokens, whose schedules were each measured alone in a steady
+state.
 
 ``schedules/given.json`` holds what no measurement decides. The constants that fix split-K are given, since a
 fit must not change bits; others are given until their problems are measured, and say so.
@@ -47,11 +48,14 @@ from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule, schedules_fo
 from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
+    DENSITY,
     PACKED,
     PACKED_MODELS,
     SDD_MODELS,
     SMALL_MODELS,
+    beside_inflated,
     block_fit,
+    density_entry,
     packed_entry,
     small_constants,
 )
@@ -221,7 +225,7 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
 GEMM_MODELS = [f"wgmma_sp_{kind}_{size}" for kind in ("16bit", "8bit", "quantized") for size in CLASSES]
 F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
 STREAM_K = "wgmma_sp_stream_k"
-FITTED = [STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS, *PACKED_MODELS]
+FITTED = [STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS, DENSITY, *PACKED_MODELS]
 
 
 def family_of(model: str) -> str:
@@ -230,18 +234,21 @@ def family_of(model: str) -> str:
         return PACKED
     if model in F32_MODELS:
         return F32
-    return "block-times" if model in (*SMALL_MODELS, *SDD_MODELS) else gemm_family(model)
+    return "block-times" if model in (*SMALL_MODELS, *SDD_MODELS, DENSITY) else gemm_family(model)
 
 
 def is_measured(model: str, gpu: str) -> bool:
     """Whether problems of the model have been measured on the GPU. Else its given constants stay."""
-    return (SCHEDULES / file_of(gpu, family_of(model))).is_file()
+    exists = (SCHEDULES / file_of(gpu, family_of(model))).is_file()
+    return exists and (model != DENSITY or bool(beside_inflated(gpu)))
 
 
 def entry(model: str, gpu: str) -> Constants:
     """The data file's entry of a fitted model."""
     if model == STREAM_K:
         return stream_k_entry(gpu)
+    if model == DENSITY:
+        return density_entry(gpu)
     if model in PACKED_MODELS:
         return packed_entry(model, gpu)
     gemm = model in GEMM_MODELS

@@ -5,6 +5,8 @@
 //   forward  result[n, m] = sum over kept k of x[n, k] * W[m, k]     (outputs m, reduction k)
 //   dgrad    result[n, k] = sum over kept m of dy[n, m] * W[m, k]    (outputs k, reduction m)
 //
+// With kGrouped, tokens come in groups, each multiplied by a weight of its own. A CTA finds the group of its tile.
+//
 // The source is x or dy. A gated epilogue makes one result of two outputs of forward, so the result is half as wide.
 //
 // A pruned position must not be an fma with 0, because 0 * Inf is NaN and -0 + 0 is +0. Shared memory holds a marker
@@ -22,6 +24,7 @@
 //   store    |        step 1|        step 2| ..        registers -> the other stage; then __syncthreads
 #include "common/epilogue.cuh"
 #include "gemm/params/inflate_strict.cuh"
+#include "gemm/token_groups.cuh"
 
 // A tile of outputs x tokens, the outputs and tokens of one thread, and the depth of a step along the reduction.
 template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, int kDepth_> struct Tile {
@@ -51,6 +54,9 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
                             S24_RELU_UPPER_BOUND, S24_X_ELEMENT> {
   typedef ChosenTile<S24_TILE> Tile;
   static constexpr bool kDgrad = S24_DGRAD;
+  static constexpr bool kGrouped = S24_GROUPED;  // groups of tokens have weights of their own
+  // With groups, two CTAs of the largest tile would not have enough registers.
+  static constexpr int kCtasPerSm = kGrouped && S24_TILE == 0 ? 1 : Tile::kCtasPerSm;
   static constexpr u32 kPruned = 0xffffffffu;  // a NaN that no kept value has, since kept NaNs are made canonical
   static_assert(!kGated || !kDgrad, "only forward has gated epilogues");
   static constexpr int kScaleX = S24_SCALE_X, kScaleW = S24_SCALE_W;  // 0: none, 1: one per tensor, 2: one per row
@@ -244,12 +250,13 @@ __device__ __forceinline__ float addend_of(const StrictParams& p, i64 token, i64
   else return 0.0f;
 }
 
-template <class T> __device__ __forceinline__ void compute_tile(const StrictParams& p) {
+template <class T> __device__ __forceinline__ void compute_tile(const StrictParams& p, i64 first_token) {
   __shared__ __align__(16) float weights[2 * T::kDepth * T::kOutputs];
   __shared__ __align__(16) float sources[2 * T::kDepth * T::kTokens];
   const i64 outputs = Config::kDgrad ? p.k : p.m, reduction = Config::kDgrad ? p.m : p.k;
   const i64 out_tiles = (outputs + T::kOutputs - 1) / T::kOutputs;
-  const i64 out0 = blockIdx.x % out_tiles * T::kOutputs, tok0 = blockIdx.x / out_tiles * T::kTokens;
+  const i64 out0 = blockIdx.x % out_tiles * T::kOutputs;
+  const i64 tok0 = Config::kGrouped ? first_token : blockIdx.x / out_tiles * T::kTokens;
   const int lane_out = threadIdx.x % T::kLanesOut, lane_tok = threadIdx.x / T::kLanesOut;
 
   float acc[T::kThreadOutputs][T::kThreadTokens];
@@ -304,7 +311,50 @@ template <class T> __device__ __forceinline__ void compute_tile(const StrictPara
   fp8.raise(p.amax);
 }
 
-extern "C" __global__ void __launch_bounds__(Config::Tile::kThreads, Config::Tile::kCtasPerSm)
+// Finds the group that has the slot-th tile of tokens, and makes `p` the product of this group. Returns the tile's
+// first token, or -1 behind the last tile. Every warp does the same.
+template <class T> __device__ __forceinline__ i64 go_to_group(StrictParams& p, i64 slot) {
+  const u32 lane = threadIdx.x % 32;
+  for (u32 first = 0; first < p.groups; first += 32) {
+    TokenRange range{0, 0};
+    if (first + lane < p.groups) range = token_range(p.group_tokens, p.group_places, p.n, first + lane);
+    i64 before = (range.end - range.begin + T::kTokens - 1) / T::kTokens;  // tiles up to this lane's group
+#pragma unroll
+    for (u32 step = 1; step < 32; step *= 2) {
+      const i64 below = __shfl_up_sync(~0u, before, step);
+      if (lane >= step) before += below;
+    }
+    const u32 found = __ballot_sync(~0u, slot < before);
+    if (found == 0) {
+      slot -= __shfl_sync(~0u, before, 31);
+      continue;
+    }
+    const int at = __ffs(found) - 1;
+    const i64 begin = __shfl_sync(~0u, range.begin, at), earlier = __shfl_sync(~0u, before, at > 0 ? at - 1 : 0);
+    const i64 row = (first + at) * p.m;
+    p.n = __shfl_sync(~0u, range.end, at);
+    p.values = (const In::Bits*)p.values + row * p.k / 2;
+    p.metadata += row * p.k / 8;
+    if (p.bias) p.bias = (const Config::Bias::Bits*)p.bias + row;
+    if constexpr (Config::kScaleW == 2) p.scale_w += row;
+    return begin + (slot - (at > 0 ? earlier : 0)) * T::kTokens;
+  }
+  return -1;
+}
+
+template <class T> __device__ __forceinline__ void compute_groups(const StrictParams& p) {
+  const i64 outputs = Config::kDgrad ? p.k : p.m, out_tiles = (outputs + T::kOutputs - 1) / T::kOutputs;
+  // Hostile offsets give more tiles than there are slots.
+  for (i64 slot = blockIdx.x / out_tiles;; slot += gridDim.x / out_tiles) {
+    StrictParams group = p;
+    const i64 token = go_to_group<T>(group, slot);
+    if (token < 0) return;
+    compute_tile<T>(group, token);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::Tile::kThreads, Config::kCtasPerSm)
     gemm_strict(const __grid_constant__ StrictParams p) {
-  compute_tile<Config::Tile>(p);
+  if constexpr (Config::kGrouped) compute_groups<Config::Tile>(p);
+  else compute_tile<Config::Tile>(p, 0);
 }

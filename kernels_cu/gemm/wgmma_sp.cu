@@ -21,8 +21,9 @@
 // A thread has the sums of rows r and r + 8 of W. A gated epilogue makes one result of the two: Y is half as wide, and
 // an m64 tile gives 32 of its columns.
 //
-// float32 (kSplitTerms) is multiplied in bf16 terms: gemm/f32_split.cu is the pre-pass kernel that splits X; W is split
-// into two terms when it is packed (kWPresplit), or into three in registers.
+// float32 (kSplitTerms) is multiplied in bf16 terms: gemm/f32_split.cu is the pre-pass kernel that splits X, or the
+// producers split X of few tokens (kXSplit). W is split into two terms when it is packed (kWPresplit), or into three in
+// registers.
 //
 // A quantized W (kQuantized) stores 4 or 8 bits a value and scales of groups of columns. Each thread makes the elements
 // that it multiplies in its registers, which then are the A operand of wgmma. They are rounded as elements, so the bits
@@ -34,6 +35,7 @@
 //   load_weights_and_x last warpgroup, a lane of warp 0 replaces both where kOneProducer
 //   load_joint_stages  last warpgroup, warp 0           replaces all three where kJointStages
 //   load_x_cp_async    last warpgroup, threads 64 ..    replaces load_x for a column-major X of few tokens (kXCpAsync)
+//   load_and_split_x   last warpgroup, threads 32 .. 95     replaces load_x for float32 of few tokens (kXSplit)
 //   publish_x          last warpgroup, thread 32        fences the stages that cp.async loaded
 //   StreamKFixup       last warpgroup, warp 2           waits for the flags of partial sums, and sets them
 //   produce_c          last warpgroup, thread 96        loads C into the staging buffers (kCStaged)
@@ -64,6 +66,7 @@
 #include "gemm/wgmma_sp/mainloop_sparse.cuh"
 #include "gemm/wgmma_sp/mainloop_split_registers.cuh"
 #include "gemm/wgmma_sp/producer.cuh"
+#include "gemm/wgmma_sp/producer_split.cuh"
 #include "gemm/wgmma_sp/stream_k_fixup.cuh"
 
 template <int kSplitTerms> struct MainloopOf {
@@ -144,6 +147,8 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       if constexpr (Config::kXCpAsync) {
         if (thread == 32) publish_x(p, barriers, slice);
         if (thread >= 128 - Config::kXCopyThreads) load_x_cp_async(p, base, barriers, m_rank, slice);
+      } else if constexpr (Config::kXSplit) {
+        if (thread / 32 == 1 || thread / 32 == 2) load_and_split_x(p, base, barriers, m_rank, slice, thread / 32 == 2);
       } else {
         if (thread == 32) load_x(p, base, barriers, m_rank, slice);
       }

@@ -148,6 +148,9 @@ __device__ __forceinline__ void store_shared(u32 address, u32 v) {
 __device__ __forceinline__ void store_shared_x2(u32 address, u32 a, u32 b) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
+__device__ __forceinline__ void store_shared_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 address, u8 v) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"((u32)v) : "memory");
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
@@ -46,15 +48,22 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than a dense product."""
     if problem.packed:
         return blocks_wgmma_any(problem) or packed_dense_wins(problem)
-    one, limits = problem.layout, constants("blocks_density_limits")
-    by_block = limits["few" if problem.n <= limits["few_n"] else "many"]
-    by_block = by_block["k_last" if problem.dense_k_last else "n_last"]
-    by_block = limits["sdd"] if problem.op is BlockSparseOp.SDD else by_block
-    most = by_block.get(str(one.block), 1.0)
+    one = problem.layout
+    most = density_limits(constants("blocks_density_limits"), problem).get(str(one.block), 1.0)
     dense_is_fast = problem.element.itemsize > 1 and not KernelProblem(problem).unaligned_tokens
     if dense_is_fast and one.density > most:
         return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
     return blocks_wgmma_any(problem)
+
+
+def density_limits(limits: dict[str, Any], problem: BlockSparseMatmulDescriptor) -> dict[str, float]:
+    """By size of a block, the density up to which such a problem is served. No entry means any density."""
+    of_size = limits["few" if problem.n <= limits["few_n"] else "many"]
+    is_sdd = problem.op is BlockSparseOp.SDD
+    found: dict[str, float] = (
+        limits["sdd"] if is_sdd else of_size["k_last" if problem.dense_k_last else "n_last"]
+    )
+    return found
 
 
 def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:

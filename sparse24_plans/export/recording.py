@@ -36,7 +36,7 @@ class Kind(IntEnum):
     NUMBER = 0
     """The problem's."""
     ADDRESS = 1
-    """The operand's address and a number; 0 without the operand."""
+    """The operand's address, a number, and ``factor`` times its stride in elements; 0 without the operand."""
     STRIDE = 2
     """``factor`` times the operand's stride in elements."""
     LAUNCH_ID = 3
@@ -187,6 +187,7 @@ class _Recorder:
         self._first = self._probe()
         self._again = self._probe()
         self._moved = self._probe(step=1)
+        self._probes = self._first, self._moved
         self._displaced = dict(self._displacements())
 
     def recipe(self) -> tuple[Recipe, tuple[int, ...]]:
@@ -296,9 +297,12 @@ class _Recorder:
         if first == moved:
             return Place(at, size, Kind.NUMBER, WORKSPACE, 0, self._slot(first))
         for operand in (*range(len(self._buffers)), WORKSPACE):
-            offset = first - self._address(operand, 0)
-            if 0 <= offset < _STEP and offset == moved - self._address(operand, 1):
-                return Place(at, size, Kind.ADDRESS, operand, 0, self._slot(offset))
+            offset, later = first - self._address(operand, 0), moved - self._address(operand, 1)
+            stride, wider = (0 if operand == WORKSPACE else one.strides[operand] for one in self._probes)
+            factor = (later - offset) // (wider - stride) if stride != wider else 0
+            number = offset - factor * stride
+            if 0 <= number < _STEP and number == later - factor * wider:
+                return Place(at, size, Kind.ADDRESS, operand, factor, self._slot(number))
         for operand, (stride, wider) in enumerate(zip(self._first.strides, self._moved.strides, strict=True)):
             if stride and stride != wider and first % stride == 0 and first // stride * wider == moved:
                 return Place(at, size, Kind.STRIDE, operand, first // stride, self._slot(0))
@@ -322,7 +326,9 @@ class _Recorder:
         number = self._numbers[place.slot]
         if place.kind is Kind.ADDRESS:
             view = self._buffers[place.operand].view if place.operand != WORKSPACE else None
-            return number + (probe.views[view].address if view else self._address(WORKSPACE, 0))
+            if view is None:
+                return number + self._address(WORKSPACE, 0)
+            return number + probe.views[view].address + place.factor * probe.strides[place.operand]
         return probe.strides[place.operand] * place.factor if place.kind is Kind.STRIDE else number
 
     def _map(self, launch: int, cell: _Cell, raw: list[bytes]) -> MapPlace | None:

@@ -44,9 +44,12 @@ class DgradSparse24Args(Args):
     """Operands of a ``dgrad`` plan: ``dy`` [N, M] of the element is read, ``dx`` [N, K] is written.
 
     ``weight`` is a canonical Sparse24Weight, or the result of ``plan.pack``. The class differs from
-    GemmSparse24Args because swapped operands would otherwise pass unnoticed if M == K.
+    GemmSparse24Args because swapped operands would otherwise pass unnoticed if M == K. With G groups the
+    weight has G*M rows, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given.
     """
 
     weight: CanonicalWeight | PackedWeight
     dy: Any
     dx: Any
+    offsets: Any = None
+    counts: Any = None

@@ -104,8 +104,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
     groups : int
         Number of groups of tokens, each multiplied by a weight of its own (experts); 0: one weight for all.
         With G groups the weight is the G weights [M, K] stacked to [G*M, K], bias is [G*M], and scale_w of
-        rows is [G*M]. n is the number of rows of X and Y that groups can have in total. ``forward`` with
-        x_order and y_order ``row`` only.
+        rows is [G*M]. n is the number of rows of X and Y (dY and dX) that groups can have in total. x_order
+        and y_order are ``row``.
     group_tokens : GroupTokens
         ``offsets`` (default): the operand ``offsets`` i32[G+1] says that group g has the rows from offsets[g]
         to below offsets[g+1]. ``counts``: group g has the first counts[g] (the operand ``counts``, i32[G]) of
@@ -236,8 +236,6 @@ class GemmSparse24Descriptor(ProductDescriptor):
             if self.group_tokens is not GroupTokens.OFFSETS:
                 raise ValueError(f"group_tokens: expected offsets without groups, got {self.group_tokens}")
             return
-        if self.op is not GemmOp.FORWARD:
-            raise ValueError(f"groups: expected 0 for op {self.op}, got {self.groups}")
         for name in ("x_order", "y_order"):
             if getattr(self, name) is not MatrixOrder.ROW:
                 raise ValueError(f"{name}: expected row with groups, got {getattr(self, name)}")

@@ -15,7 +15,7 @@ from ..weights.quantized import write_dequantized
 from .descriptor import GemmSparse24Descriptor
 
 _PER_WEIGHT_ROW = ("values", "metadata", "scales", "bias", "scale_w")
-_PER_TOKEN = ("source", "result", "scale_x", "c")
+PER_TOKEN = ("source", "result", "scale_x", "c")
 
 
 def kept_bits(desc: GemmSparse24Descriptor, views: Views) -> NDArray[Any]:
@@ -74,7 +74,7 @@ def views_of_group(desc: GemmSparse24Descriptor, views: Views, group: int, begin
             found[name] = view
         elif name in _PER_WEIGHT_ROW:
             found[name] = lines_of(view, rows)
-        elif name in _PER_TOKEN:
+        elif name in PER_TOKEN:
             found[name] = lines_of(view, slice(begin, end))
         elif name == "packed":  # dense float32
             at = view.address + 4 * rows.start * desc.k

@@ -8,7 +8,7 @@ from ..device.jit.enum_codes import ELEMENT_CODES, type_defines
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
 from ..plan.operands import Views, leading_dimension
-from ..vocab import CANONICAL_LAYOUT, ScaleKind
+from ..vocab import CANONICAL_LAYOUT, GroupTokens, ScaleKind
 from ..weights import packing
 from ..weights.packed_layouts import TileLayout, layout_called
 from ..weights.packing_quantized import pack_quantized
@@ -70,6 +70,15 @@ def c_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, int]:
     if "c" not in views:
         return {}
     return {"c": views["c"].address, "c_stride": leading_dimension(views["c"], desc.y_order)}
+
+
+def group_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, int]:
+    """The parameters ``group_tokens``, ``groups`` and ``group_places`` of a launch; none without groups."""
+    if not desc.groups:
+        return {}
+    places = desc.n // desc.groups if desc.group_tokens is GroupTokens.COUNTS else 0
+    tokens = views[desc.group_tokens].address
+    return {"group_tokens": tokens, "groups": desc.groups, "group_places": places}
 
 
 def address(view: TensorView | None) -> int:

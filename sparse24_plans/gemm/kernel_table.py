@@ -213,6 +213,7 @@ _STRICT = GemmEntry(
     backend="inflate_strict",
     tier=Tier.INFLATE,
     guarantee=guarantees.strict,
+    groups=True,
     limits=limits.strict,
 )
 

@@ -27,6 +27,10 @@ WITH_FP8 = 8, 9
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
 SPLIT_CTA_ELEMENTS = 2048
 """Elements of X that one CTA of the pre-pass kernel splits."""
+_PRODUCER_SPLIT_TOKENS, _PRODUCER_SPLIT_CELLS = 24, 2**23
+"""Most tokens, and cells of W, with which a launch less is worth more than producers that only load."""
+SPLIT_CHUNK_BYTES, _LEAST_CHUNK = 512 << 20, 128
+"""Most bytes of bf16 terms of X that the workspace holds at once, and tokens whose terms it always holds."""
 _BLOCKED_SUM_BYTES = 132 * 128 * 128 * 4
 """Bytes of the blocked sums of the largest CTA tiles, one per SM of an H200."""
 DIRECT_TOKENS, _SECTOR = 64, 32
@@ -40,7 +44,14 @@ STRICT_SMALL_TILE = (32, 16)
 
 def strict(problem: GemmSparse24Descriptor) -> str | None:
     rows, tokens = STRICT_SMALL_TILE
-    return grid_limit_refusal(-(-problem.sums // rows) * -(-problem.n // tokens))
+    return grid_limit_refusal(-(-problem.sums // rows) * most_token_tiles(problem, tokens))
+
+
+def most_token_tiles(problem: GemmSparse24Descriptor, tokens: int) -> int:
+    """Tiles of so many tokens, or the most there can be: each group may end within a tile."""
+    if not problem.groups:
+        return -(-problem.n // tokens)
+    return problem.n // tokens + min(problem.groups, problem.n)
 
 
 def _tile_blocks(problem: GemmSparse24Descriptor) -> str | None:
@@ -137,25 +148,47 @@ def _unaligned_columns(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def f32_split(terms: int, problem: GemmSparse24Descriptor) -> str | None:
-    """Refuse problems of which the pre-pass kernel can't write ``terms`` bf16 terms of X."""
-    rows, blocks = terms * problem.n, -(-problem.n * problem.k // SPLIT_CTA_ELEMENTS)
-    if rows >= 2**31:
-        return f"{terms} bf16 terms of {problem.n} tokens exceed a tensor map's coordinates, {2**31 - 1}"
+    """Refuse problems of which the pre-pass kernel can't write ``terms`` bf16 terms of a chunk of X."""
+    blocks = -(-most_chunk(terms, problem) * problem.k // SPLIT_CTA_ELEMENTS)
     return wgmma_sp(problem) or grid_limit_refusal(blocks)
 
 
+def most_chunk(terms: int, problem: GemmSparse24Descriptor, most: int | None = None) -> int:
+    """Most tokens of a chunk: the workspace holds the terms of one chunk of X at a time.
+
+    ``most``: bytes that the workspace may have, at least :func:`split_workspace` of them.
+    """
+    if problem.n <= _LEAST_CHUNK:
+        return problem.n
+    room = SPLIT_CHUNK_BYTES
+    if most is not None:
+        room = min(room, (most - _blocked_sum_bytes(terms, problem)) // 256 * 256)
+    return min(max(room // (terms * max(problem.k, 1) * BF16.itemsize), _LEAST_CHUNK), problem.n)
+
+
+def producers_split(problem: GemmSparse24Descriptor, tokens: int) -> bool:
+    """Return whether producers split X, in tiles of so many tokens. Else a pre-pass kernel does."""
+    return tokens <= _PRODUCER_SPLIT_TOKENS and problem.m * problem.k <= _PRODUCER_SPLIT_CELLS
+
+
 def split_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:
-    """Bytes of the bf16 terms of X."""
+    """Bytes of the bf16 terms of X, whose tokens are one chunk."""
     return terms * problem.n * problem.k * BF16.itemsize
 
 
 def split_workspace(terms: int, problem: GemmSparse24Descriptor) -> int:
-    """Bytes of the terms of X and of blocked sums: of all results, or of the largest tiles, one per SM."""
-    size = align_up(split_bytes(terms, problem))
+    """Bytes of the terms of the least chunk of X, and of its blocked sums."""
+    least = problem.model_copy(update={"n": min(problem.n, _LEAST_CHUNK)})
+    split = 0 if producers_split(problem, problem.n) else align_up(split_bytes(terms, least))
+    return split + _blocked_sum_bytes(terms, least)
+
+
+def _blocked_sum_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:
+    """Bytes of the blocked sums of all results, or of the largest tiles, one per SM."""
     if not 0 < SPLIT_GROUP[terms] < problem.k:
-        return size
+        return 0
     results = align_up(problem.m) * align_up(problem.n, 16 if problem.n <= 64 else 128)
-    return size + min(4 * results, _BLOCKED_SUM_BYTES)
+    return min(4 * results, _BLOCKED_SUM_BYTES)
 
 
 def _integer_sums(problem: GemmSparse24Descriptor) -> str | None:

@@ -15,11 +15,19 @@ from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views, leading_dimension
-from ..vocab import DeviceProperties, ElementKind, GroupTokens, MatrixOrder
+from ..vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..weights.packed_layouts import TILE_M, TILES_16BIT
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
-from .kernel import SCALES, GemmKernel, address, c_parameters, product_defines, scale_defines
+from .kernel import (
+    SCALES,
+    GemmKernel,
+    address,
+    c_parameters,
+    group_parameters,
+    product_defines,
+    scale_defines,
+)
 from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import WIDEST, OperandLayouts, WgmmaSpSchedule, pitch_of
 
@@ -180,7 +188,7 @@ def defines(
     """The kernel's macros for a problem type and schedule.
 
     ``terms`` is the number of bf16 terms of a float32. ``x_from_prepass`` says that the launch before this
-    one writes X, and nothing else that this one reads.
+    one writes X, and nothing else that this one reads; without it the kernel itself splits a float32 X.
     """
     weight_stages, x_stages = schedule.stages(layouts, terms)
     return {
@@ -210,6 +218,7 @@ def defines(
         "C_STAGED": int(layouts.stages_c and schedule.split_k == 1),
         "GROUPED": int(desc.groups > 0),
         "X_FROM_PREPASS": int(x_from_prepass),
+        "X_SPLIT": int(terms > 0 and not x_from_prepass),
         "X_COLUMN_MAJOR": int(layouts.x_columns),
         "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
         "Y_COLUMN_MAJOR": int(layouts.y_columns),
@@ -245,8 +254,6 @@ def fixed_parameters(
         data_parallel_tiles=data_parallel,
         units_per_cluster=units,
         big_units=big_units,
-        groups=desc.groups,
-        group_places=desc.n // desc.groups if desc.group_tokens is GroupTokens.COUNTS else 0,
     )
 
 
@@ -348,11 +355,9 @@ def launch_parameters(
     parameters.packed = views["packed"].address
     for name in ("bias", *SCALES):
         setattr(parameters, name, address(views.get(name)))
-    if desc.groups:
-        parameters.group_tokens = views[desc.group_tokens].address
     parameters.y = result.address
     parameters.y_stride = y_stride
-    for name, value in c_parameters(desc, views).items():
+    for name, value in {**c_parameters(desc, views), **group_parameters(desc, views)}.items():
         setattr(parameters, name, value)
     if (c := views.get("c")) is not None and by_tma and c.element.itemsize == size:
         parameters.c_aligned = (c.address | parameters.c_stride * size) % 16 == 0

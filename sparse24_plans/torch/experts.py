@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError
-from ..vocab import ElementKind
+from ..plan.preference import PlanPreference
+from ..vocab import ElementKind, Tier
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
 from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
 from .weight_only_linear import Sparse24WeightOnlyLinear
@@ -342,13 +343,22 @@ def no_kernel(module: nn.Module, device: torch.device, **options: Any) -> str | 
 
 
 def kernel_obstacle(layer: Sparse24Linear, device: torch.device) -> str | None:
-    """Why no kernel serves the layer on a CUDA device; None if one does, or for the CPU."""
+    """Why no kernel serves the layer on a CUDA device; None if one does, or for the CPU.
+
+    Experts without wishes are left to PyTorch where only the strict kernel multiplies by groups.
+    """
     if device.type != "cuda":
         return None
     try:
-        layer.plan_on(torch.cuda.current_device() if device.index is None else device.index)
+        plan = layer.plan_on(torch.cuda.current_device() if device.index is None else device.index)
     except (UnsupportedError, BackendUnavailableError) as error:
         return str(error)
+    if (
+        isinstance(layer, ExpertsWeight)
+        and plan.tier is Tier.INFLATE
+        and layer.preference == PlanPreference()
+    ):
+        return f"dense experts are faster than its kernel there, {plan.kernel}"
     return None
 
 

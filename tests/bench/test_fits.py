@@ -196,3 +196,27 @@ def test_more_blocks_never_make_kept_blocks_the_choice_again(op, block):
         assert wins == sorted(wins), n
         assert wins[-1] or block == 128
         assert not wins[0]
+
+
+def test_limits_of_density_lie_where_the_inflated_product_becomes_faster(monkeypatch):
+    """Kinds with too few problems keep what is given; a limit that no problem exceeds is not named."""
+    lines, densities = [], {}
+    slower = {("sdd", 16): 0.15, ("sdd", 32): 2.0, ("dsd", 16): 0.4}
+    for row in descent.lines_of(GPU, "block-times")[::3]:
+        kind = row["op"], row["block"]
+        if kind in slower and row["n"] > 512:
+            desc = block_fits.described(row)
+            chosen = blocks_wgmma.best_schedule(desc, block_fits.SMS)
+            ours = row["us"][f"{chosen.rows},{chosen.tokens},{chosen.cluster_n}"]
+            densities.setdefault(kind, []).append(desc.layout.density)
+            factor = 0.8 if desc.layout.density > slower[kind] else 1.25
+            lines.append({**row, "inflate_us": ours * factor})
+    monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
+    found = block_fits.density_entry(GPU)
+    limits, given = found["constants"], GIVEN[block_fits.DENSITY]["constants"]
+    for kind, most in (("sdd", 16), limits["sdd"]["16"]), (("dsd", 16), limits["many"]["n_last"]["16"]):
+        between = sorted((most, slower[kind]))
+        assert not any(between[0] < one <= between[1] for one in densities[kind])
+    assert "32" not in limits["sdd"]
+    assert limits["many"]["k_last"] == given["many"]["k_last"]
+    assert found["measured"]["loss"]["worst"] == 0

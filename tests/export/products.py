@@ -36,6 +36,8 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 _SCALES = {"scale_x": "row", "scale_w": "row"}
 GROUPED: dict[str, dict[str, Any]] = {
+    "groups backward": {"element": "f16", "op": "dgrad", "groups": 7},
+    "groups of f32": {"element": "f32", "epilogue": "bias_relu", "groups": 3, "group_tokens": "counts"},
     "groups": {"element": "bf16", "groups": 8},
     "gated groups": {"element": "f16", "epilogue": "bias_swiglu", "groups": 5},
     "groups by counts": {"element": "bf16", "epilogue": "bias_silu", "groups": 3, "group_tokens": "counts"},

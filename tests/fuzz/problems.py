@@ -259,15 +259,18 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     """Up to 40 groups, or 1,024 small ones; a fifth of the offsets are hostile."""
     host = limits is HOST
     groups = int(2 ** rng.uniform(0, 5.3 if host or rng.random() < 0.8 else 10))
-    element = _pick(rng, ("f16", "bf16", "s8", *_FP8))
-    fields = _elements(rng, element, fp8=True)
-    if rng.random() < 0.5:
+    element, backward = _pick(rng, ("f32", "f16", "bf16", "s8", *_FP8)), rng.random() < 0.2
+    fields = _elements(rng, element, fp8=not backward)
+    if backward:
+        fields["op"] = "dgrad"
+    elif rng.random() < 0.5:
         fields["epilogue"] = _pick(rng, ("bias", "silu", "swiglu", "bias_geglu"))
         if fields["out_element"] == "i32" and fields["epilogue"].endswith("glu"):
             fields["out_element"] = "s8"
         fields["bias_element"] = _default_bias(fields)
     for name in ("scale_x", "scale_w"):
-        fields[name] = "none" if element in ("f16", "bf16") else _pick(rng, ("none", "tensor", "row"))
+        plain = "op" in fields or element in ("f32", "f16", "bf16")
+        fields[name] = "none" if plain else _pick(rng, ("none", "tensor", "row"))
     m, k = 64 * int(rng.integers(1, 3 if host else 9)), 32 * int(rng.integers(1, 5 if host else 40))
     n = int(2 ** rng.uniform(0, 6 if host else 11))
     counts = rng.random() < 0.3

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse24_plans import ElementKind, GemmSparse24Args, GemmSparse24Plan
+from sparse24_plans import DgradSparse24Args, ElementKind, GemmSparse24Args, GemmSparse24Plan
 
 from ..support import (
     Data,
@@ -28,7 +28,7 @@ class GroupedCase:
     """A grouped product in guarded memory, and the data of each group."""
 
     plan: GemmSparse24Plan
-    args: GemmSparse24Args
+    args: GemmSparse24Args | DgradSparse24Args
     result: Guarded
     inputs: tuple[Guarded, ...]
     data: tuple[Data, ...]
@@ -94,7 +94,7 @@ def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 
     desc = plan.descriptor
     rng = np.random.default_rng(seed)
     dense = random_values(rng, (desc.groups * desc.m, desc.k), desc.element)
-    x = random_values(rng, (desc.n, desc.k), desc.x_element)
+    x = random_values(rng, (desc.n, desc.reduction), desc.x_element)
     found: dict[str, np.ndarray] = {}
     if desc.epilogue.has_bias:
         found["bias"] = random_values(rng, (desc.groups * desc.m,), desc.bias_element)
@@ -124,7 +124,7 @@ def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 
         )
         for g in range(desc.groups)
     )
-    source = Guarded(x.shape, desc.x_element, device, desc.k + pad).fill(x)
+    source = Guarded(x.shape, desc.x_element, device, desc.reduction + pad).fill(x)
     result = Guarded((desc.n, desc.outputs), desc.out_element, device, desc.outputs + pad)
     elements = {"bias": desc.bias_element}
     inputs = {
@@ -134,6 +134,7 @@ def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 
     given = np.asarray(tokens, np.int32)
     inputs[str(desc.group_tokens)] = Guarded(given.shape, ElementKind.I32, device).fill(given)
     views = {name: operand.view for name, operand in inputs.items()}
-    args = GemmSparse24Args(plan.pack(weight.to(device)), source.view, result.view, **views)
+    kind = GemmSparse24Args if desc.op == "forward" else DgradSparse24Args
+    args = kind(plan.pack(weight.to(device)), source.view, result.view, **views)
     space = scratch(plan.workspace_size(), device)
     return GroupedCase(plan, args, result, (source, *inputs.values()), data, space)

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, Sparse24Weight
-from sparse24_plans.gemm import limits
+from sparse24_plans import (
+    ElementKind,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    PlanPreference,
+    Sparse24Weight,
+)
+from sparse24_plans.device.jit.launcher import recording
+from sparse24_plans.device.tensors import Device, TensorView
+from sparse24_plans.gemm import limits, wgmma
 from sparse24_plans.gemm.arithmetic.bf16_terms import (
     MAX_TERMS,
     SPLIT_GROUP,
@@ -20,13 +28,14 @@ from sparse24_plans.gemm.arithmetic.bf16_terms import (
 )
 from sparse24_plans.gemm.backends import f32_split
 from sparse24_plans.gemm.schedules import f32_split_heuristics
-from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts
-from sparse24_plans.gemm.wgmma import grid_size
+from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
+from sparse24_plans.plan import plan as plans
 from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import TILE_M, layout_called
 
+from ..kernels.index_functions import Table, check_tables
 from ..sample_devices import HOPPER
 from ..support import Data, case_of, device_of_row, make_case, plan_of_row, random_data
 from .kernel_entries import gpu, row_of
@@ -169,17 +178,71 @@ def test_invariant_kernels_split_k_independently_of_n_and_slices_of_w(m, k, toke
     k=st.integers(1, 2000).map(lambda units: 8 * units),
 )
 def test_the_least_workspace_is_enough(name, n, m, k):
-    """The workspace that a kernel asks for suffices for some schedule, and holds the terms of X."""
+    """The workspace that a kernel asks for suffices for some schedule, and no limit changes the bits."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-    least = row.min_workspace(desc)
-    assert least >= row.split_terms * n * k * 2
+    least, named = row.min_workspace(desc), set()
     for most in (least, least + 10**7, None):
         choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
-        one = f32_split_heuristics.best_schedule(desc, row, None, most)
-        assert row.kernel.arithmetic(choice) == f"{NAMES[row.split_terms]}/slices={one.split_k}"
-        blocks = grid_size(one, one.work_tiles(n, m), HOPPER)
-        assert most is None or f32_split_heuristics.Regions.of(one, desc, row.split_terms, blocks).end <= most
+        kernel = row.kernel.sized(choice)
+        assert most is None or kernel.workspace_size <= most
+        assert (kernel.launches == 1) == limits.producers_split(desc, n)
+        named.add(row.kernel.arithmetic(choice))
+    assert len(named) == 1
     assert row.limits(desc) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(ROWS),
+    n=st.integers(129, 60000),
+    m=st.integers(1, 40000),
+    k=st.integers(500, 8000).map(lambda units: 8 * units),
+)
+def test_terms_of_x_are_split_in_chunks_of_bounded_memory(name, n, m, k):
+    """The issue's 16384 tokens of 36864 columns would take 3.4 GiB of terms."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    choice = Choice(desc, HOPPER, row, PlanPreference(), {})
+    kernel = row.kernel.sized(choice)
+    sums = 5 * 132 * 128 * 128 * 4  # of stream-K and of groups of sums
+    assert kernel.workspace_size <= limits.SPLIT_CHUNK_BYTES + sums
+    assert kernel.workspace_size <= row.kernel.most_workspace(choice)
+    tokens = [chunk.descriptor.n for chunk in kernel._chunks]
+    assert sum(tokens) == n
+    assert len(set(tokens[:-1])) <= 1
+    assert tokens[-1] <= tokens[0]
+    if 2 * row.split_terms * n * k <= limits.SPLIT_CHUNK_BYTES:
+        assert len(tokens) == 1
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+def test_chunks_read_and_write_each_row_once(beta):
+    """Whatever the strides, and in the order of the rows: the launches say so."""
+    desc = GemmSparse24Descriptor(n=1000, m=320, k=4616, element="f32", beta=beta)
+    row = row_of("f32_split6")
+    wish = PlanPreference(max_workspace_bytes=row.min_workspace(desc))
+    with recording():
+        kernel = row.kernel(Choice(desc, HOPPER, row, wish, {}))
+        shapes = {"source": (1000, 4624), "result": (1000, 324), "c": (1000, 332)}
+        views = {
+            name: TensorView(
+                (number + 1) << 40, (1000, columns), ElementKind.F32, Device("cuda", 0), strides=(columns, 1)
+            )
+            for number, (name, (_, columns)) in enumerate(shapes.items())
+            if name != "c" or beta
+        }
+        views["packed"] = TensorView(1 << 50, (8,), ElementKind.U8, Device("cuda", 0))
+        launches: list = []
+        kernel.launcher(views, 1 << 52)(launches)
+    assert len(launches) == kernel.launches == 2 * len(kernel._chunks) > 4
+    begin = 0
+    for split, product in zip(launches[::2], launches[1::2], strict=True):
+        first, then = split.parameters, product.parameters
+        assert (first.terms, first.n) == (1 << 52, then.n)
+        assert first.x == then.x == views["source"].address + 4 * 4624 * begin
+        assert then.y == views["result"].address + 4 * 324 * begin
+        assert then.c == (views["c"].address + 4 * 332 * begin if beta else None)
+        begin += then.n
+    assert begin == 1000
 
 
 @settings(max_examples=60, deadline=None)
@@ -216,13 +279,39 @@ def test_tiles_of_x_begin_where_a_swizzles_pattern_does(name, n, m):
         assert weights * one.rows // TILE_M * layout.shared_bytes % 1024 == 0
 
 
+@pytest.mark.parametrize("row", ["f32_split3", "f32_split6"])
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_producers_store_terms_where_wgmma_reads_them(row, tokens):
+    """A warp fills a stage: a line of 128 swizzled bytes for each token, 16 bytes of 8 columns at a time."""
+    desc, layout = (
+        GemmSparse24Descriptor(n=tokens, m=64, k=64, element="f32"),
+        layout_called(row_of(row).layout),
+    )
+    layouts, schedule = OperandLayouts.of(desc, layout), WgmmaSpSchedule(2, 1, tokens)
+    defined = wgmma.defines(desc, schedule, layouts, False, row_of(row).split_terms)
+    assert defined["X_SPLIT"] == 1
+    lane, step = np.arange(32)[:, None], np.arange(tokens // 4)
+    token, chunk = lane // 8 + 4 * step, lane % 8
+    at = token * 128 + (chunk ^ token % 8) * 16
+    np.testing.assert_array_equal(np.sort(at, axis=None), 16 * np.arange(8 * tokens))
+    check_tables(
+        "gemm/wgmma_sp/producer_split.cuh",
+        defined,
+        Table("SplitPiece::token(i0, i1)", token),
+        Table("SplitPiece::chunk(i0)", chunk[:, 0]),
+        Table("SplitPiece::offset(i0, i1)", at),
+        Table("SplitPiece::kPasses + 0 * i0", [tokens // 4]),
+    )
+
+
 @every_row
 def test_what_is_too_large_is_refused_by_what_it_exceeds(row):
-    parts = row_of(row).split_terms
-    many = GemmSparse24Descriptor(n=-(-(2**31) // parts), m=64, k=8, element="f32")
+    terms = row_of(row).split_terms
+    many = GemmSparse24Descriptor(n=2**31, m=64, k=8, element="f32")
     assert "tensor map" in row_of(row).limits(many)
-    assert "grid limit" in row_of(row).limits(many.model_copy(update={"n": 2**29, "k": 2**13}))
-    assert limits.f32_split(parts, many.model_copy(update={"n": 0})) == "serves no empty operands"
+    assert row_of(row).limits(many.model_copy(update={"n": 2**31 // terms})) is None
+    assert "grid limit" in row_of(row).limits(many.model_copy(update={"n": 2**27, "m": 2**15}))
+    assert limits.f32_split(terms, many.model_copy(update={"n": 0})) == "serves no empty operands"
 
 
 def test_the_bounds_are_below_those_of_float32_in_order():
@@ -241,22 +330,67 @@ def test_the_bounds_are_below_those_of_float32_in_order():
 
 
 CUTS = [
-    (row, n, cut)
+    (row, n, m, cut)
     for row in ("f32_split3", "f32_split6")
-    for n in (1, 13, 60, 200)
-    for cut in f32_split_heuristics.tried_schedules(n, 9000, row_of(row).split_terms)
+    for n, m in ((1, 1800), (13, 9000), (20, 1800), (60, 9000), (200, 9000))
+    for cut in f32_split_heuristics.tried_schedules(n, m, row_of(row).split_terms)
 ]
 
 
 @gpu
-@pytest.mark.parametrize(("row", "n", "cut"), CUTS, ids=str)
-def test_every_cut(monkeypatch, row, n, cut):
+@pytest.mark.parametrize(("row", "n", "m", "cut"), CUTS, ids=str)
+def test_every_cut(monkeypatch, row, n, m, cut):
     """Forced on a problem that is ragged in n, m and k, and long enough for groups of sums."""
     monkeypatch.setattr(f32_split, "best_schedule", lambda *_: cut)
-    alpha = 1 + CUTS.index((row, n, cut)) / 64  # of its own: plans are cached
-    desc = GemmSparse24Descriptor(n=n, m=9000, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
+    alpha = 1 + CUTS.index((row, n, m, cut)) / 64  # of its own: plans are cached
+    desc = GemmSparse24Descriptor(n=n, m=m, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
     case = make_case(desc, row=row, pad=8)
     case.check(case.run())
+
+
+@gpu
+@every_row
+@pytest.mark.parametrize(("n", "m", "k"), [(1000, 300, 4616), (1300, 9000, 1032), (257, 4096, 8192)])
+def test_bits_do_not_depend_on_chunks(row, n, m, k):
+    """The workspace bounds the tokens of a chunk. C is Y: no chunk may add another's results."""
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32", epilogue="bias_silu", beta=0.5)
+    data = random_data(np.random.default_rng(), desc)
+    data.x[n // 2, 7], data.x[n - 1, 9] = np.inf, 3.4e38
+    found, chunks = set(), set()
+    least = row_of(row).min_workspace(desc)
+    for most in (None, least, 2 * least + 2**25):
+        wish = PlanPreference(max_workspace_bytes=most)
+        plan = plan_of_row(row).select(desc, device=device_of_row(row), preference=wish)
+        case = case_of(plan, data, (8, 12), in_place=True)
+        found.add(case.run().tobytes())
+        chunks.add(plan.parts.choice.entry.kernel.sized(plan.parts.choice).launches // 2)
+        bound = plan.bind(case.args, workspace=case.workspace and case.workspace.view)
+        case.result.fill(data.c)
+        bound.launch()  # one CUDA graph
+        found.add(case.fetch().tobytes())
+    assert len(chunks) > 1
+    assert len(found) == 1
+
+
+@gpu
+@every_row
+@pytest.mark.parametrize(("m", "k"), [(1280, 1280), (130, 200), (520, 8232)])
+def test_bits_do_not_depend_on_who_splits_x(row, m, k):
+    """Producers split X of few tokens, and a pre-pass kernel X of more."""
+    most, found = 24, set()
+    rng = np.random.default_rng()
+    x = (rng.standard_normal((most, k)) * 2.0 ** rng.integers(-120, 60, (most, k))).astype(np.float32)
+    for few in (most, 0):
+        for n in (1, 2, 7, 8, 9, 16, most):
+            desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(limits, "_PRODUCER_SPLIT_TOKENS", few)
+                plans._select.cache_clear()  # plans of the other kernel
+                case = make_case(desc, row=row, x=x[:n], pad=4)
+                assert (" bf16 terms, " in case.plan.explain().details) == (few < n)
+            found.add((n, case.run().tobytes()))
+    plans._select.cache_clear()
+    assert len(found) == 7
 
 
 @gpu

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse24_plans import (
+    GemmOp,
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
@@ -28,12 +29,14 @@ from sparse24_plans.gemm.schedules.grouped import schedules_for
 from sparse24_plans.plan import plan as plans
 
 from ..sample_devices import gpu_of
-from ..support import device_of_row, plan_of_row, same_bits
+from ..support import device_of_row, make_case, plan_of_row, same_bits
 from .grouped_cases import GroupedCase, grouped_case
 from .kernel_entries import gpu, marked, on_host, row_of
 
 ROWS = tuple(row.name for row in ENTRIES if row.groups and not row.on_request)
-KERNELS = tuple(name for name in ROWS if not on_host(name))
+KERNELS = tuple(name for name in ROWS if row_of(name).only_groups)
+ON_A_GPU = tuple(name for name in ROWS if not on_host(name))
+DGRAD = tuple(name for name in ROWS if GemmOp.DGRAD in row_of(name).ops)
 grouped_rows = pytest.mark.parametrize("row", [marked(name) for name in ROWS])
 PLAIN = {"m": 64, "k": 128}
 """Sizes that every kernel takes: rows of W in whole tiles, and columns of X in multiples of 16 bytes."""
@@ -104,6 +107,10 @@ def test_random_groups(row, data):
     n = data.draw(st.integers(1, 300), "n")
     ends = sorted(data.draw(st.lists(st.integers(0, n), min_size=groups + 1, max_size=groups + 1), "offsets"))
     element = data.draw(st.sampled_from(elements_of(row)), "element")
+    if row in DGRAD and data.draw(st.booleans(), "dgrad"):
+        problem = {"op": "dgrad", "epilogue": "identity"}
+    else:
+        problem = {"epilogue": data.draw(st.sampled_from(["identity", "bias_silu", "geglu"]), "epilogue")}
     run_and_check(
         row,
         ends,
@@ -115,8 +122,39 @@ def test_random_groups(row, data):
         k=32 * data.draw(st.integers(1, 9), "k / 32"),
         seed=data.draw(st.integers(0, 2**32), "seed"),
         pad=data.draw(st.sampled_from([0, 16]), "pad"),
-        epilogue=data.draw(st.sampled_from(["identity", "bias_silu", "geglu"]), "epilogue"),
+        **problem,
     )
+
+
+@pytest.mark.parametrize("row", [marked(name) for name in DGRAD])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_each_group_has_the_gradient_of_its_own_product(row, spread):
+    for element in elements_of(row):
+        out = {"out_element": "bf16"} if element == "s8" else {}
+        fields = {"op": "dgrad", "element": element, "m": 72, "k": 136, "alpha": 0.5, **out}
+        run_and_check(row, SPREADS[spread], n=40, groups=4, pad=8, **fields)
+    run_and_check(row, [5, 0, 10, 1], n=40, groups=4, group_tokens="counts", op="dgrad", m=40)
+
+
+@pytest.mark.parametrize("row", [marked(name) for name in DGRAD if name != "host_blas"])
+@pytest.mark.parametrize("op", ["forward", "dgrad"])
+@pytest.mark.parametrize("element", ["f32", "bf16"])
+def test_strict_groups_have_the_same_bits_everywhere(row, op, element):
+    """They are those of the host, and of one product after the other."""
+    offsets = np.sort(np.random.default_rng().integers(0, 400, 38))
+    problem = {"n": 400, "groups": 37, "m": 40, "k": 264, "op": op, "element": element}
+    found, host = (make(one, offsets, **problem).run().copy() for one in (row, "host_strict"))
+    assert same_bits(found, host)
+    case = make(row, offsets, **problem)
+    for data, (begin, end) in case.of_groups():
+        desc = case.plan.descriptor.model_copy(update={"n": end - begin, "groups": 0})
+        assert same_bits(make_case(desc, row=row, dense=data.dense, x=data.x).run(), found[begin:end].copy())
+
+
+@pytest.mark.parametrize("row", KERNELS)
+def test_kernels_of_tensor_cores_refuse_dgrad(row):
+    desc = problem_of(row).model_copy(update={"op": GemmOp.DGRAD})
+    assert row_of(row).refusal(desc) == "does not serve op dgrad"
 
 
 @grouped_rows
@@ -204,7 +242,6 @@ def problem_of(row: str) -> GemmSparse24Descriptor:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"op": "dgrad"}, "groups: expected 0 for op dgrad, got 4"),
         ({"x_order": "column"}, "x_order: expected row with groups, got column"),
         ({"y_order": "column"}, "y_order: expected row with groups, got column"),
         ({"n": 2**31}, "n: expected at most 2147483647 rows with groups"),
@@ -235,13 +272,17 @@ def test_a_descriptor_of_groups_is_checked(fields, words):
 def test_kernels_say_which_groups_they_do_not_serve(fields, words):
     desc = GemmSparse24Descriptor(**{"n": 40, "groups": 4, "element": "bf16", **PLAIN, **fields})
     with pytest.raises(UnsupportedError, match=f"wgmma_sp_grouped.*{words}"):
-        GemmSparse24Plan.select(desc, device="h200")
+        GemmSparse24Plan.select(desc, preference={"prefer_backend": "wgmma_sp"}, device="h200")
+    assert GemmSparse24Plan.explain_choice(desc, device="h200").chosen == "inflate_strict"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
-def test_other_gpus_refuse_groups_by_name(capability):
-    with pytest.raises(UnsupportedError, match=r"mma_sp, .*mma_sp_many.*: serves no groups"):
-        GemmSparse24Plan.select(problem_of("wgmma_sp_grouped"), device=gpu_of(*capability))
+@pytest.mark.parametrize("op", ["forward", "dgrad"])
+def test_the_strict_kernel_serves_groups_on_other_gpus(capability, op):
+    desc, gpu_there = problem_of("inflate_strict").model_copy(update={"op": op}), gpu_of(*capability)
+    with pytest.raises(UnsupportedError, match=r"mma_sp.*: (serves no groups|does not serve op dgrad)"):
+        GemmSparse24Plan.select(desc, preference={"prefer_backend": "mma_sp"}, device=gpu_there)
+    assert GemmSparse24Plan.explain_choice(desc, device=gpu_there).chosen == "inflate_strict"
 
 
 @pytest.mark.parametrize("row", KERNELS)
@@ -273,7 +314,7 @@ def test_the_operand_that_the_descriptor_does_not_name_is_refused(given):
 
 
 @gpu
-@pytest.mark.parametrize("row", [marked(name) for name in KERNELS])
+@pytest.mark.parametrize("row", [marked(name) for name in ON_A_GPU])
 @pytest.mark.parametrize(
     ("groups", "n", "m", "k"), [(8, 1000, 256, 512), (300, 1500, 128, 192), (1024, 4096, 64, 64)]
 )
@@ -284,7 +325,7 @@ def test_many_groups_and_large_tiles(row, groups, n, m, k):
 
 
 @gpu
-@pytest.mark.parametrize("row", [marked(name) for name in KERNELS])
+@pytest.mark.parametrize("row", [marked(name) for name in ON_A_GPU])
 def test_a_plan_of_many_groups_outlives_the_selection_of_fewer(row):
     """Both launch the same kernel, and the table of many groups takes more shared memory."""
     many = make(row, [0] + [40] * 300, n=40, groups=300)
@@ -311,7 +352,7 @@ def test_every_schedule_gives_the_same_bits():
 
 
 @gpu
-@pytest.mark.parametrize("row", [marked(name) for name in KERNELS])
+@pytest.mark.parametrize("row", [marked(name) for name in ON_A_GPU])
 def test_a_captured_launch_follows_new_offsets(row):
     import cupy
 

@@ -135,7 +135,7 @@ WGMMA_TOKENS = {
     "wgmma_sp_grouped_s8": (256,),
     "wgmma_sp_grouped_fp8": (256,),
     "f32_split3": (8, 128, 4096),
-    "f32_split6": (16, 48, 4096),
+    "f32_split6": (16, 24, 48, 4096),
 }
 """Every schedule of these n is compiled."""
 COLUMNS = {"element": "bf16", "epilogue": "bias_gelu", "x_order": "column", "y_order": "column"}
@@ -232,6 +232,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
             if row.split_terms:
                 found += split_requests(row, desc, device)
+                found += split_requests(row, desc.model_copy(update={"m": 1024}), device) if n <= 24 else []
                 continue
             if row.only_groups:
                 found += grouped_requests(row, desc.model_copy(update={"groups": 8}), device)

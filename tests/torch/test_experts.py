@@ -11,6 +11,7 @@ from torch import nn
 
 from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import Sparse24Experts, Sparse24Linear
+from sparse24_plans.torch.experts import ExpertsWeight, kernel_obstacle
 
 from ..support import HAS_GPU
 
@@ -292,6 +293,24 @@ def test_modules_that_are_something_else_are_refused(change, words):
 def test_sizes_that_no_kernel_serves_are_refused():
     with pytest.raises(InvalidProblemError, match="expected 2I and H in multiples of 64, got 48 and 96"):
         Sparse24Experts.from_experts(DenseExperts(2, 96, 24, torch.bfloat16, "cpu"))
+
+
+def test_experts_are_left_to_pytorch_where_only_the_strict_kernel_has_groups(monkeypatch):
+    """Asked of assumed GPUs. Whoever requires its bits gets it."""
+    plan_on, strict = ExpertsWeight.plan_on, {"bit_stable_across_hardware": True}
+    for name, dtype, require, kernel in (
+        ("h200", torch.bfloat16, None, "wgmma_sp_grouped"),
+        ("h200", torch.bfloat16, strict, "inflate_strict"),
+        ("h200", torch.float32, None, None),
+        ("a100", torch.bfloat16, None, None),
+    ):
+        monkeypatch.setattr(ExpertsWeight, "plan_on", lambda self, _, name=name: plan_on(self, name))
+        layer = Sparse24Experts(4, 64, 64, dtype=dtype, require=require).down_proj
+        reason = kernel_obstacle(layer, torch.device("cuda:0"))
+        if kernel is None:
+            assert reason == "dense experts are faster than its kernel there, inflate_strict"
+        else:
+            assert (reason, layer.plan_on(0).kernel) == (None, kernel)
 
 
 # The op -------------------------------------------------------------------------------------------

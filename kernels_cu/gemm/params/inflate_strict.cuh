@@ -32,6 +32,12 @@ struct StrictParams {
   const void* c;
   // Elements from one row of C to the next.
   i64 c_stride;
+  // Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].
+  const int* group_tokens;
+  // Grouped: number of groups of tokens. m is that of one group.
+  u32 groups;
+  // Grouped: rows of X and Y that every group has; 0 where offsets are given.
+  u32 group_places;
   // Scales of X: [1], or [n] with one for each token.
   const float* scale_x;
   // Scales of W: [1], or [m] with one for each row.
@@ -41,7 +47,7 @@ struct StrictParams {
   // Bits of the largest magnitude [1] of fp8 results before their scale, or null.
   int* amax;
 };
-static_assert(sizeof(StrictParams) == 136);
+static_assert(sizeof(StrictParams) == 152);
 static_assert(S24_OFFSET(StrictParams, values) == 0);
 static_assert(S24_OFFSET(StrictParams, metadata) == 8);
 static_assert(S24_OFFSET(StrictParams, x) == 16);
@@ -56,7 +62,10 @@ static_assert(S24_OFFSET(StrictParams, alpha) == 80);
 static_assert(S24_OFFSET(StrictParams, beta) == 84);
 static_assert(S24_OFFSET(StrictParams, c) == 88);
 static_assert(S24_OFFSET(StrictParams, c_stride) == 96);
-static_assert(S24_OFFSET(StrictParams, scale_x) == 104);
-static_assert(S24_OFFSET(StrictParams, scale_w) == 112);
-static_assert(S24_OFFSET(StrictParams, scale_y) == 120);
-static_assert(S24_OFFSET(StrictParams, amax) == 128);
+static_assert(S24_OFFSET(StrictParams, group_tokens) == 104);
+static_assert(S24_OFFSET(StrictParams, groups) == 112);
+static_assert(S24_OFFSET(StrictParams, group_places) == 116);
+static_assert(S24_OFFSET(StrictParams, scale_x) == 120);
+static_assert(S24_OFFSET(StrictParams, scale_w) == 128);
+static_assert(S24_OFFSET(StrictParams, scale_y) == 136);
+static_assert(S24_OFFSET(StrictParams, amax) == 144);

@@ -71,8 +71,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
   static constexpr int kAccumulators = kTileN / 2;  // accumulators per thread and m64 tile
   static constexpr int kHeldAccumulators =          // accumulators per thread that earlier K chunks leave in registers
       kMTilesPerWarpgroup * kAccumulators - kSavedAccumulators;
-  static constexpr bool kXCpAsync = S24_X_CP_ASYNC;              // cp.async loads X, not TMA
-  static constexpr bool kXFromPrepass = S24_X_FROM_PREPASS;      // a pre-pass kernel, launched just before, writes X
+  static constexpr bool kXCpAsync = S24_X_CP_ASYNC;          // cp.async loads X, not TMA
+  static constexpr bool kXFromPrepass = S24_X_FROM_PREPASS;  // a pre-pass kernel, launched just before, writes X
+  static constexpr bool kXSplit = S24_X_SPLIT;               // two warps split X of few tokens into bf16 terms
+  static_assert(!kXSplit || (kSplitTerms && !kXFromPrepass && kClusterM == 1 && !kStreamK), "X stays in its CTA");
   static constexpr int kXCopyThreads = kStreamK ? 32 : 64;       // stream-K needs one of the warps for its flags
   static constexpr int kXMulticast = kXCpAsync ? 1 : kClusterM;  // CTAs that receive a stage of X
   // One thread loads W and X in the order of their use where it can. Larger tiles have few stages, and W would wait for
@@ -86,7 +88,9 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
   static constexpr bool kPingPong = kSplitTerms == 3 && kWarpgroups == 2;
   // Producers release registers to consumers. Small tiles need no more than an equal number per thread.
   static constexpr bool kReallocRegisters = kCtasPerSm == 1 && kWarpgroups == 2;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kXSplit ? 88 : 40, kConsumerRegisters = kXSplit ? 208 : 232;
+  // A CTA is launched with 168 registers a thread. More than it has then would be waited for without end.
+  static_assert(!kReallocRegisters || kProducerRegisters + kWarpgroups * kConsumerRegisters <= 3 * 168);
 
   // Shared memory: stages of W, stages of X, a staging area per warpgroup, barriers -----------------
   static constexpr int kWeightStages = S24_WEIGHT_STAGES, kXStages = S24_X_STAGES;

@@ -1,9 +1,8 @@
 // The table of token groups of gemm/wgmma_sp.cu. Every CTA makes it in shared memory from what the device has.
 //
-// Group g's tokens are the rows [begin, end) of X and Y, and its weight is the g-th of the stacked weights. The host
-// cannot check values in device memory, so both ends are clamped to [0, n], and an end before its begin is an empty
-// group: whatever the values are, no access leaves X and Y.
+// Group g's tokens are the rows [begin, end) of X and Y, and its weight is the g-th of the stacked weights.
 #pragma once
+#include "gemm/token_groups.cuh"
 #include "gemm/wgmma_sp/config.cuh"
 
 struct GroupTable {
@@ -39,10 +38,7 @@ struct GroupTable {
       const u32 g = first + threadIdx.x;
       u32 tiles = 0;
       if (g < groups) {
-        const i64 place = (i64)g * p.group_places;
-        const i64 given = p.group_places ? place + p.group_tokens[g] : p.group_tokens[g + 1];
-        const i64 begin = clamped(p.group_places ? place : p.group_tokens[g], 0, p.n);
-        const i64 end = clamped(given, begin, p.group_places ? place + p.group_places : p.n);
+        const auto [begin, end] = token_range(p.group_tokens, p.group_places, p.n, g);
         store_shared(at + 4 * (groups + 1 + g), (u32)begin);
         store_shared(at + 4 * (2 * groups + 1 + g), (u32)end);
         tiles = ((u32)(end - begin) + Config::kTileN - 1) / Config::kTileN * m_blocks;
@@ -64,10 +60,5 @@ struct GroupTable {
       if (g < groups) store_shared(at + 4 * (g + 1), before + tiles);
       __syncthreads();
     }
-  }
-
- private:
-  static __device__ __forceinline__ i64 clamped(i64 v, i64 low, i64 high) {
-    return v < low ? low : v > high ? high : v;
   }
 };

@@ -749,8 +749,9 @@ static uint64_t value_of(const Call *call, const Place *place) {
     uint64_t number = number_of(&call->plan, &place->number), address;
     switch (place->kind) {
     case ADDRESS:
-        address = place->operand == WORKSPACE ? call->workspace : call->given[place->operand].address;
-        return address ? address + number : 0;
+        if (place->operand == WORKSPACE) return call->workspace ? call->workspace + number : 0;
+        address = call->given[place->operand].address;
+        return address ? address + number + call->given[place->operand].stride * (uint64_t)place->factor : 0;
     case STRIDE:
         return call->given[place->operand].stride * (uint64_t)place->factor;
     case ALIGNED:

@@ -1,6 +1,8 @@
 """Launches ``gemm/f32_split.cu`` and ``gemm/wgmma_sp.cu``: float32 in bf16 terms on sparse tensor cores.
 
-The workspace holds the bf16 terms of X, then the flags and partial sums of stream-K, then blocked sums.
+The workspace holds the bf16 terms of X, then the flags and partial sums of stream-K, then blocked sums. Terms
+of many tokens would take much memory. So tokens are multiplied in chunks, one after the other, and all chunks
+use the same workspace.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice, launch_in_order
 from ...plan.operands import Views
 from ..arithmetic.tensor_core import named
-from ..limits import BF16, SPLIT_CTA_ELEMENTS
-from ..schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule
+from ..groups import PER_TOKEN, lines_of
+from ..limits import BF16, SPLIT_CTA_ELEMENTS, most_chunk, producers_split
+from ..schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule, chunk_of
 from ..schedules.wgmma_sp import WgmmaSpSchedule
-from ..wgmma import SOURCE, WgmmaKernel, grid_size, possible_schedules
+from ..wgmma import SOURCE, WgmmaKernel, WgmmaSpParams, grid_size, possible_schedules
 
 _SPLIT = "gemm/f32_split.cu"
 _THREADS = 256
@@ -38,48 +41,80 @@ class Kernel(WgmmaKernel):
     """The kernel of f32_split3 and f32_split6. Their entries differ in the number of bf16 terms."""
 
     sources = (_SPLIT, SOURCE)
-    launches = 2
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
-        desc, device, schedule = self.descriptor, choice.device, _schedule_of(choice)
-        terms = self.entry.split_terms
-        self._split = load(_SPLIT, "f32_split", _THREADS, device, {"SPLIT_TERMS": terms})
-        self._load(
-            desc,
-            schedule,
-            device,
-            x_bytes=BF16.itemsize,
-            prepass=f"X in {terms} bf16 terms",
-            tiles_per_unit=RANGE_TILES[terms],
-        )
-        self._regions = Regions.of(schedule, desc, terms, self._ctas)
-        self.workspace_size = self._regions.end
+        desc, terms = self.descriptor, self.entry.split_terms
+        schedule, most = _schedule_of(choice), choice.preference.max_workspace_bytes
+        tokens = chunk_of(schedule, desc, terms, most)
+        count, rest = -(-desc.n // tokens), desc.n % tokens
+        first = _Chunk(choice, schedule, tokens)
+        self._chunks = [first] * count
+        if rest:
+            self._chunks[-1] = _Chunk(choice, schedule, rest)
+        self.launches = sum(one.launches for one in self._chunks)
+        self.workspace_size = max(one.workspace_size for one in self._chunks)
+        self.details = f"{count} chunks of {tokens} tokens: {first.details}" if count > 1 else first.details
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        desc, x = self.descriptor, views["source"]
-        # can_implement asks without a workspace, so the address of X stands in for it.
-        terms = TensorView(workspace or x.address, (self.entry.split_terms * desc.n, desc.k), BF16, x.device)
-        parameters = self._parameters(views, terms, workspace + self._regions.handed)
-        parameters.blocked_sums = workspace + self._regions.groups
-        split = self._split.bind(
-            -(-desc.n * desc.k // SPLIT_CTA_ELEMENTS),
-            F32SplitParams(x=x.address, terms=workspace, n=desc.n, k=desc.k, x_stride=x.strides[0]),
-            overlapping=True,
-        )
-        return launch_in_order(split, self._multiply(parameters))
+        begin, found = 0, []
+        for chunk in self._chunks:
+            tokens = slice(begin, begin := begin + chunk.descriptor.n)
+            own = {
+                name: lines_of(view, tokens) if name in PER_TOKEN else view for name, view in views.items()
+            }
+            found.append(chunk.launcher(own, workspace))
+        return launch_in_order(*found)
 
     @classmethod
     def most_workspace(cls, choice: Choice) -> int:
         desc, terms = choice.descriptor, choice.entry.split_terms
+        chunk = desc.model_copy(update={"n": most_chunk(terms, desc)})
         tried = possible_schedules(choice, {1})
-        ctas = ((one, grid_size(one, one.work_tiles(desc.n, desc.m), choice.device)) for one in tried)
-        return max(Regions.of(one, desc, terms, count).end for one, count in ctas)
+        ctas = ((one, grid_size(one, one.work_tiles(chunk.n, chunk.m), choice.device)) for one in tried)
+        return max(Regions.of(one, chunk, terms, count).end for one, count in ctas)
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         terms, slices = choice.entry.split_terms, _schedule_of(choice).split_k
         return named(choice.descriptor, str(Arithmetic.split(terms, slices)))
+
+
+class _Chunk(WgmmaKernel):
+    """The launches of one chunk of tokens: the pre-pass kernel and the product."""
+
+    def __init__(self, choice: Choice, schedule: WgmmaSpSchedule, tokens: int) -> None:
+        """``choice`` and ``schedule`` are those of all tokens."""
+        desc = choice.descriptor.model_copy(update={"n": tokens})
+        super().__init__(choice._replace(descriptor=desc))
+        device, terms = choice.device, self.entry.split_terms
+        self._split, prepass, element = None, "", desc.element
+        if not producers_split(desc, schedule.tokens):
+            self._split = load(_SPLIT, "f32_split", _THREADS, device, {"SPLIT_TERMS": terms})
+            self.launches, prepass, element = 2, f"X in {terms} bf16 terms", BF16
+        unit = RANGE_TILES[terms]
+        self._load(desc, schedule, device, x_bytes=element.itemsize, prepass=prepass, tiles_per_unit=unit)
+        self._regions = Regions.of(schedule, desc, terms, self._ctas)
+        self.workspace_size = self._regions.end
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        desc, x = self.descriptor, views["source"]
+        if self._split is None:
+            return self._multiply(self._product(views, x, workspace))
+        # can_implement asks without a workspace, so the address of X stands in for it.
+        terms = TensorView(workspace or x.address, (self.entry.split_terms * desc.n, desc.k), BF16, x.device)
+        split = self._split.bind(
+            -(-desc.n * desc.k // SPLIT_CTA_ELEMENTS),
+            F32SplitParams(x=x.address, terms=workspace, n=desc.n, k=desc.k, x_stride=x.strides[0]),
+            overlapping=True,
+        )
+        return launch_in_order(split, self._multiply(self._product(views, terms, workspace)))
+
+    def _product(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
+        """The parameters of a product. TMA loads ``x``, unless the producers split X."""
+        parameters = self._parameters(views, x, workspace + self._regions.handed)
+        parameters.blocked_sums = workspace + self._regions.groups
+        return parameters
 
 
 def _schedule_of(choice: Choice) -> WgmmaSpSchedule:

@@ -9,8 +9,16 @@ from ...plan.kernel import Choice, nothing
 from ...plan.operands import Alignment, Views
 from ...vocab import DeviceProperties, GemmOp
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import SCALES, GemmKernel, address, c_parameters, product_defines, scale_defines
-from ..limits import STRICT_SMALL_TILE
+from ..kernel import (
+    SCALES,
+    GemmKernel,
+    address,
+    c_parameters,
+    group_parameters,
+    product_defines,
+    scale_defines,
+)
+from ..limits import STRICT_SMALL_TILE, most_token_tiles
 
 _SOURCE = "gemm/inflate_strict.cu"
 _TILES = {(128, 128): 256, (128, 32): 128, STRICT_SMALL_TILE: 128}
@@ -35,6 +43,12 @@ class StrictParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next.")
+    group_tokens = field(
+        "const int*",
+        "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
+    )
+    groups = field("u32", "Grouped: number of groups of tokens. m is that of one group.")
+    group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
     scale_x = field("const float*", "Scales of X: [1], or [n] with one for each token.")
     scale_w = field("const float*", "Scales of W: [1], or [m] with one for each row.")
     scale_y = field("const float*", "Scale of fp8 results [1], or null.")
@@ -51,13 +65,8 @@ class Kernel(GemmKernel):
         tile = _tile_for(desc, device)
         self._ctas = _grid_size(desc, tile)
         self.details = f"tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
-        number = list(_TILES).index(tile)
-        defines = {
-            **product_defines(desc),
-            **scale_defines(desc),
-            "DGRAD": int(desc.op is GemmOp.DGRAD),
-            "TILE": number,
-        }
+        kind = {"DGRAD": int(desc.op is GemmOp.DGRAD), "GROUPED": int(desc.groups > 0)}
+        defines = {**product_defines(desc), **scale_defines(desc), **kind, "TILE": list(_TILES).index(tile)}
         self._function = load(_SOURCE, "gemm_strict", _TILES[tile], device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -80,6 +89,7 @@ class Kernel(GemmKernel):
                 beta=desc.beta,
                 **c_parameters(desc, views),
                 **{name: address(views.get(name)) for name in ("bias", *SCALES)},
+                **group_parameters(desc, views),
             ),
         )
 
@@ -89,11 +99,12 @@ def _tile_for(desc: GemmSparse24Descriptor, device: DeviceProperties) -> tuple[i
 
     The choice may depend on n, because no bit of a result depends on the tile.
     """
+    mean = desc.n // max(1, min(desc.groups, desc.n))
     for tile in _TILES:
-        if 2 * desc.n > tile[1] and 2 * _grid_size(desc, tile) >= device.multiprocessors:
+        if 2 * mean > tile[1] and 2 * _grid_size(desc, tile) >= device.multiprocessors:
             return tile
     return STRICT_SMALL_TILE
 
 
 def _grid_size(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
-    return -(-desc.sums // tile[0]) * -(-desc.n // tile[1])
+    return -(-desc.sums // tile[0]) * most_token_tiles(desc, tile[1])

@@ -19,7 +19,7 @@ from ...weights.packed_layouts import TILE_M, TILES_32BIT
 from ..arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
-from ..limits import split_bytes
+from ..limits import most_chunk, producers_split, split_bytes
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
 
@@ -109,13 +109,13 @@ def predicted(
 
 
 @lru_cache(1024)
-def tried_schedules(n: int, m: int, parts: int) -> tuple[WgmmaSpSchedule, ...]:
-    """The schedules that are tried for ``parts`` terms."""
+def tried_schedules(n: int, m: int, terms: int) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules that are tried for ``terms`` bf16 terms."""
     found = []
     for warpgroups, m_tiles, cluster_m, split_k in _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_MANY:
         most = _WIDEST_SPLIT_K if split_k > 1 else _WIDEST
         most = _WIDEST_OF_MANY_ROWS if warpgroups * m_tiles > 2 else most
-        if (warpgroups, split_k, parts) == (3, 2, 3):
+        if (warpgroups, split_k, terms) == (3, 2, 3):
             continue  # registers don't suffice
         shape = [
             WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, split_k) for tokens in widths(n, most)
@@ -133,7 +133,7 @@ def _with_stream_k(one: WgmmaSpSchedule, n: int, m: int) -> WgmmaSpSchedule | No
 
 
 class Regions(NamedTuple):
-    """Offsets in the workspace, behind the terms of X, in bytes."""
+    """Offsets in the workspace, behind the terms of a chunk of X, in bytes."""
 
     handed: int
     """The partial sums and flags of stream-K begin here."""
@@ -142,12 +142,23 @@ class Regions(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, parts: int, blocks: int) -> Regions:
-        handed = align_up(split_bytes(parts, desc))
+    def of(cls, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, ctas: int) -> Regions:
+        handed = 0 if producers_split(desc, schedule.tokens) else align_up(split_bytes(terms, desc))
         groups = handed + align_up(schedule.workspace_bytes())
-        in_groups = schedule.split_k == 1 and 0 < SPLIT_GROUP[parts] < desc.k
-        sums = 4 * schedule.rows * schedule.tokens * blocks * (2 if schedule.stream_k else 1)
+        in_groups = schedule.split_k == 1 and 0 < SPLIT_GROUP[terms] < desc.k
+        sums = 4 * schedule.rows * schedule.tokens * ctas * (2 if schedule.stream_k else 1)
         return cls(handed, groups, groups + (sums if in_groups else 0))
+
+
+def chunk_of(
+    schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, max_workspace: int | None = None
+) -> int:
+    """Tokens of a chunk: whole tiles, about as many in each, and no more than the workspace may hold."""
+    most = most_chunk(terms, desc, max_workspace)
+    if most == desc.n:
+        return most
+    tiles, width = -(-desc.n // schedule.tokens), schedule.tokens
+    return -(-tiles // -(-tiles // (most // width))) * width
 
 
 @lru_cache(4096)
@@ -156,21 +167,46 @@ def best_schedule(
 ) -> WgmmaSpSchedule:
     """The kernel's schedule of the least predicted time.
 
-    ``whole_m``: M of the weight that W is a part of; ``max_workspace``: bytes that it may ask for.
+    ``whole_m``: M of the weight that W is a part of. ``max_workspace``: bytes that the kernel may ask for. A
+    limit can make chunks smaller, but it changes no split-K, so the bits are those without one.
     """
+    found = _fastest(desc, row, whole_m)
+    return found if max_workspace is None else _fastest(desc, row, whole_m, found.split_k, max_workspace)
+
+
+def _fastest(
+    desc: GemmSparse24Descriptor,
+    row: GemmEntry,
+    whole_m: int | None,
+    split_k: int | None = None,
+    max_workspace: int | None = None,
+) -> WgmmaSpSchedule:
+    """The fastest schedule of all chunks of tokens, with a given split-K if it is not None."""
+    terms = row.split_terms
+    most = desc.model_copy(update={"n": most_chunk(terms, desc, max_workspace)})
+
+    def chunk(one: WgmmaSpSchedule) -> GemmSparse24Descriptor:
+        return desc.model_copy(update={"n": chunk_of(one, desc, terms, max_workspace)})
+
+    def times(tried: Sequence[WgmmaSpSchedule]) -> Array:
+        chunks = [chunk(one) for one in tried]
+        work = SplitCostInputs.of(list(zip(tried, chunks, strict=True)))
+        each = microseconds(work, constants(model_of(terms, most.n)))
+        return each * [desc.n / one.n for one in chunks]
+
     return fastest(
-        allowed_schedules(desc, row, whole_m),
-        lambda tried: predicted(tried, desc, row.split_terms),
-        lambda one: _workspace(one, desc, row.split_terms),
+        [one for one in allowed_schedules(most, row, whole_m) if split_k in (None, one.split_k)],
+        times,
+        lambda one: _workspace(one, chunk(one), terms),
         max_workspace,
     )
 
 
-def _workspace(one: WgmmaSpSchedule, desc: GemmSparse24Descriptor, parts: int) -> int:
+def _workspace(one: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int) -> int:
     clusters = one.stream_k or min(
         one.work_tiles(desc.n, desc.m), one.resident_clusters(H200_MULTIPROCESSORS)
     )
-    return Regions.of(one, desc, parts, clusters * one.cluster).end
+    return Regions.of(one, desc, terms, clusters * one.cluster).end
 
 
 def allowed_schedules(
@@ -185,7 +221,7 @@ def allowed_schedules(
 
 
 @lru_cache(4096)
-def invariant_split_k(m: int, k: int, parts: int) -> int:
+def invariant_split_k(m: int, k: int, terms: int) -> int:
     """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone.
 
     It fixes bits, so its constants are those of their first fit, and no refit moves them.
@@ -193,8 +229,8 @@ def invariant_split_k(m: int, k: int, parts: int) -> int:
 
     def times(n: int) -> tuple[float, list[float]]:
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=ElementKind.F32)
-        found = tried_schedules(n, m, parts)
-        us = dict(zip(found, predicted(found, desc, parts, "f32_split_split_k").tolist(), strict=True))
+        found = tried_schedules(n, m, terms)
+        us = dict(zip(found, predicted(found, desc, terms, "f32_split_split_k").tolist(), strict=True))
         return min(us.values()), [min(us[one] for one in us if one.split_k == split) for split in _SPLITS]
 
     return invariant_split(_SPLITS, times, **constants("f32_split_split_k"))

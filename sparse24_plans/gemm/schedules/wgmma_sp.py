@@ -10,6 +10,7 @@ from ...plan.schedule_choice import constants
 from ...vocab import MatrixOrder
 from ...weights.packed_layouts import TILE_M, TileLayout, layout_of, quantized_tiles
 from ..descriptor import GemmSparse24Descriptor
+from ..limits import most_token_tiles
 from .mma_sp import H200_MULTIPROCESSORS
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
@@ -222,7 +223,7 @@ class WgmmaSpSchedule(NamedTuple):
         group = self.group(2) if lines.x_columns else 1
         return self.rows // TILE_M * lines.layout.shared_bytes, 128 * align_up(self.tokens, group)
 
-    def stages(self, lines: OperandLayouts, parts: int = 0) -> tuple[int, int]:
+    def stages(self, lines: OperandLayouts, terms: int = 0) -> tuple[int, int]:
         """Pipeline stages of W and of X, as many as fit.
 
         A stage of X has half the columns of one of W; with split terms it has as many, of one term.
@@ -232,11 +233,11 @@ class WgmmaSpSchedule(NamedTuple):
         if self.joins_stages(lines):
             both = max(w for w in range(2, 9) if align_up(w * weight, _PATTERN) + 2 * w * source <= room)
             return both, 2 * both
-        if parts:  # two tiles of W at a time, and the terms of X for them
+        if terms:  # two tiles of W at a time, and the terms of X for them
             aligned = (w for w in range(2, 9) if w * weight % _PATTERN == 0)
             most = ((w, min(24, (room - w * weight) // source)) for w in aligned)
-            fitting = [(w, x) for w, x in most if x >= 2 * parts]
-            return max(fitting, key=lambda stages: (min(parts * stages[0], stages[1]), sum(stages)))
+            fitting = [(w, x) for w, x in most if x >= 2 * terms]
+            return max(fitting, key=lambda stages: (min(terms * stages[0], stages[1]), sum(stages)))
         most = ((w, min(16, (room - align_up(w * weight, _PATTERN)) // source)) for w in range(2, 9))
         fitting = [(w, x) for w, x in most if x >= 2]
         return max(fitting, key=lambda stages: (min(2 * stages[0] - 1, stages[1]), sum(stages)))
@@ -250,13 +251,13 @@ class WgmmaSpSchedule(NamedTuple):
         is_quantized = lines.layout.quantization is not None
         return is_quantized and not lines.x_columns and self.cluster_m == 1 and self.tokens <= most
 
-    def shared_bytes(self, lines: OperandLayouts, parts: int = 0) -> int:
+    def shared_bytes(self, lines: OperandLayouts, terms: int = 0) -> int:
         """Shared memory of a CTA, at least so much that no more than ``ctas_per_sm`` CTAs share an SM.
 
         The CTAs of the next launch start early. With room for them, they would crowd on the SMs that finish
         first and leave others idle.
         """
-        (weights, sources), (weight, source) = self.stages(lines, parts), self._stage_bytes(lines)
+        (weights, sources), (weight, source) = self.stages(lines, terms), self._stage_bytes(lines)
         used = align_up(weights * weight, _PATTERN) + sources * source + self._fixed_bytes(lines)
         return max(used, _SHARED_BYTES[self.ctas_per_sm + 1] + 1)
 
@@ -266,10 +267,7 @@ class WgmmaSpSchedule(NamedTuple):
 
     def most_work_tiles(self, desc: GemmSparse24Descriptor) -> int:
         """Work tiles, or the most there can be: each group may end within a tile."""
-        if not desc.groups:
-            return self.work_tiles(desc.n, desc.m)
-        token_tiles = desc.n // self.tokens + min(desc.groups, desc.n)
-        return token_tiles * self.work_tiles(1, desc.m)
+        return most_token_tiles(desc, self.tokens) * self.work_tiles(1, desc.m)
 
     def oversubscribes(self, n: int, m: int) -> bool:
         """Whether CTAs share SMs although all clusters would run at once without sharing."""
