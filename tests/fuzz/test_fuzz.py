@@ -40,7 +40,7 @@ def test_every_family_element_epilogue_and_op_is_drawn():
     assert {one.layout.block for one in blocks} == {16, 32, 64, 128}
     assert len({(one.element, one.out_element, one.epilogue) for one in products}) > 60
     assert {one.op.value for one in products} == {"forward", "dgrad"}
-    assert len({(type(one), one.element) for one in prepared}) == 6 * 7 + 5 + 3 + 2 * 2
+    assert len({(type(one), one.element) for one in prepared}) == 6 * 7 + 6 + 3 + 2 * 2
     assert any(one.n == 0 for one in products)
     assert any(one.n % 2 for one in products)
     assert {(one.x_order.value, one.y_order.value) for one in products} > {
@@ -69,8 +69,8 @@ def test_a_wrong_product_is_found(monkeypatch):
 def test_a_write_outside_of_the_result_is_found(monkeypatch):
     right = host.Kernel._finish_rows
 
-    def beyond(kernel, product, tokens, views):
-        right(kernel, product, tokens, views)
+    def beyond(kernel, product, tokens, views, fp8):
+        right(kernel, product, tokens, views, fp8)
         ctypes.c_uint8.from_address(views["result"].end).value ^= 1
 
     monkeypatch.setattr(host.Kernel, "_finish_rows", beyond)
