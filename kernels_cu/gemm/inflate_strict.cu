@@ -347,7 +347,7 @@ template <class T> __device__ __forceinline__ i64 go_to_group(StrictParams& p, i
     p.values = (const In::Bits*)p.values + row * p.k / 2;
     p.metadata += row * p.k / 8;
     if (p.bias) p.bias = (const Config::Bias::Bits*)p.bias + row;
-    if (Config::kScaleW == 2) p.scale_w += row;
+    if constexpr (Config::kScaleW == 2) p.scale_w += row;
     return begin + (slot - (at > 0 ? earlier : 0)) * T::kTokens;
   }
   return -1;

@@ -12,6 +12,7 @@ from .kernel_entries import ELEMENTS, FLOATS, case_of, promising
 SCALES = {
     "f16": (1e-4, 1e-33),
     "fp8_e4m3": (2.0**-6, 2.0**-120),
+    "fp8_e5m2": (2.0**-14, 2.0**-104),
     ("inflate_cublas", "f16"): (1e-5, 2.0**-20),  # the least alpha that it serves
 }
 """Scales of the operands, and alpha."""

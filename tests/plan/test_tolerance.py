@@ -26,7 +26,7 @@ from sparse24_plans import (
     InvalidProblemError,
     Sparse24Weight,
 )
-from sparse24_plans.arithmetic.epilogue import _constants
+from sparse24_plans.arithmetic.epilogue import _constants, encoded
 from sparse24_plans.arithmetic.fma32 import fma_f32
 from sparse24_plans.gemm import guarantees
 from sparse24_plans.plan import tolerance
@@ -262,6 +262,23 @@ def test_c_is_within_the_tolerance(seed, beta, out):
     parts = np.abs(exact) + np.abs(beta * c.astype(np.float64)) * (1 + of_beta)
     rough = (8 * U + of_beta + 1.02 * element.unit_roundoff) * parts
     assert (allowed <= rough + 16 * TINY + element.smallest_subnormal).all()
+
+
+@settings(max_examples=100)
+@given(
+    seed=seeds, scale=st.sampled_from([1.0, 0.37, 300.0, 1e-6]), out=st.sampled_from(["fp8_e4m3", "fp8_e5m2"])
+)
+def test_a_scaled_fp8_result_is_within_the_tolerance(seed, scale, out):
+    """The scaled product with its rounding is allowed, hardly more; also for values that saturate."""
+    rng, element, scale = np.random.default_rng(seed), ElementKind(out), float(np.float32(scale))
+    sums = hostile(rng, (4, 64), ElementKind.F32)
+    promise = guarantees.strict(GemmSparse24Descriptor(n=4, m=64, k=8, element="f32"))
+    exact = sums.astype(np.float64)
+    allowed = promise.tolerance(0, exact, np.abs(exact), out, scale_y=scale)
+    found = encoded(sums * np.float32(scale), element).view(element.dtype).astype(np.float64)
+    assert (np.abs(found - saturated(exact * scale, element)) <= allowed).all()
+    rough = (8 * U + 1.02 * element.unit_roundoff) * np.abs(exact * scale)
+    assert (allowed <= rough + 16 * (1 + scale) * TINY + element.smallest_subnormal).all()
 
 
 @settings(max_examples=100)
