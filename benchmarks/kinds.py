@@ -23,6 +23,8 @@ class Kind(NamedTuple):
     steps: Callable[[argparse.Namespace], list[Step]]
     is_seeded: bool = False
     """Whether a seed draws the record's problems."""
+    compile_all: Callable[[argparse.Namespace], None] | None = None
+    """Compiles what the steps time side by side, if that saves minutes."""
 
 
 def _lists_of(module: str) -> Callable[[], Lists]:
@@ -83,6 +85,13 @@ def _random_blocks(options: argparse.Namespace) -> list[Step]:
     return random_blocks.steps(options.seed)
 
 
+def _compile_random_blocks(options: argparse.Namespace) -> None:
+    """Compile the kernels of random products side by side."""
+    from . import random_blocks
+
+    random_blocks.compile_all(options.seed)
+
+
 def _layers(options: argparse.Namespace) -> list[Step]:
     """Layers of 8 bits in PyTorch."""
     from . import fp8_layers
@@ -110,7 +119,7 @@ KINDS = {
     "blocksparse": Kind(_lists_of("blocks"), _blocks),
     "grouped": Kind(_lists_of("grouped"), _grouped, is_seeded=True),
     "quantized": Kind(_lists_of("quantized"), _quantized, is_seeded=True),
-    "blocksparse-random": Kind(_lists_of("random_blocks"), _random_blocks, is_seeded=True),
+    "blocksparse-random": Kind(_lists_of("random_blocks"), _random_blocks, True, _compile_random_blocks),
     "torch": Kind(_lists_of("torch_end_to_end"), _torch),
     "layers": Kind(_lists_of("fp8_layers"), _layers),
     "calibration": Kind(_lists_of("calibration"), _calibration),

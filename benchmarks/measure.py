@@ -94,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.part or ()) - set(known):
         parser.error(f"--part: expected one of {', '.join(known)}, got {', '.join(unknown)}")
     steps = [step for step in steps if not options.part or step.part in options.part]
+    if kind.compile_all is not None:
+        kind.compile_all(options)
     found, failed = measure(steps, about, kind.lists(), options.out, options.seconds)
     check.show_verdicts(check.verdicts(options.kind, found))
     return int(failed > 0)

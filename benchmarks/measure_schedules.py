@@ -244,7 +244,7 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         for schedule in schedules_by_density(problem.desc):
             spare += 1
             preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
-            with choosing("blocksparse.backends.blocks_wgmma", schedule):
+            with choosing("blocksparse.schedules.blocks_wgmma", schedule):
                 plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
             ours = problem.ours(plan)
             problem.check(ours)
@@ -279,6 +279,7 @@ def packed_times(problem: blocks.Problem) -> dict[str, float]:
 
 def measure_packed(seed: int, end: float) -> Iterator[Row]:
     """Random cells of dsd and dds, even and uneven, of matrices that are made quickly."""
+    random_blocks.compile_all(seed)
     for cell in packed_cells(seed):
         if time.monotonic() > end:
             return

@@ -9,18 +9,25 @@ come in random order, so that a part of a record is a fair sample.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, product
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
 from sparse24_plans.bench.record import Lists, Record, Step
+from sparse24_plans.blocksparse.descriptor import BlockSparseMatmulDescriptor
+from sparse24_plans.blocksparse.layout import BlockSparseLayout
+from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
+from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.tuning.data import free_memory
-from sparse24_plans.vocab import BlockSparseOp, BlockSparsePass
+from sparse24_plans.vocab import BlockSparseOp, BlockSparsePass, DeviceProperties
 
 from . import block_attention, blocks
 from .block_operands import ELEMENT
@@ -161,6 +168,22 @@ def steps(seed: int) -> list[Step]:
         for one in dict.fromkeys(attentions(seed))
     ]
     return random.Random(f"{seed} steps").sample(found, len(found))
+
+
+def compile_all(seed: int) -> None:
+    """Compile side by side what the products of a seed run: some 230 kernels."""
+    found = [*drawn(seed), *swept(seed)]
+    cells = sorted(found, key=lambda one: (one.block, one.op, one.trans_a, one.trans_b))
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        list(pool.map(partial(compile_product, cuda_properties(0)), cells, chunksize=8))
+
+
+def compile_product(device: DeviceProperties, cell: Cell) -> None:
+    """Compile into the cache what the cell's plan runs."""
+    layout = BlockSparseLayout(cell.bitmap()[None], cell.block)
+    fields = {name: getattr(cell, name) for name in ("op", "n", "trans_a", "trans_b", "packed")}
+    desc = BlockSparseMatmulDescriptor(layout=layout, element=ELEMENT, **fields)
+    BlockSparseMatmulPlan.compile(desc, device=device)
 
 
 def _freeing(measure: Callable[[set[str]], Record]) -> Callable[[set[str]], Record]:

@@ -13,8 +13,9 @@ template <u32 kTile> __device__ __forceinline__ u32 present_blocks(u32 present, 
 // the wgmma of the current stage for each block column whose byte in `present` is not 0.
 //
 // Constants of Config: kMayLackBlocks says whether a stage may lack the blocks of a 64-row tile, which has
-// kBlockRowsPerM64 block rows; kSCpAsync says whether cp.async fills stages.
-template <class Config, class ConsumerMainloop> struct BlockMainloop {
+// kBlockRowsPerM64 block rows; kSCpAsync says whether cp.async fills stages. kSyncsWarps: a warp syncs before it looks
+// for blocks. The compiler sees that itself if work tiles follow from a CTA's number; else it would check each step.
+template <class Config, class ConsumerMainloop, bool kSyncsWarps = false> struct BlockMainloop {
   PipelineState<Config::kStages> at;
   u32 base, warpgroup_m, warpgroup_n;
   ConsumerRelease<Config> consumer_release;
@@ -38,6 +39,7 @@ template <class Config, class ConsumerMainloop> struct BlockMainloop {
     for (int step = 0; step < steps; ++step, at.next()) {
       barrier_wait(barriers.full(at.stage), at.parity);
       if constexpr (Config::kSCpAsync) async_proxy_fence();  // wgmma sees what cp.async wrote only after this fence
+      if constexpr (kSyncsWarps) __syncwarp();
       const u32 mine = present(at.stage);
       if (!mine) {
         wgmma_wait<0>();

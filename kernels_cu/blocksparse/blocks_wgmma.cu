@@ -4,8 +4,9 @@
 // A row panel has 128 rows of op(S), or 64 for small blocks and few tokens: one block row, or several that share the
 // columns of X that more than one of them keeps. A cluster computes one row panel times kTileN tokens for each of its
 // CTAs. The CTAs share the values of S: each loads a part of them and multicasts it. A step covers 128 bytes of k in
-// which the panel keeps any block, and the rows of X at that k. Steps are summed in increasing k, so the bits of a
-// result depend on its block row and token alone.
+// which the panel keeps any block, and the rows of X at that k. A panel that is longer than in random layouts may be
+// cut into slices of its kept columns; panels.py says where. Steps are summed in increasing k, then slices in their
+// order, so the bits of a result depend on the layout, its token, and on whether panels are cut.
 //
 // For sdd a row panel is one block row, or 64 rows of small blocks. A work tile is some of the block columns in which
 // the panel keeps a block. A step is 128 bytes of k of op(A)'s rows, which the cluster shares, and of op(B)'s columns.
@@ -28,12 +29,13 @@
 //                                                              meanwhile
 // epilogue                                  | fill | store |
 //
-// The kernel is persistent. Work tiles: row panels from the longest to the shortest with every token tile of a raster
-// group, then the next raster group. For sdd the first work tile of every panel and batch, then the second of each
-// panel that has one, and so on. Cluster c of G takes work tile c, then 2G - 1 - c, then 2G + c, so that no cluster
-// gets only long panels.
+// The kernel is persistent. Work tiles: slices, or whole panels if one CTA sums the slices of a panel, from the longest
+// to the shortest with every token tile of a raster group, then the next raster group. For sdd the first work tile of
+// every panel and batch, then the second of each panel that has one, and so on. Cluster c of G takes work tile c, then
+// 2G - 1 - c, then 2G + c, so that no cluster gets only long panels. Where a panel is long, clusters claim all but
+// their first work tile from a counter; which cluster computes a work tile changes no bit.
 #include "blocksparse/block_mainloop.cuh"
-#include "blocksparse/blocks_wgmma/tile_scheduler.cuh"
+#include "blocksparse/blocks_wgmma/slice_sums.cuh"
 #include "blocksparse/tile_epilogue.cuh"
 #include "ptx/stmatrix.cuh"
 
@@ -52,9 +54,8 @@ template <bool kInteger> struct AccumulatorOf {
 template <> struct AccumulatorOf<true> {
   using Type = int;
 };
-using AccumulatorTile =
-    AccumulatorOf<Config::kElement ==
-                  ElementKind::S8>::Type[Config::kAccumulators];  // one thread's part of 64 rows x kWarpgroupN
+using Sum = AccumulatorOf<Config::kElement == ElementKind::S8>::Type;
+using AccumulatorTile = Sum[Config::kAccumulators];  // one thread's part of 64 rows x kWarpgroupN
 
 using Ring = PipelineState<Config::kStages>;
 
@@ -185,11 +186,19 @@ template <bool kLeft> struct Producer {
     const bool mine = of < Config::kPanelBlockRows && work.block_row + of < p.head_block_rows;
     const u32* kept = p.kept + block_row * p.bit_words;
     int next = kLeft && mine ? p.pointers[block_row] : p.blocks, entry = entry_at(next);
+    int skip = work.first, left = work.count;
     u32 ahead = mine && p.bit_words ? kept[0] : 0;
-    for (u32 word = 0; word < p.bit_words; ++word) {
+    for (u32 word = 0; word < p.bit_words && (!Config::kCuts || left > 0); ++word) {
       const u32 bits = ahead;
       ahead = mine && word + 1 < p.bit_words ? kept[word + 1] : 0;
-      for (u32 any = __reduce_or_sync(~0u, bits); any; any &= any - 1) {
+      u32 any = __reduce_or_sync(~0u, bits);
+      if (Config::kCuts && skip > 0) {
+        const u32 before = columns_before(any, skip);
+        skip -= __popc(any & before), any &= ~before;
+        if (kLeft) next += __popc(bits & before), entry = entry_at(next);
+      }
+      if (Config::kCuts) any &= columns_before(any, left), left -= __popc(any);
+      for (; any; any &= any - 1) {
         const u32 bit = __ffs(any) - 1;
         const bool keeps = bits >> bit & 1;
         if (kOneBlockRow || lane / 8 == filled)
@@ -199,6 +208,12 @@ template <bool kLeft> struct Producer {
       }
     }
     if (filled > 0) load_step(work, matrix);
+  }
+  // A mask of a word's columns that ends behind the first `count` kept ones, or has all columns if no more are kept.
+  static __device__ __forceinline__ u32 columns_before(u32 any, int count) {
+    if (__popc(any) <= count) return ~0u;
+    for (; count > 0; --count) any &= any - 1;
+    return (any & -any) - 1;
   }
   // Place of an entry's values. Past the last entry there is none, and `next` itself is returned.
   __device__ __forceinline__ int entry_at(int next) const {
@@ -240,11 +255,10 @@ template <bool kLeft> struct Producer {
   }
 
   __device__ __forceinline__ void produce() {
-    TileScheduler scheduler(p);
-    for (u32 round = 0; round < rounds_of<Config>(p) && scheduler.find(p, work_tile_of<Config>(round)); ++round) {
-      const WorkTile work(p, scheduler, work_tile_of<Config>(round), cta_rank);
+    for (WorkSequence sequence(p, base); sequence.has_work(p); sequence.next<kLeft>(p)) {
+      WorkTile work(p, sequence, cta_rank);
       if constexpr (Config::kSampled) load_work(work);
-      else load_panel(work);
+      else work.for_slices([this](const WorkTile& slice) { load_panel(slice); });
     }
     // No CTA exits while another CTA may still arrive at its barriers.
     if constexpr (kLeft && Config::kClusterN > 1)
@@ -353,7 +367,7 @@ struct CpAsyncProducer {
   }
 
   __device__ __forceinline__ void load_panel(const WorkTile& work) {
-    const int first = p.pointers[work.head * p.head_panels + work.block_row / Config::kPanelBlockRows],
+    const int first = work.first + p.pointers[work.head * p.head_panels + work.block_row / Config::kPanelBlockRows],
               steps = work.steps(p);
     const u32 matrix = work.matrix(p);
     Found next = look_up(first, work.count, 0);
@@ -368,16 +382,15 @@ struct CpAsyncProducer {
   }
 
   __device__ __forceinline__ void produce() {
-    TileScheduler scheduler(p);
-    for (u32 round = 0; round < rounds_of<Config>(p) && scheduler.find(p, work_tile_of<Config>(round)); ++round)
-      load_panel(WorkTile(p, scheduler, work_tile_of<Config>(round), 0));
+    for (WorkSequence sequence(p, base); sequence.has_work(p); sequence.next<true>(p))
+      WorkTile(p, sequence, 0).for_slices([this](const WorkTile& slice) { load_panel(slice); });
   }
 };
 
 // Mainloop -----------------------------------------------------------------------------------------------
 
 // The mainloop of one consumer warpgroup: 64 rows x kWarpgroupN tokens.
-struct ConsumerMainloop : BlockMainloop<Config, ConsumerMainloop> {
+struct ConsumerMainloop : BlockMainloop<Config, ConsumerMainloop, Config::kClaims> {
   __device__ __forceinline__ void issue(AccumulatorTile& sums, u32 present) const {
     const u64 a = SparseOperand::descriptor(stage() + warpgroup_m * 64 * Config::kBoxBytes);
     const u64 b =
@@ -404,8 +417,8 @@ struct ConsumerMainloop : BlockMainloop<Config, ConsumerMainloop> {
 // blocks, and with kStoresElements single results.
 struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Config::kTokensContiguous,
                                     (Config::kSampled && Config::kSmall) || Config::kStoresElements> {
-  __device__ __forceinline__ void write(const AccumulatorTile& sums, const WorkTile& work, u32 warpgroup_m,
-                                        u32 warpgroup_n) {
+  template <class Sums>
+  __device__ __forceinline__ void write(const Sums& sums, const WorkTile& work, u32 warpgroup_m, u32 warpgroup_n) {
     const u32 row0 = work.row() + warpgroup_m * 64, token0 = work.token + warpgroup_n * Config::kWarpgroupN;
     const u32 tokens = Config::kSampled ? work.token + work.count * Config::kPieceN : p.tokens;
     const u32 rows = p.head_block_rows * Config::kBlock;
@@ -488,6 +501,10 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     }
     barrier_init_fence();
   }
+  if (Config::kClaims && threadIdx.x == 32) {  // another warp, so that the kernel starts no later
+    Claims{base}.init();
+    barrier_init_fence();
+  }
   __syncthreads();
   if constexpr (Config::kClusterN > 1) cluster_sync_relaxed();
   if constexpr (Config::kSCpAsync) launch_dependent_grids();
@@ -513,12 +530,29 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     const u32 staging = base + Config::kStagingAt + warpgroup * Config::kBuffers * Config::kBufferBytes;
     EpilogueStore epilogue{{p, staging, 1 + (int)warpgroup}};
     AccumulatorTile sums;
-    TileScheduler scheduler(p);
-    for (u32 round = 0; round < rounds_of<Config>(p) && scheduler.find(p, work_tile_of<Config>(round)); ++round) {
-      const WorkTile work(p, scheduler, work_tile_of<Config>(round), cta_rank);
-      mainloop.multiply(sums, work.steps(p));
-      epilogue.write(sums, work, warpgroup_m, warpgroup_n);
+    for (WorkSequence sequence(p, base); sequence.has_work(p); sequence.next<false>(p)) {
+      WorkTile work(p, sequence, cta_rank);
+      if constexpr (Config::kSlices == Slices::InTurn) {
+        SlicesInTurn<Sum> in_turn{p, warpgroup, {}};
+        work.for_slices([&](const WorkTile& slice) {
+          mainloop.multiply(sums, slice.steps(p));
+          if (slice.slices > 1) in_turn.add(sums, slice);
+        });
+        epilogue.write(sums, work, warpgroup_m, warpgroup_n);
+      } else {
+        const u32 token = work.token + warpgroup_n * Config::kWarpgroupN;
+        const SlicesApart apart{p, 1 + (int)warpgroup, warpgroup_m, token};
+        const u64 seen = Config::kSlices == Slices::Apart ? apart.seen(work) : 0;
+        mainloop.multiply(sums, work.steps(p));
+        if (Config::kSlices != Slices::Apart || work.slices == 1) epilogue.write(sums, work, warpgroup_m, warpgroup_n);
+        else if (apart.store(sums, work, seen))
+          epilogue.write(apart.sums_of<Sum>(work), work, warpgroup_m, warpgroup_n);
+      }
     }
     if (epilogue.is_storing_thread()) tma_store_wait_read<0>();
+  }
+  if constexpr (Config::kClaims && Config::kClusterN > 1) {  // the other CTA's warps still tell that they read a claim
+    __syncwarp();
+    cluster_sync_relaxed();
   }
 }

@@ -183,6 +183,46 @@ __device__ __forceinline__ void rank(const int* counts, u32 first, u32 own, u32 
   }
 }
 
+// The slices of one side's panels.
+struct Slices {
+  int *table, *total, *of_panels, *long_panels;
+  u32 longest, uncut, room;
+
+  // Number of slices of a panel, and the columns of its longest one.
+  __device__ __forceinline__ u32 count(u32 length) const {
+    return length <= uncut ? 1 : (length + longest - 1) / longest;
+  }
+  __device__ __forceinline__ u32 columns(u32 length) const { return (length + count(length) - 1) / count(length); }
+};
+
+// Writes the slices of panels, the longest first and ties in order; a warp takes a panel.
+__device__ __forceinline__ void write_slices(const int* lengths, u32 first, u32 own, u32 panels, const Slices& to) {
+  const u32 lane = threadIdx.x % 32;
+  for (u32 panel = first + threadIdx.x / 32; panel < first + own; panel += Config::kWarps) {
+    const u32 length = lengths[panel], columns = to.columns(length), count = to.count(length);
+    u32 before = 0, panels_before = 0, in_partials = 0, long_panels = 0;
+    for (u32 other = lane; other < panels; other += 32) {
+      const u32 theirs = lengths[other], longest = to.columns(theirs), slices = to.count(theirs);
+      if (longest > columns || (longest == columns && other < panel)) before += slices, ++panels_before;
+      if (other < panel && slices > 1) in_partials += slices;
+      long_panels += slices > 1;
+    }
+    before = __reduce_add_sync(~0u, before), in_partials = __reduce_add_sync(~0u, in_partials);
+    long_panels = __reduce_add_sync(~0u, long_panels);
+    if (lane == 0) to.of_panels[panel] = (int)count;
+    for (u32 slice = lane; slice < count; slice += 32) {
+      const u32 begin = (u32)((u64)slice * length / count), end = (u32)((u64)(slice + 1) * length / count);
+      int* const at = to.table + 5 * (i64)(before + slice);
+      at[0] = (int)panel, at[1] = (int)begin, at[2] = (int)(end - begin);
+      at[3] = (int)(slice | count << 16), at[4] = (int)in_partials;
+    }
+    if (__reduce_add_sync(~0u, panels_before) + 1 == panels) {  // the last of all: nothing comes behind its slices
+      if (lane == 0) *to.total = (int)(before + count), *to.long_panels = (int)long_panels;
+      for (u32 at = 5 * (before + count) + lane; at < 5 * to.room; at += 32) to.table[at] = 0;
+    }
+  }
+}
+
 // Makes the layout one without blocks, if the bitmap keeps another number of blocks than the tables have.
 __device__ __forceinline__ void clear(const BlockTablesParams& p, const Shared& s) {
   const auto zero = [](int* at, u32 count) {
@@ -239,6 +279,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
   rank(s.rows.panels, own * row_panels, row_panels, 0, p.heads * row_panels, p.row_panels, p.row_panel_columns);
   rank(s.columns.panels, own * column_panels, column_panels, 0, p.heads * column_panels, p.column_panels,
        p.column_panel_rows);
+  write_slices(s.rows.panels, own * row_panels, row_panels, p.heads * row_panels,
+               {p.row_slices, p.row_slice_count, p.row_panel_slices, p.row_long_panels, p.slice_columns,
+                p.uncut_columns, p.row_slice_room});
+  write_slices(s.columns.panels, own * column_panels, column_panels, p.heads * column_panels,
+               {p.column_slices, p.column_slice_count, p.column_panel_slices, p.column_long_panels, p.slice_rows,
+                p.uncut_rows, p.column_slice_room});
   rank(s.rows.lines, before, p.block_rows, 0, lines, p.row_narrow_panels, p.row_narrow_panel_columns);
   rank(s.columns.lines, own * p.block_cols, p.block_cols, 0, columns, p.column_narrow_panels,
        p.column_narrow_panel_rows);

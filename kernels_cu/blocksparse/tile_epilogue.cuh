@@ -5,6 +5,14 @@
 #include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma.cuh"
 
+// The sums of a thread from `first` on: accumulators, or those that a functor loads for a step of the epilogue.
+template <class Sum, int kCount> __device__ __forceinline__ const Sum* sums_from(const Sum (&sums)[kCount], int first) {
+  return sums + first;
+}
+template <class Load> __device__ __forceinline__ auto sums_from(const Load& load, int first) -> decltype(load(first)) {
+  return load(first);
+}
+
 // Stores 64 rows x kWarpgroupN results of one warpgroup, kStepColumns at a time, through one of kBuffers buffers.
 // EpilogueStore derives from it and has `store(buffer, work, row, column)`, which stores a buffer whose results start
 // at (row, column) of the work tile.
@@ -35,9 +43,9 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, boo
 
   // Writes the results at row0 and on if row0 < rows: the last row panel may be half full. bias_row is the index of
   // row0 in the bias. Columns go from `first` to `end`.
-  template <class AccumulatorTile, class WorkTile, class Row>
-  __device__ __forceinline__ void write_tile(const AccumulatorTile& sums, const WorkTile& work, u32 row0, u32 rows,
-                                             Row bias_row, u32 first, u32 end) {
+  template <class Sums, class WorkTile, class Row>
+  __device__ __forceinline__ void write_tile(const Sums& sums, const WorkTile& work, u32 row0, u32 rows, Row bias_row,
+                                             u32 first, u32 end) {
     if (row0 >= rows) return;
     float bias[2] = {0.0f, 0.0f};
     if (p.bias) {
@@ -48,12 +56,13 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, boo
     for (int step = 0; step < Config::kWarpgroupN / kStep; ++step) {
       const u32 column = first + step * kStep;
       if (column >= end) break;
+      const auto* const mine = sums_from(sums, step * kStep / 2);
       const u32 buffer = staging + next_buffer * Config::kBufferBytes;
       if (++next_buffer == Config::kBuffers) next_buffer = 0;
       if (!kThreadsStore && is_storing_thread())
         tma_store_wait_read<Config::kBuffers - 1>();  // the previous store from this buffer has been read
       named_barrier_sync(barrier, 128);
-      static_cast<const EpilogueStore&>(*this).fill(buffer, sums + step * kStep / 2, bias);
+      static_cast<const EpilogueStore&>(*this).fill(buffer, mine, bias);
       if constexpr (!kThreadsStore) async_proxy_fence();
       named_barrier_sync(barrier, 128);
       if (kThreadsStore || is_storing_thread())

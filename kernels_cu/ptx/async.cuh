@@ -111,6 +111,11 @@ __device__ __forceinline__ u32 cluster_address(u32 address, u32 rank) {
   return there;
 }
 
+__device__ __forceinline__ void store_cluster(u32 address, u32 v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+#endif
+}
 __device__ __forceinline__ float load_cluster(u32 address) {
   float v = 0.0f;
 #if __CUDA_ARCH__ >= 900
@@ -172,6 +177,29 @@ __device__ __forceinline__ u64 load_acquire(const u64* address) {
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
   return v;
 }
+__device__ __forceinline__ u64 load_relaxed(const u64* address) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+// Makes a counter one of this launch: id, whose low `kBits` bits are 0, plus a count. `seen` is what it held at any
+// time in the launch. If the exchange fails, another thread has done it.
+template <int kBits> __device__ __forceinline__ void begin_count(u64* counter, u64 id, u64 seen) {
+  if (seen >> kBits != id >> kBits) atomicCAS(counter, seen, id);
+}
+// Claims the next of `count` items by lane 0 of a warp, from a counter of launch `id`. `first`: this is the warp's
+// first claim. Every warp claims until it gets `count` - warps or more, so there are `count` claims; the last one
+// leaves the counter as a repeated launch needs it.
+__device__ __forceinline__ u32 claim(u64* counter, u64 id, u32 count, bool first) {
+  u32 claimed = 0;
+  if (threadIdx.x % 32 == 0) {
+    if (first) begin_count<24>(counter, id, load_relaxed(counter));
+    claimed = (u32)atomicAdd(counter, 1ull) & 0xffffff;
+    if (claimed + 1 == count) atomicExch(counter, id);
+  }
+  return __shfl_sync(~0u, claimed, 0);
+}
+__device__ __forceinline__ void acquire_release_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void store_global(void* address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }

@@ -28,6 +28,11 @@ __device__ __forceinline__ void barrier_arrive_cluster(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives at the barrier of a CTA of the cluster, which sees what this thread has written before.
+__device__ __forceinline__ void barrier_arrive_release_cluster(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
   u32 passed;
   asm volatile("{\n\t.reg .pred p;\n\t"

@@ -119,8 +119,8 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         an operand that stays, such as a layer's weight. ``select`` may then choose a dense copy of it.
     longest_panel : int
         For ``packed``: the most block columns in which 128 neighbouring rows of op(A) (``dds``: columns of
-        op(B)) keep a block. A BlockSparseLayout's is taken; 0 stands for rows that are alike. No result
-        depends on it.
+        op(B)) keep a block. A BlockSparseLayout's is taken; 0 stands for an unknown one. It decides
+        speed, and whether sums of long rows are cut where that is faster.
 
     Raises
     ------

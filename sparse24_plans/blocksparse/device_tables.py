@@ -10,16 +10,8 @@ from ..device.streams import Launch
 from ..errors import UnsupportedError
 from ..plan.kernel import nothing
 from ..vocab import DeviceProperties
-from .lookup_tables import (
-    NARROW_PANEL_ROWS,
-    PANEL_ROWS,
-    addresses,
-    group_size,
-    groups,
-    head_panels,
-    panel_block_rows,
-    words,
-)
+from .lookup_tables import addresses, group_size, groups, words
+from .panels import NARROW_PANEL_ROWS, PANEL_ROWS, Slicing, head_panels, panel_block_rows
 from .shape import BlockSparseShape
 
 SOURCE = "blocksparse/tables.cu"
@@ -53,6 +45,14 @@ class BlockTablesParams(KernelParams):
     column_narrow_panels = field("int*", "Narrow column panels, those with blocks in the most rows first.")
     row_narrow_panel_columns = field("int*", "Number of columns that each narrow row panel keeps a block in.")
     column_narrow_panel_rows = field("int*", "Number of rows that each narrow column panel keeps a block in.")
+    row_slices = field("int*", "Slices of row panels, five integers each, the longest first.")
+    column_slices = field("int*", "Slices of column panels.")
+    row_slice_count = field("int*", "Number of slices of row panels.")
+    column_slice_count = field("int*", "Number of slices of column panels.")
+    row_panel_slices = field("int*", "Number of slices of each row panel.")
+    column_panel_slices = field("int*", "Number of slices of each column panel.")
+    row_long_panels = field("int*", "Number of row panels with several slices.")
+    column_long_panels = field("int*", "Number of column panels with several slices.")
     heads = field("u32", "Number of heads.")
     block_rows = field("u32", "Number of block rows of a head.")
     block_cols = field("u32", "Number of block columns of a head.")
@@ -63,6 +63,12 @@ class BlockTablesParams(KernelParams):
     column_panels_of_head = field("u32", "Number of column panels of a head.")
     groups = field("u32", "Number of groups that the tables have room for.")
     group_size = field("u32", "Most blocks of a group.")
+    slice_columns = field("u32", "Most columns of a slice of a row panel.")
+    slice_rows = field("u32", "Most rows of a slice of a column panel.")
+    uncut_columns = field("u32", "Most columns of a row panel that has one slice.")
+    uncut_rows = field("u32", "Most rows of a column panel that has one slice.")
+    row_slice_room = field("u32", "Number of slices of row panels that the tables have room for.")
+    column_slice_room = field("u32", "Number of slices of column panels that the tables have room for.")
 
 
 def shared_bytes(shape: BlockSparseShape) -> int:
@@ -89,6 +95,7 @@ class TableKernel:
             )
         self._heads, self._function = shape.heads, _function(panel_block_rows(shape), device)
         found = addresses(0, shape)
+        of_rows, of_columns = (Slicing.of(shape, by_columns=one) for one in (False, True))
         self._offsets = {name: at for name, at in found.items() if name in BlockTablesParams.declared}
         self._parameters = BlockTablesParams(
             heads=shape.heads,
@@ -101,6 +108,12 @@ class TableKernel:
             column_panels_of_head=head_panels(shape.cols, PANEL_ROWS),
             groups=groups(shape),
             group_size=group_size(shape),
+            slice_columns=of_rows.longest,
+            slice_rows=of_columns.longest,
+            uncut_columns=of_rows.uncut,
+            uncut_rows=of_columns.uncut,
+            row_slice_room=of_rows.room,
+            column_slice_room=of_columns.room,
         )
 
     def bind(self, bitmap: int, tables: int) -> Launch:

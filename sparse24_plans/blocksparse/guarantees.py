@@ -12,6 +12,7 @@ from .descriptor import (
     BlockSparseDescriptor,
     BlockSparseMatmulDescriptor,
 )
+from .kernel_problem import KernelProblem
 
 TILE_ROWS = 64
 """Rows of a tile of the tensor cores."""
@@ -106,6 +107,16 @@ def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuaran
 
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # Few tokens make panels worth cutting that more tokens do not. Sums of integers have the same bits then.
+    found = blocks_wgmma_any(problem)
+    if KernelProblem(problem).slicing is None or problem.element is ElementKind.S8:
+        return found
+    return found.model_copy(update={"batch_invariant": False})
+
+
+def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # Long rows are summed in slices that follow from the layout alone, and the slices are added in order. A
+    # slice has hundreds of k, of which the tensor cores add 16 or more in a step: steps are fewer than k.
     if problem.element is ElementKind.FP8_E4M3:
         return tensor_cores(problem).model_copy(update={"unit_roundoff": FP8_ROUNDOFF})
     if problem.element is not ElementKind.S8:

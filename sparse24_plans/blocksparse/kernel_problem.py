@@ -12,21 +12,25 @@ from ..plan.operands import Operand
 from ..plan.schedule_choice import constants
 from ..vocab import BlockSparseOp
 from .descriptor import BlockSparseMatmulDescriptor
-from .lookup_tables import (
+from .lookup_tables import addresses, words
+from .panels import (
     PANEL_ROWS,
-    addresses,
+    Slicing,
     expected_occupancy,
     head_panels,
     is_small,
     narrow_panel_block_rows,
     panel_block_rows,
-    words,
 )
 from .shape import BLOCK_SIZES
 
 K_MAJOR, MN_MAJOR = 0, 1
 TMA_BYTES = 16
 """Bytes that the length of a TMA row must be a multiple of."""
+_TILE, _TOKEN_GROUP = 64, 8
+"""Rows and tokens of the smallest tile; tokens whose sums the workspace holds together."""
+COUNTER_BYTES = 8
+"""Workspace bytes of a counter of claimed work tiles, or of arrivals."""
 _WHOLE = 8
 """Elements of 16 bits in as many bytes."""
 
@@ -130,6 +134,13 @@ class KernelProblem:
         row_bytes = self.desc.n * self.desc.out_element.itemsize
         return self.tokens_contiguous and not self.sampled and row_bytes % TMA_BYTES != 0
 
+    @property
+    def slicing(self) -> Slicing | None:
+        """How long row panels are cut; None for ``sdd``, and if none can be long."""
+        found = Slicing.of(self.desc.layout, by_columns=self.by_columns)
+        none_is_long = 0 < self.desc.longest_panel <= found.uncut_narrow
+        return found if found.more and not (self.sampled or none_is_long) else None
+
     def head_panels(self, rows: int) -> int:
         """Row panels of a head, each with ``rows`` rows of op(S)."""
         return head_panels(self.head_block_rows * self.desc.layout.block, rows)
@@ -168,6 +179,17 @@ class KernelProblem:
             }
         return {field: found[name] for field, name in names.items()}
 
+    def slices(self, start: int, rows: int = PANEL_ROWS) -> dict[str, int]:
+        """Addresses of the kernel's tables of slices, for tables at ``start`` and panels of ``rows`` rows."""
+        found, side = addresses(start, self.desc.layout), "column" if self.by_columns else "row"
+        name = f"{side}_{'' if rows == PANEL_ROWS else 'narrow_'}slice"
+        return {
+            "slices": found[f"{name}s"],
+            "slice_count": found[f"{name}_count"],
+            "panel_slices": found[f"{side}_panel_slices"],
+            "long_panels": found[f"{side}_{'' if rows == PANEL_ROWS else 'narrow_'}long_panels"],
+        }
+
     def entries(self, start: int) -> dict[str, int]:
         """Addresses of the table parameters of a kernel that reads a block row's blocks one by one."""
         found = addresses(start, self.desc.layout)
@@ -181,6 +203,19 @@ class KernelProblem:
 
 def _other(major: int) -> int:
     return MN_MAJOR if major == K_MAJOR else K_MAJOR
+
+
+def slice_bytes(problem: KernelProblem) -> tuple[int, int]:
+    """Workspace bytes of the counters and of the sums of slices that are summed apart.
+
+    Of each slice of a panel with several the kernel stores all sums, four bytes each, and for each tile of 64
+    rows and 64 tokens of such a panel it counts arrivals. It also counts claimed work tiles.
+    """
+    if problem.slicing is None:
+        return 0, 0
+    tiles = problem.slicing.cut * (PANEL_ROWS // _TILE) * problem.desc.batch
+    tokens = -(-problem.desc.n // _TOKEN_GROUP) * _TOKEN_GROUP
+    return align_up(COUNTER_BYTES * (1 + tiles * -(-tokens // _TILE))), 4 * tiles * _TILE * tokens
 
 
 def prepared_bytes(prepared: tuple[Prepared, ...]) -> int:

@@ -52,6 +52,8 @@ class MatmulEntry(BlockSparseEntry):
     inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
     packed: tuple[bool, ...] = (False, True)
     """Whether the kernel serves operands that plans have not packed, and those that they have."""
+    invariant: bool = False
+    """Whether the kernel takes the same order of sums for every ``n``, if it has several."""
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
         served: dict[str, tuple[Any, ...]] = {
@@ -133,7 +135,13 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
     # This entry multiplies the dense copy that its plans pack.
     replace(_INFLATE_CUBLAS, name="packed_dense", layout=DENSE_BLOCKS_LAYOUT, packed=(True,)),
     # This entry serves requirements that inflating does not meet.
-    replace(_BLOCKS_WGMMA, name="blocks_wgmma_any", limits=limits.blocks_wgmma_any),
+    replace(
+        _BLOCKS_WGMMA,
+        name="blocks_wgmma_any",
+        guarantee=guarantees.blocks_wgmma_any,
+        limits=limits.blocks_wgmma_any,
+        invariant=True,
+    ),
     # This entry serves what neither of them serves.
     replace(
         _BLOCKS_STRICT,

@@ -34,6 +34,8 @@ _MOST_HEAD, _HEAD_STEP = 256, 8
 _STEP_OF_8_BITS = 32
 _SMALLEST_TILE = 64
 """Rows and tokens of the smallest tile."""
+_SLICES_PER_PANEL = 2
+"""Bound of the mean number of slices."""
 _INTEGER_TERMS = 2**17
 """Number of s8 products, of at most 2^14 each, whose sum may exceed an int32."""
 
@@ -78,7 +80,8 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     coordinates = {
         "rows of values": problem.batch * one.blocks * one.block,
         "matrices": problem.batch * one.heads,
-        "tiles": one.heads
+        "tiles": _SLICES_PER_PANEL
+        * one.heads
         * max(one.block_rows, one.block_cols)
         * problem.batch
         * max(-(-problem.n // _SMALLEST_TILE), one.block_cols),

@@ -17,15 +17,22 @@ from ..device.streams import stream_handle
 from ..device.tensors import HOST, Device, TensorView, check_device
 from ..errors import BackendUnavailableError, InvalidProblemError
 from .layout import BlockSparseLayout
+from .panels import (
+    NARROW_PANEL_ROWS,
+    SLICE_FIELDS,
+    KeptColumns,
+    Slicing,
+    fill_narrow_slices,
+    fill_slices,
+    head_panels,
+    is_small,
+    narrow_panel_block_rows,
+    panel_block_rows,
+    slices_of,
+)
 from .shape import BlockSparseShape
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
-PANEL_ROWS = 128
-"""Rows of cells of a row panel, whose blocks kernels multiply together."""
-NARROW_PANEL_ROWS = 64
-"""Rows of a narrow panel, for ``sdd``, and for small blocks if narrow panels are less work."""
-FEW_BLOCK_ROWS = 2
-"""Most block rows of a panel for which kernels read the bits of each."""
 GROUP_COLUMNS = 256
 """Columns of cells in a group of neighbouring blocks of a row."""
 
@@ -89,6 +96,25 @@ class LookUp(NamedTuple):
     column_narrow_panel_pointers: Array
     column_narrow_panel_kept: Array
     column_narrow_panel_places: Array
+    row_slices: Array
+    """[slices, 5]: slices of row panels, the longest first, as ``SLICE_FIELDS`` says."""
+    column_slices: Array
+    row_slice_count: Array
+    """[1]: number of slices of row panels."""
+    column_slice_count: Array
+    row_panel_slices: Array
+    """[heads * S]: number of slices of each row panel."""
+    column_panel_slices: Array
+    row_long_panels: Array
+    """[1]: number of row panels that are long enough to be cut, which come first in ``row_panels``."""
+    column_long_panels: Array
+    row_narrow_slices: Array
+    """[slices, 5]: slices of narrow panels, for blocks of 16 and 32 alone."""
+    column_narrow_slices: Array
+    row_narrow_slice_count: Array
+    column_narrow_slice_count: Array
+    row_narrow_long_panels: Array
+    column_narrow_long_panels: Array
 
     @classmethod
     def of(cls, memory: Array, shape: BlockSparseShape) -> LookUp:
@@ -106,7 +132,21 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     panels, kept = _panel_lengths(shape, panel_block_rows(shape))
     narrow, narrow_kept = _panel_lengths(shape, narrow_panel_block_rows(shape))
     whole = *sparse, *bits, *panels, *panels, rows, columns, groups, groups, *kept
-    return *whole, *narrow, *narrow, *narrow_kept
+    return *whole, *narrow, *narrow, *narrow_kept, *_slice_lengths(shape)
+
+
+def _slice_lengths(shape: BlockSparseShape) -> tuple[int, ...]:
+    """Slices of row panels and of column panels, their counts and long panels; the same of narrow panels."""
+    slicings = [Slicing.of(shape, by_columns=one) for one in (False, True)]
+    room = [SLICE_FIELDS * one.room for one in slicings]
+    lines = narrow_panel_block_rows(shape) * shape.block
+    panels = (one.panels for one in slicings)
+    whole = *room, 1, 1, *panels, 1, 1
+    narrow = [
+        SLICE_FIELDS * (shape.heads * head_panels(cells, lines) + 2 * one.more)
+        for one, cells in zip(slicings, (shape.rows, shape.cols), strict=True)
+    ]
+    return (*whole, *narrow, 1, 1, 1, 1) if is_small(shape) else (*whole, 0, 0, 0, 0, 0, 0)
 
 
 def _panel_lengths(shape: BlockSparseShape, lines: int) -> tuple[list[int], list[int]]:
@@ -122,37 +162,6 @@ def _panel_lengths(shape: BlockSparseShape, lines: int) -> tuple[list[int], list
 def words(bits: int) -> int:
     """Number of int32 words that hold the given number of bits."""
     return -(-bits // 32)
-
-
-def head_panels(cells: int, size: int = PANEL_ROWS) -> int:
-    """Number of panels of ``size`` cells that cover a head's rows or columns."""
-    return -(-cells // size)
-
-
-def narrow_panel_rows(block: int) -> int:
-    """Rows of cells of a narrow panel."""
-    return max(NARROW_PANEL_ROWS, block)
-
-
-def narrow_panel_block_rows(shape: BlockSparseShape) -> int:
-    """Block rows of a narrow panel."""
-    return narrow_panel_rows(shape.block) // shape.block
-
-
-def expected_occupancy(shape: BlockSparseShape, lines: int) -> float:
-    """Expected fraction of columns in which ``lines`` block rows keep any block, if blocks are kept at
-    random."""
-    return 1 - (1 - shape.density) ** lines
-
-
-def panel_block_rows(shape: BlockSparseShape) -> int:
-    """Block rows of a panel."""
-    return PANEL_ROWS // shape.block
-
-
-def is_small(shape: BlockSparseShape) -> bool:
-    """Whether blocks are so small that the columns of a panel's block rows are looked up together."""
-    return panel_block_rows(shape) > FEW_BLOCK_ROWS
 
 
 def group_size(shape: BlockSparseShape) -> int:
@@ -344,6 +353,34 @@ def _fill_side(
         if is_small(shape):
             of_panel = (found[f"{panel}_{name}"] for name in ("pointers", "kept", "places"))
             _fill_kept_columns(places, size, *of_panel)
+    _fill_side_slices(found, shape, side, other)
+
+
+def _fill_side_slices(found: dict[str, Array], shape: BlockSparseShape, side: str, other: str) -> None:
+    """Fill the slices of one side's panels, whose own tables are there."""
+    by_columns = side == "column"
+    slicing = Slicing.of(shape, by_columns=by_columns)
+    lengths, table = found[f"{side}_panel_{other}s"], found[f"{side}_slices"].reshape(-1, SLICE_FIELDS)
+    slices = found[f"{side}_panel_slices"]
+    slices[...] = slices_of(lengths, slicing.longest, slicing.uncut)
+    found[f"{side}_long_panels"][...] = np.count_nonzero(slices > 1)
+    if is_small(shape):
+        across, cells = (shape.block_rows, shape.cols) if by_columns else (shape.block_cols, shape.rows)
+        of_narrow = slices_of(
+            found[f"{side}_narrow_panel_{other}s"], slicing.longest_narrow, slicing.uncut_narrow
+        )
+        found[f"{side}_narrow_long_panels"][...] = np.count_nonzero(of_narrow > 1)
+        head, panel = np.divmod(np.arange(len(of_narrow)), max(head_panels(cells, NARROW_PANEL_ROWS), 1))
+        panel_of = head * head_panels(cells) + panel // 2
+        np.maximum.at(slices, panel_of, of_narrow)
+        wide, narrow = (
+            KeptColumns(found[f"{kind}_pointers"], found[f"{kind}_kept"])
+            for kind in (f"{side}_panel", f"{side}_narrow_panel")
+        )
+        narrow_table = found[f"{side}_narrow_slices"].reshape(-1, SLICE_FIELDS)
+        count = fill_narrow_slices(narrow_table, slices, across, wide, narrow, panel_of)
+        found[f"{side}_narrow_slice_count"][...] = count
+    found[f"{side}_slice_count"][...] = fill_slices(table, lengths, slices, found[f"{side}_panels"])
 
 
 def _fill_bits(kept: Any, bits: Array) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from benchmarks import blocks
+from benchmarks import blocks, random_blocks
 from benchmarks.bound import judged
 from benchmarks.bounds import BOUNDS
 from benchmarks.check import faults
 from benchmarks.random_blocks import LISTS, attentions, drawn, steps, swept, uneven_counts
 from sparse24_plans.bench import record
+from sparse24_plans.device.jit import launcher
+
+from ..sample_devices import H200
 
 SEED = 20260101
 
@@ -49,6 +53,18 @@ def test_products_are_those_of_the_contract(seed):
     )
     assert len(classes) == 12
     assert min(classes.values()) >= 8
+
+
+def test_what_is_timed_is_compiled_before(monkeypatch):
+    cells = [one for one in drawn(SEED) if one.op != "sdd" and not one.packed and one.density < 0.1][:4]
+    found = []
+    monkeypatch.setattr(launcher, "compiled", lambda source, arch, defines: found.append((source, arch)))
+    monkeypatch.setattr(random_blocks, "drawn", lambda seed: cells)
+    monkeypatch.setattr(random_blocks, "swept", lambda seed: [])
+    monkeypatch.setattr(random_blocks, "cuda_properties", lambda ordinal: H200)
+    monkeypatch.setattr(random_blocks, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(2))
+    random_blocks.compile_all(SEED)
+    assert found.count(("blocksparse/blocks_wgmma.cu", "sm_90a")) == len(cells)
 
 
 def test_a_part_of_a_record_is_a_fair_sample():

@@ -17,7 +17,6 @@ from sparse24_plans import (
     BlockSparseShape,
     UnsupportedError,
 )
-from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
 from sparse24_plans.plan.schedule_choice import constants
 
@@ -69,7 +68,8 @@ def test_what_is_chosen():
     for op in OPS:
         for n in (1, 63, 4097):
             assert chosen(op=op, n=n) == "blocks_wgmma"
-            assert chosen(op=op, n=n, preference={"require": {"batch_invariant": True}}) == "blocks_wgmma"
+            wanted = "blocks_wgmma" if op == "sdd" else "blocks_wgmma_any"  # with the same slices for every n
+            assert chosen(op=op, n=n, preference={"require": {"batch_invariant": True}}) == wanted
     assert chosen(n=4097, preference={"max_workspace_bytes": 1 << 20}) == "blocks_strict_any"
     assert chosen(op="sdd") == "blocks_wgmma"
     small = SHAPE.model_copy(update={"block": 32})
@@ -77,7 +77,7 @@ def test_what_is_chosen():
     half = small.model_copy(update={"blocks": 8192})
     assert chosen(op="sdd", layout=half) == "inflate_cublas"
     assert chosen(preference={"allow_sm90a": False}) == "inflate_cublas"
-    assert chosen(preference={"require": {"batch_invariant": True}}) == "blocks_wgmma"
+    assert chosen(preference={"require": {"batch_invariant": True}}) == "blocks_wgmma_any"
     skips = {"require": {"nonfinite": "skips_pruned"}}
     assert chosen(preference=skips) == "blocks_wgmma"
     assert chosen(layout=SHAPE.model_copy(update={"block": 32}), preference=skips) == "blocks_strict_any"
@@ -287,13 +287,17 @@ def test_a_wide_sdd(row):
 def results_by_schedule(
     op: str, layout: BlockSparseLayout, turned: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> list[np.ndarray]:
-    """The same product with each schedule that the kernel's own choice is made of, checked."""
+    """The same product with each schedule that the kernel's own choice is made of, checked.
+
+    It is batch invariant, because whether panels are cut may depend on the schedule otherwise.
+    """
     fields = {"op": op, "layout": layout, "n": 200, "trans_a": turned[0], "trans_b": turned[1]}
     desc, results = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16"), []
     for one in schedules.schedules_by_density(desc):
-        monkeypatch.setattr(blocks_wgmma, "best_schedule", lambda *_, one=one: one)
+        monkeypatch.setattr(schedules, "best_schedule", lambda *_, one=one: one)
         spare = (1 << 30) + len(results)  # of its own: plans are cached
         wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
+        wanted["require"] = {"batch_invariant": True}
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
         assert plan.explain().details.startswith("up to ") == (op == "sdd")
         assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
@@ -395,10 +399,11 @@ def test_bits_do_not_depend_on_what_is_transposed_first(op, trans_b):
         )
         for most in (None, 0)
     ]
-    assert [plan.workspace_size() for plan in plans] == [2 * 2048**2, 0]
+    assert ["transposed first" in plan.explain().details for plan in plans] == [True, False]
+    assert [plan.workspace_size() >= 2 * 2048**2 for plan in plans] == [True, False]
     operands = random_operands(plans[0].descriptor, layout, np.random.default_rng(1))
     first, second = (check(plan, operands) for plan in plans)
-    assert same_bits(first, second)
+    assert same_bits(first, second)  # no panel of this layout is so long that it is cut
 
 
 @gpu

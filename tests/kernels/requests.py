@@ -24,9 +24,9 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse import device_tables
 from sparse24_plans.blocksparse import kernel_table as blocks_table
-from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
+from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
@@ -362,6 +362,8 @@ def _block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
                     kind = {name: word for name, word in kind.items() if "epilogue" not in name}
                 for n in (63, 64, 4096):
                     yield _block_problem(op, shape, n, (n == 64, n == 64), kind)
+            many = shape.model_copy(update={"blocks": (shape.rows // block) ** 2 // 10})  # panels in turn
+            yield _block_problem(op, many, 8192, (False, False), {"element": "bf16"})
             if op == "sdd" or block < 64:
                 continue
             for n in (256,) if few else BLOCK_TOKENS:
@@ -390,6 +392,9 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
                 desc = desc.model_copy(update={"packed": True})
             if serves(row, desc, preference, device):
                 row.kernel(Choice(desc, device, row, preference, {}))
+                if row.invariant:
+                    without = preference.model_copy(update={"max_workspace_bytes": 0})
+                    row.kernel(Choice(desc, device, row, without, {}))
                 for one in schedules_by_density(desc) if row.backend == "blocks_wgmma" else ():
                     with mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one):
                         row.kernel(Choice(desc, device, row, preference, {}))

@@ -8,6 +8,10 @@
 #define S24_CLUSTER_SIZE S24_CLUSTER_N
 #include "common/cluster.cuh"
 
+// How long panels are computed. None: as others. Apart: CTAs of their own sum their slices, and meet in the workspace.
+// InTurn: one CTA sums the slices one after the other. LongFirst: uncut, before all others.
+enum class Slices { None, Apart, InTurn, LongFirst };
+
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
   static constexpr int kTileN = S24_TILE_N;           // tokens of a CTA's tile
@@ -20,7 +24,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // major dimension of X; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
   static constexpr bool kStoresElements = S24_STORES_ELEMENTS;      // threads store C, whose rows TMA cannot address
-  static constexpr bool kRaw = S24_RAW;                             // results are the integer sums themselves
+  static constexpr Slices kSlices = Slices(S24_SLICES);
+  static constexpr bool kCuts = kSlices == Slices::Apart || kSlices == Slices::InTurn;
+  static constexpr bool kClaims = kSlices == Slices::Apart || kSlices == Slices::LongFirst;  // if a panel is long
+  static constexpr bool kRaw = S24_RAW;  // results are the integer sums themselves
 
   // A step has kDepth k: half of a large block, or several small blocks side by side.
   static constexpr int kBytes = kElement == ElementKind::F16 || kElement == ElementKind::BF16 ? 2 : 1;
@@ -58,6 +65,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kStepColumns = kOutBytes == 4 ? 32 : 64, kBufferBytes = 64 * kStepColumns * kOutBytes;
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kBarrierAt = kStagingAt + kWarpgroups * kBuffers * kBufferBytes;
+  static constexpr int kClaimsAt = kBarrierAt + (20 * kStages + 7) / 8 * 8;
   static_assert(kWarpgroupsM <= kWarpgroups && kWarpgroupN % 64 == 0,
                 "a warpgroup has 64 rows and whole groups of tokens");
   static_assert(kBytes == 2 || (kSparseMajor == Major::K && kDenseMajor == Major::K),
@@ -65,5 +73,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static_assert(kBoxBytes >= 32, "a block holds at least one k step of wgmma");
 
   // Registers of a producer and of a consumer thread after reallocation.
-  static constexpr int kProducerRegisters = kSCpAsync ? 56 : 40, kConsumerRegisters = kSCpAsync ? 224 : 232;
+  static constexpr bool kBusyProducers = kSCpAsync || kSlices != Slices::None;
+  static constexpr int kProducerRegisters = kBusyProducers ? 56 : 40, kConsumerRegisters = kBusyProducers ? 224 : 232;
 };

@@ -1,14 +1,12 @@
 // How the clusters of blocksparse/blocks_wgmma.cu divide its work.
 #pragma once
-#include "blocksparse/blocks_wgmma/config.cuh"
+#include "blocksparse/blocks_wgmma/claims.cuh"
+#include "blocksparse/pipeline.cuh"
 
-// Number of work tiles of all clusters; for sdd an upper bound.
-__device__ __forceinline__ u32 work_tile_count(const BlocksWgmmaParams& p) {
-  return p.batch * p.panels * (Config::kSampled ? p.panel_groups : p.cluster_tiles);
-}
-
-// Enumerates the work tiles of sdd: the first one of every panel, longest panels first, then the second of each panel
-// that has one, and so on. All lanes of a warp call it together.
+// Enumerates the work tiles. For sdd: the first one of every panel, longest panels first, then the second of each panel
+// that has one, and so on. Otherwise: the slices of all panels, or the panels, the longest first, each with every token
+// tile of a raster group, then the next raster group. With LongFirst, long panels with every token tile come before
+// all raster groups. All lanes of a warp call it together.
 struct TileScheduler {
   static constexpr int kMost =
       Config::kBlocksPerTile * Config::kClusterN;  // pieces of block columns that a cluster computes
@@ -26,9 +24,27 @@ struct TileScheduler {
     return ((int)group * Config::kClusterN + (int)cta_rank) * each;
   }
 
-  u32 group = 0, before = 0, panels;  // round; work tiles of earlier rounds; panels with a work tile in this round
+  // The token tile of a work tile, and the position of its slice or panel in their order. Not for sdd.
+  struct Place {
+    u32 tile, position;
+  };
+  static __device__ __forceinline__ constexpr Place place_of(u32 index, u32 tiles, u32 raster_tiles, u32 slices,
+                                                             u32 first_slices) {
+    if (raster_tiles >= tiles || index < first_slices * tiles) return {index % tiles, index / tiles};
+    const u32 rest = index - first_slices * tiles, per_group = raster_tiles * (slices - first_slices);
+    const u32 group = rest / per_group, before = group * raster_tiles,
+              width = tiles - before < raster_tiles ? tiles - before : raster_tiles;
+    return {before + rest % per_group % width, first_slices + rest % per_group / width};
+  }
 
-  __device__ __forceinline__ explicit TileScheduler(const BlocksWgmmaParams& p) : panels(having(p, 0)) {}
+  u32 group = 0, before = 0, panels;  // round; work tiles of earlier rounds; panels with a work tile in this round
+  u32 slices;                         // slices of all panels, or panels
+  u32 long_panels = 0;                // with kClaims
+
+  __device__ __forceinline__ explicit TileScheduler(const BlocksWgmmaParams& p)
+      : panels(having(p, 0)), slices(Config::kSlices == Slices::Apart ? (u32)*p.slice_count : p.panels) {
+    if constexpr (Config::kClaims) long_panels = (u32)*p.long_panels;
+  }
 
   // Number of panels that have a work tile in round `group`: these are the first ones of the order.
   static __device__ __forceinline__ u32 having(const BlocksWgmmaParams& p, u32 group) {
@@ -52,8 +68,44 @@ struct TileScheduler {
       }
       return panels > 0;
     } else {
-      return index < work_tile_count(p);
+      // The first work tiles are known to exist before the number of slices has been loaded.
+      const u32 least = p.panels * p.batch * p.cluster_tiles;
+      return index < least || (Config::kSlices == Slices::Apart && index < count(p));
     }
+  }
+  // Number of work tiles; not for sdd.
+  __device__ __forceinline__ u32 count(const BlocksWgmmaParams& p) const { return slices * p.batch * p.cluster_tiles; }
+};
+
+// The work tiles that a cluster takes. If clusters claim them, a producer warp does so once it has requested all loads
+// of the work tile before: earlier, a cluster with a long panel would claim what others have time for.
+struct WorkSequence {
+  TileScheduler scheduler;
+  u32 base, round = 0, index;
+
+  __device__ __forceinline__ WorkSequence(const BlocksWgmmaParams& p, u32 base)
+      : scheduler(p), base(base), index(work_tile_of<Config>(0)) {}
+
+  static __device__ __forceinline__ u32 clusters() { return gridDim.x / Config::kClusterN; }
+  __device__ __forceinline__ bool has_work(const BlocksWgmmaParams& p) { return scheduler.find(p, index); }
+  // All lanes of a warp call it together. kMayClaim: the first producer warp, which claims, is among the callers.
+  // Shuffles tell the compiler what is uniform in the warp: else it guards the loads of the next work tile against
+  // lanes that come later.
+  template <bool kMayClaim> __device__ __forceinline__ void next(const BlocksWgmmaParams& p) {
+    const u32 slot = round % Claims::kSlots, parity = round / Claims::kSlots % 2;
+    index = work_tile_of<Config>(++round);
+    if constexpr (Config::kClaims) {
+      if (__shfl_sync(~0u, scheduler.long_panels == 0 || scheduler.count(p) <= clusters(), 0)) return;
+      if (kMayClaim && __shfl_sync(~0u, is_claiming_warp(), 0)) {
+        index = clusters() + claim(p.claimed, p.launch_id << 8, scheduler.count(p), round == 1);
+        Claims{base}.publish(slot, parity, index);
+      } else {
+        index = Claims{base}.read(slot, parity);
+      }
+    }
+  }
+  static __device__ __forceinline__ bool is_claiming_warp() {
+    return threadIdx.x / 32 == 4 * Config::kWarpgroups && blockIdx.x % Config::kClusterN == 0;
   }
 };
 
@@ -61,12 +113,16 @@ struct TileScheduler {
 struct WorkTile {
   u32 head, block_row, batch, token;  // block_row: the panel's first, in its head; token: for sdd, in the first block
   int count;                          // block columns; for sdd those of this CTA
-  int first;                          // for sdd: index of the first block column in the tables
+  int first;                          // the first block column: its index in the tables for sdd, or in the panel
+  u32 slice, slices;                  // the slice of the panel; the panel's slices
+  u32 in_partials;                    // index of the panel's first slice in p.partials
+  int columns;                        // InTurn: block columns of the panel
+  static constexpr int kSliceFields = 5;
 
-  __device__ __forceinline__ WorkTile(const BlocksWgmmaParams& p, const TileScheduler& scheduler, u32 index,
-                                      u32 cta_rank) {
+  __device__ __forceinline__ WorkTile(const BlocksWgmmaParams& p, const WorkSequence& sequence, u32 cta_rank) {
+    const TileScheduler& scheduler = sequence.scheduler;
     if constexpr (Config::kSampled) {
-      const u32 in_round = index - scheduler.before, panel = (u32)p.panel_order[in_round / p.batch];
+      const u32 in_round = sequence.index - scheduler.before, panel = (u32)p.panel_order[in_round / p.batch];
       batch = in_round % p.batch, head = panel / p.head_panels,
       block_row = panel % p.head_panels * Config::kPanelBlockRows;
       const int columns = p.panel_columns[panel], each = TileScheduler::pieces_of_cta(columns);
@@ -76,15 +132,45 @@ struct WorkTile {
       first = p.pointers[panel] + before / Config::kPiecesPerBlock;
       return;
     }
-    const u32 tiles = p.batch * p.cluster_tiles, per_group = p.raster_tiles * p.panels,
-              raster_group = index / per_group;
-    const u32 rest = index % per_group, group_width = min(p.raster_tiles, tiles - raster_group * p.raster_tiles),
-              tile = raster_group * p.raster_tiles + rest % group_width;
-    const u32 panel = (u32)p.panel_order[rest / group_width];
-    head = panel / p.head_panels, block_row = panel % p.head_panels * Config::kPanelBlockRows;
+    // With one raster group the order is that of the panels, so the number of long ones need not have arrived.
+    const bool has_groups = p.raster_tiles < p.batch * p.cluster_tiles;
+    const auto [tile, position] =
+        TileScheduler::place_of(sequence.index, p.batch * p.cluster_tiles, p.raster_tiles, scheduler.slices,
+                                Config::kSlices == Slices::LongFirst && has_groups ? scheduler.long_panels : 0);
     batch = tile / p.cluster_tiles;
     token = (tile % p.cluster_tiles * Config::kClusterN + cta_rank) * Config::kTileN;
-    first = 0, count = p.panel_columns[panel];
+    u32 panel;
+    if constexpr (!Config::kCuts) {
+      panel = (u32)p.panel_order[position];
+      first = 0, count = p.panel_columns[panel];
+    } else if constexpr (Config::kSlices == Slices::InTurn) {
+      panel = (u32)p.panel_order[position];
+      columns = p.panel_columns[panel], slices = (u32)p.panel_slices[panel];
+      take_slice(0);
+    } else {
+      const int* const found = p.slices + (i64)kSliceFields * position;
+      const u32 of_panel = (u32)found[3];
+      panel = (u32)found[0], first = found[1], count = found[2];
+      slice = of_panel % (1 << 16), slices = of_panel >> 16, in_partials = (u32)found[4];
+    }
+    head = panel / p.head_panels, block_row = panel % p.head_panels * Config::kPanelBlockRows;
+  }
+  // Takes a slice of the panel: all have nearly as many columns.
+  __device__ __forceinline__ void take_slice(u32 index) {
+    slice = index, first = (int)((u64)index * columns / slices);
+    count = (int)((u64)(index + 1) * columns / slices) - first;
+  }
+  // Calls `act` for this slice; with InTurn for each slice of the panel.
+  template <class Act> __device__ __forceinline__ void for_slices(Act act) {
+    if constexpr (Config::kSlices == Slices::InTurn) {
+      act(*this);
+      for (u32 next = 1; next < slices; ++next) {
+        take_slice(next);
+        act(*this);
+      }
+    } else {
+      act(*this);
+    }
   }
   __device__ __forceinline__ int steps(const BlocksWgmmaParams& p) const {
     return Config::kSampled ? (int)p.k_steps

@@ -31,6 +31,23 @@ struct BlocksWgmmaParams {
   const void* bias;
   // Number of kept blocks of a batch element.
   int blocks;
+  // Slices of row panels, the longest first, five integers each: the panel; its first kept column; how many; the
+  // slice's index + (the panel's slices << 16); the index of the panel's first slice in partials. Not for sdd.
+  const int* slices;
+  // Number of slices of all panels.
+  const int* slice_count;
+  // Number of panels that are long enough to be cut; the first of panel_order.
+  const int* long_panels;
+  // Number of work tiles that clusters have claimed beyond each one's first.
+  u64* claimed;
+  // Number of slices of each panel.
+  const int* panel_slices;
+  // Sums of slices: [slice][64 rows][batch][8 tokens], 128 threads x four.
+  float* partials;
+  // Arrivals of a panel's slices: [slice][64 rows][batch][64 tokens].
+  u64* arrivals;
+  // Value of the high 48 bits of arrivals that no other launch uses.
+  u64 launch_id;
   // Factor of the product.
   float alpha;
   // Number of row panels of all heads.
@@ -58,7 +75,7 @@ struct BlocksWgmmaParams {
   // Small blocks: 1 if a box of right_map holds a whole token tile, else 0.
   u32 full_boxes;
 };
-static_assert(sizeof(BlocksWgmmaParams) == 512);
+static_assert(sizeof(BlocksWgmmaParams) == 640);
 static_assert(S24_OFFSET(BlocksWgmmaParams, left_map) == 0);
 static_assert(S24_OFFSET(BlocksWgmmaParams, right_map) == 128);
 static_assert(S24_OFFSET(BlocksWgmmaParams, out_map) == 256);
@@ -72,16 +89,24 @@ static_assert(S24_OFFSET(BlocksWgmmaParams, values) == 432);
 static_assert(S24_OFFSET(BlocksWgmmaParams, out) == 440);
 static_assert(S24_OFFSET(BlocksWgmmaParams, bias) == 448);
 static_assert(S24_OFFSET(BlocksWgmmaParams, blocks) == 456);
-static_assert(S24_OFFSET(BlocksWgmmaParams, alpha) == 460);
-static_assert(S24_OFFSET(BlocksWgmmaParams, panels) == 464);
-static_assert(S24_OFFSET(BlocksWgmmaParams, head_panels) == 468);
-static_assert(S24_OFFSET(BlocksWgmmaParams, head_block_rows) == 472);
-static_assert(S24_OFFSET(BlocksWgmmaParams, bit_words) == 476);
-static_assert(S24_OFFSET(BlocksWgmmaParams, heads) == 480);
-static_assert(S24_OFFSET(BlocksWgmmaParams, batch) == 484);
-static_assert(S24_OFFSET(BlocksWgmmaParams, tokens) == 488);
-static_assert(S24_OFFSET(BlocksWgmmaParams, cluster_tiles) == 492);
-static_assert(S24_OFFSET(BlocksWgmmaParams, raster_tiles) == 496);
-static_assert(S24_OFFSET(BlocksWgmmaParams, panel_groups) == 500);
-static_assert(S24_OFFSET(BlocksWgmmaParams, k_steps) == 504);
-static_assert(S24_OFFSET(BlocksWgmmaParams, full_boxes) == 508);
+static_assert(S24_OFFSET(BlocksWgmmaParams, slices) == 464);
+static_assert(S24_OFFSET(BlocksWgmmaParams, slice_count) == 472);
+static_assert(S24_OFFSET(BlocksWgmmaParams, long_panels) == 480);
+static_assert(S24_OFFSET(BlocksWgmmaParams, claimed) == 488);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panel_slices) == 496);
+static_assert(S24_OFFSET(BlocksWgmmaParams, partials) == 504);
+static_assert(S24_OFFSET(BlocksWgmmaParams, arrivals) == 512);
+static_assert(S24_OFFSET(BlocksWgmmaParams, launch_id) == 520);
+static_assert(S24_OFFSET(BlocksWgmmaParams, alpha) == 528);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panels) == 532);
+static_assert(S24_OFFSET(BlocksWgmmaParams, head_panels) == 536);
+static_assert(S24_OFFSET(BlocksWgmmaParams, head_block_rows) == 540);
+static_assert(S24_OFFSET(BlocksWgmmaParams, bit_words) == 544);
+static_assert(S24_OFFSET(BlocksWgmmaParams, heads) == 548);
+static_assert(S24_OFFSET(BlocksWgmmaParams, batch) == 552);
+static_assert(S24_OFFSET(BlocksWgmmaParams, tokens) == 556);
+static_assert(S24_OFFSET(BlocksWgmmaParams, cluster_tiles) == 560);
+static_assert(S24_OFFSET(BlocksWgmmaParams, raster_tiles) == 564);
+static_assert(S24_OFFSET(BlocksWgmmaParams, panel_groups) == 568);
+static_assert(S24_OFFSET(BlocksWgmmaParams, k_steps) == 572);
+static_assert(S24_OFFSET(BlocksWgmmaParams, full_boxes) == 576);

@@ -46,6 +46,22 @@ struct BlockTablesParams {
   int* row_narrow_panel_columns;
   // Number of rows that each narrow column panel keeps a block in.
   int* column_narrow_panel_rows;
+  // Slices of row panels, five integers each, the longest first.
+  int* row_slices;
+  // Slices of column panels.
+  int* column_slices;
+  // Number of slices of row panels.
+  int* row_slice_count;
+  // Number of slices of column panels.
+  int* column_slice_count;
+  // Number of slices of each row panel.
+  int* row_panel_slices;
+  // Number of slices of each column panel.
+  int* column_panel_slices;
+  // Number of row panels with several slices.
+  int* row_long_panels;
+  // Number of column panels with several slices.
+  int* column_long_panels;
   // Number of heads.
   u32 heads;
   // Number of block rows of a head.
@@ -66,8 +82,20 @@ struct BlockTablesParams {
   u32 groups;
   // Most blocks of a group.
   u32 group_size;
+  // Most columns of a slice of a row panel.
+  u32 slice_columns;
+  // Most rows of a slice of a column panel.
+  u32 slice_rows;
+  // Most columns of a row panel that has one slice.
+  u32 uncut_columns;
+  // Most rows of a column panel that has one slice.
+  u32 uncut_rows;
+  // Number of slices of row panels that the tables have room for.
+  u32 row_slice_room;
+  // Number of slices of column panels that the tables have room for.
+  u32 column_slice_room;
 };
-static_assert(sizeof(BlockTablesParams) == 208);
+static_assert(sizeof(BlockTablesParams) == 296);
 static_assert(S24_OFFSET(BlockTablesParams, bitmap) == 0);
 static_assert(S24_OFFSET(BlockTablesParams, row_pointers) == 8);
 static_assert(S24_OFFSET(BlockTablesParams, columns) == 16);
@@ -89,13 +117,27 @@ static_assert(S24_OFFSET(BlockTablesParams, row_narrow_panels) == 136);
 static_assert(S24_OFFSET(BlockTablesParams, column_narrow_panels) == 144);
 static_assert(S24_OFFSET(BlockTablesParams, row_narrow_panel_columns) == 152);
 static_assert(S24_OFFSET(BlockTablesParams, column_narrow_panel_rows) == 160);
-static_assert(S24_OFFSET(BlockTablesParams, heads) == 168);
-static_assert(S24_OFFSET(BlockTablesParams, block_rows) == 172);
-static_assert(S24_OFFSET(BlockTablesParams, block_cols) == 176);
-static_assert(S24_OFFSET(BlockTablesParams, blocks) == 180);
-static_assert(S24_OFFSET(BlockTablesParams, row_words) == 184);
-static_assert(S24_OFFSET(BlockTablesParams, column_words) == 188);
-static_assert(S24_OFFSET(BlockTablesParams, row_panels_of_head) == 192);
-static_assert(S24_OFFSET(BlockTablesParams, column_panels_of_head) == 196);
-static_assert(S24_OFFSET(BlockTablesParams, groups) == 200);
-static_assert(S24_OFFSET(BlockTablesParams, group_size) == 204);
+static_assert(S24_OFFSET(BlockTablesParams, row_slices) == 168);
+static_assert(S24_OFFSET(BlockTablesParams, column_slices) == 176);
+static_assert(S24_OFFSET(BlockTablesParams, row_slice_count) == 184);
+static_assert(S24_OFFSET(BlockTablesParams, column_slice_count) == 192);
+static_assert(S24_OFFSET(BlockTablesParams, row_panel_slices) == 200);
+static_assert(S24_OFFSET(BlockTablesParams, column_panel_slices) == 208);
+static_assert(S24_OFFSET(BlockTablesParams, row_long_panels) == 216);
+static_assert(S24_OFFSET(BlockTablesParams, column_long_panels) == 224);
+static_assert(S24_OFFSET(BlockTablesParams, heads) == 232);
+static_assert(S24_OFFSET(BlockTablesParams, block_rows) == 236);
+static_assert(S24_OFFSET(BlockTablesParams, block_cols) == 240);
+static_assert(S24_OFFSET(BlockTablesParams, blocks) == 244);
+static_assert(S24_OFFSET(BlockTablesParams, row_words) == 248);
+static_assert(S24_OFFSET(BlockTablesParams, column_words) == 252);
+static_assert(S24_OFFSET(BlockTablesParams, row_panels_of_head) == 256);
+static_assert(S24_OFFSET(BlockTablesParams, column_panels_of_head) == 260);
+static_assert(S24_OFFSET(BlockTablesParams, groups) == 264);
+static_assert(S24_OFFSET(BlockTablesParams, group_size) == 268);
+static_assert(S24_OFFSET(BlockTablesParams, slice_columns) == 272);
+static_assert(S24_OFFSET(BlockTablesParams, slice_rows) == 276);
+static_assert(S24_OFFSET(BlockTablesParams, uncut_columns) == 280);
+static_assert(S24_OFFSET(BlockTablesParams, uncut_rows) == 284);
+static_assert(S24_OFFSET(BlockTablesParams, row_slice_room) == 288);
+static_assert(S24_OFFSET(BlockTablesParams, column_slice_room) == 292);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
+
 from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
@@ -11,11 +14,11 @@ from ...device.tensors import TensorView
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
-from ...vocab import ElementKind
+from ...vocab import INT64_MAX, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import K_MAJOR, KernelProblem
+from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, prepared_bytes
 from ..prepasses import SOURCES, PrePasses
-from ..schedules.blocks_wgmma import BlocksWgmmaSchedule, best_schedule
+from ..schedules.blocks_wgmma import APART, IN_TURN, LONG_FIRST, NO_SLICES, BlocksWgmmaSchedule, Cut
 from ..wgmma import matrices_map, rows_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
@@ -25,6 +28,16 @@ _NO_MAP = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
 """The map of a result that threads store themselves."""
 _TILE = 64
 """Rows of a wgmma tile; also rows or tokens of a box that is not K-major."""
+
+_SLICES = {
+    NO_SLICES: "",
+    APART: "; long panels are cut, and summed by several CTAs",
+    IN_TURN: "; long panels are cut, and summed in turn",
+    LONG_FIRST: "; long panels come first",
+}
+_COUNT_BITS = 16
+"""Bits of a counter of arrivals below those of the launch's id."""
+_launch_ids = itertools.count(secrets.randbits(47) | 1)
 
 
 @kernel_params("blocksparse/params/blocks_wgmma.cuh")
@@ -48,6 +61,21 @@ class BlocksWgmmaParams(KernelParams):
     out = field("void*", "C [Z * H, rows, tokens], stored without a tensor map if its rows are not aligned.")
     bias = field("const void*", "Bias [H, rows], or null.")
     blocks = field("int", "Number of kept blocks of a batch element.")
+    slices = field(
+        "const int*",
+        "Slices of row panels, the longest first, five integers each: the panel; its first kept column; "
+        "how many; the slice's index + (the panel's slices << 16); the index of the panel's first slice in "
+        "partials. Not for sdd.",
+    )
+    slice_count = field("const int*", "Number of slices of all panels.")
+    long_panels = field(
+        "const int*", "Number of panels that are long enough to be cut; the first of panel_order."
+    )
+    claimed = field("u64*", "Number of work tiles that clusters have claimed beyond each one's first.")
+    panel_slices = field("const int*", "Number of slices of each panel.")
+    partials = field("float*", "Sums of slices: [slice][64 rows][batch][8 tokens], 128 threads x four.")
+    arrivals = field("u64*", "Arrivals of a panel's slices: [slice][64 rows][batch][64 tokens].")
+    launch_id = field("u64", "Value of the high 48 bits of arrivals that no other launch uses.")
     alpha = field("float", "Factor of the product.")
     panels = field("u32", "Number of row panels of all heads.")
     head_panels = field("u32", "Number of row panels of a head.")
@@ -72,19 +100,30 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._problem = problem = KernelProblem(desc)
-        prepared = problem.prepared_operands(choice.preference.max_workspace_bytes)
+        most = choice.preference.max_workspace_bytes
+        needed = prepared_bytes(problem.prepared_operands())
+        self._cut = cut = Cut.of(
+            desc,
+            device.multiprocessors,
+            None if most is None else most - needed,
+            invariant=choice.entry.invariant,
+        )
+        prepared = problem.prepared_operands(None if most is None else most - cut.workspace)
         self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
-        self.workspace_size = self._prepasses.workspace_size
+        self.workspace_size = self._prepasses.workspace_size + cut.workspace
         self.launches = 1 + len(prepared)
         self._majors = problem.majors(prepared)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
-        self._schedule = schedule = best_schedule(desc, device.multiprocessors)
-        work_tiles = schedule.work_tiles(desc)
-        self._ctas = min(work_tiles, schedule.resident_clusters(device.multiprocessors)) * schedule.cluster_n
+        self._schedule = schedule = cut.schedule
+        work_tiles = most_tiles = schedule.work_tiles(desc)
+        if cut.slices == APART:
+            most_tiles = schedule.most_work_tiles(desc)
+        self._ctas = min(most_tiles, schedule.resident_clusters(device.multiprocessors)) * schedule.cluster_n
         self.details = (
             ("up to " if problem.sampled else "")
             + f"{work_tiles * schedule.cluster_n} tiles of {schedule.rows} rows x {schedule.tokens} tokens "
             f"on {self._ctas} CTAs, clusters of {schedule.cluster_n}, {schedule.stages} stages"
+            + _SLICES[cut.slices]
             + self._prepasses.details
         )
         self._function = load(
@@ -92,7 +131,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             "blocks_wgmma",
             schedule.threads,
             device,
-            defines(desc, schedule, self._majors),
+            defines(desc, schedule, self._majors, cut.slices),
             shared_bytes=schedule.shared_bytes(),
         )
         self._parameters = BlocksWgmmaParams(
@@ -110,6 +149,14 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters = BlocksWgmmaParams.from_buffer_copy(self._parameters)
         for name, at in problem.tables(views["layout"].address, self._schedule.rows).items():
             setattr(parameters, name, at)
+        if not problem.sampled:
+            for name, at in problem.slices(views["layout"].address, self._schedule.rows).items():
+                setattr(parameters, name, at)
+        if self._cut.workspace:
+            parameters.claimed = workspace + self._prepasses.workspace_size
+            parameters.arrivals = parameters.claimed + COUNTER_BYTES
+            parameters.partials = parameters.claimed + self._cut.counter_bytes
+            parameters.launch_id = next(_launch_ids) << _COUNT_BITS & INT64_MAX
         views, prepasses = self._prepasses.bind(views, workspace)
         put_maps(parameters, self._maps, views)
         parameters.values = views["c" if problem.sampled else problem.left].address
@@ -170,7 +217,7 @@ def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
 
 
 def defines(
-    desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, majors: tuple[int, int]
+    desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, majors: tuple[int, int], slices: int
 ) -> dict[str, int]:
     """Macros of the kernel for one problem type and schedule."""
     problem = KernelProblem(desc)
@@ -188,5 +235,6 @@ def defines(
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
         "STORES_ELEMENTS": int(problem.stores_elements),
         "SAMPLED": int(problem.sampled),
+        "SLICES": slices,
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }

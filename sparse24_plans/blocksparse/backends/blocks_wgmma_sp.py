@@ -12,7 +12,7 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
-from ..lookup_tables import PANEL_ROWS
+from ..panels import PANEL_ROWS
 from ..prepasses import SOURCES, PrePasses
 from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
 from ..wgmma import matrices_map, rows_map

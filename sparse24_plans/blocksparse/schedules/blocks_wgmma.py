@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...plan.kernel import align_up
 from ...plan.schedule_choice import constants, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..lookup_tables import (
+from ..kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
+from ..panels import (
     NARROW_PANEL_ROWS,
     PANEL_ROWS,
+    Slicing,
     expected_occupancy,
     head_panels,
     narrow_panel_block_rows,
@@ -39,6 +42,15 @@ SIZES = ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
 """Rows and tokens of the tiles that are tried for ``dsd`` and ``dds`` with blocks below 64."""
 _SDD_COLUMNS = (64, 128, 192, 256)
 """Columns of a warpgroup that are tried for ``sdd``."""
+NO_SLICES, APART, IN_TURN, LONG_FIRST = 0, 1, 2, 3
+"""No panel is long. Slices of long ones have CTAs of their own, which meet in the workspace. One CTA takes
+the slices of a panel one after the other. No panel is cut, but long ones come first."""
+MULTIPROCESSORS = 132
+"""SMs of the H200, by which every device decides whether panels are cut, because bits depend on it."""
+_MOST_CLAIMS = 1 << 24
+"""Bound of the work tiles that a launch's counter counts."""
+_HELD_CELLS = 128 * 128
+"""Cells of a tile for which registers hold the sums of two slices."""
 _MAX_PANELS = 2048
 """The model of ``sdd`` looks at no more row panels than these, to be quick."""
 _RELATIVE_MEANS = (0.97, 1.0, 1.03)
@@ -94,6 +106,18 @@ class BlocksWgmmaSchedule(NamedTuple):
             return panel_count(desc, self.rows) * self.groups(desc.layout) if desc.layout.blocks else 0
         return panel_count(desc, self.rows) * self.cluster_tiles(desc)
 
+    def most_work_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """Work tiles if as many panels as possible are cut."""
+        slicing = KernelProblem(desc).slicing
+        more = slicing.more * (PANEL_ROWS // self.rows) if slicing else 0
+        return self.work_tiles(desc) + desc.batch * more * self.cluster_tiles(desc)
+
+    def held_bytes(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> int:
+        """Workspace bytes of the sums of earlier slices of all CTAs: none if they fit in registers."""
+        cells = self.rows * self.tokens
+        ctas = min(self.work_tiles(desc), self.resident_clusters(multiprocessors)) * self.cluster_n
+        return 0 if cells <= _HELD_CELLS else 4 * cells * ctas
+
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
         return max(1, multiprocessors // self.cluster_n)
@@ -115,19 +139,126 @@ def fitting(rows: int, tokens: int, warpgroups: int, cluster_n: int) -> BlocksWg
     return one._replace(stages=min((SHARED_BYTES - one.shared_bytes()) // one.stage_bytes, _MAX_STAGES))
 
 
-def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:
-    """The fastest schedule by the model of the problem's op and block."""
+def best_schedule(
+    desc: BlockSparseMatmulDescriptor, multiprocessors: int, most_cells: int | None = None
+) -> BlocksWgmmaSchedule:
+    """The fastest schedule by the model of the problem's op and block.
+
+    ``most_cells`` bounds rows times tokens of a tile of ``dsd`` or ``dds``. It has the rows of a panel then.
+    """
     block = desc.layout.block
     if desc.op is not BlockSparseOp.SDD and block >= NARROW_PANEL_ROWS:
-        tokens, wide = busy_tokens(panel_count(desc), desc.n, multiprocessors)
+        tokens, _ = busy_tokens(panel_count(desc), desc.n, multiprocessors)
         tokens = uneven_tokens(desc, tokens, multiprocessors)
-        wide = wide and tokens == _TOKENS[0]
+        if most_cells is not None:
+            tokens = min(tokens, most_cells // PANEL_ROWS)
+        wide = tokens == _TOKENS[0]
         # Multicast of S's values is worth it where they are much of what is loaded.
         sharing = wide != (block == PANEL_ROWS) and -(-desc.n // tokens) % 2 == 0
         return fitting(PANEL_ROWS, tokens, 2, 2 if sharing else 1)
     time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
-    fit = constants(model_of(desc))
-    return fastest(schedules_by_density(desc), lambda tried: time(tried, desc, multiprocessors, fit))
+    fit, tried = constants(model_of(desc)), schedules_by_density(desc)
+    if most_cells is not None:
+        tried = [one for one in tried if one.rows == PANEL_ROWS and one.rows * one.tokens <= most_cells]
+    return fastest(tried, lambda tried: time(tried, desc, multiprocessors, fit))
+
+
+class Cut(NamedTuple):
+    """A schedule, and who sums the slices of panels that are cut."""
+
+    schedule: BlocksWgmmaSchedule
+    slices: int = NO_SLICES
+    """``NO_SLICES``, ``APART``, ``IN_TURN`` or ``LONG_FIRST``."""
+    counter_bytes: int = 0
+    """Workspace bytes of the counters of claimed work tiles and of arrivals."""
+    sum_bytes: int = 0
+    """Workspace bytes of the sums of slices."""
+
+    @property
+    def workspace(self) -> int:
+        return self.counter_bytes + self.sum_bytes
+
+    @classmethod
+    def of(
+        cls,
+        desc: BlockSparseMatmulDescriptor,
+        multiprocessors: int,
+        most: int | None = None,
+        *,
+        invariant: bool = False,
+    ) -> Cut:
+        """The fastest that needs at most so many bytes of workspace.
+
+        ``invariant``: long panels are cut, whatever ``n`` is, and no bit depends on who sums their slices.
+        Otherwise they are cut if that is faster than taking them first, which costs no exchange of sums: then
+        CTAs without a long panel take more of the others.
+        """
+        problem, alike = KernelProblem(desc), desc.model_copy(update={"longest_panel": 0})
+        whole = best_schedule(desc if _has_long_panel(desc) else alike, multiprocessors)
+        if problem.slicing is None:
+            return cls(whole)
+        one = _with_long_panels(desc, multiprocessors)
+        found = cls(one, APART, *slice_bytes(problem))
+        if invariant and one.rows == PANEL_ROWS and _evens_out(desc, one, multiprocessors):
+            found = cls(one, IN_TURN, 0, one.held_bytes(desc, multiprocessors))
+        elif not (invariant or _pays_to_cut(desc, problem.slicing)):
+            if one.work_tiles(desc) <= one.resident_clusters(multiprocessors):
+                return cls(whole)
+            found = cls(one, LONG_FIRST, align_up(COUNTER_BYTES))
+        fits = (most is None or found.workspace <= most) and one.most_work_tiles(desc) < _MOST_CLAIMS
+        if fits or (found.slices == IN_TURN and found.workspace == 0):
+            return found
+        return cls(best_schedule(desc, multiprocessors, _HELD_CELLS), IN_TURN) if invariant else cls(whole)
+
+
+def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:
+    """The schedule where long panels are cut or come first, so that others do not wait for them.
+
+    Tiles of few waves are narrower if a panel is known to be long: more tiles are shared out better.
+    """
+    alike, limits = desc.model_copy(update={"longest_panel": 0}), constants("blocks_tiles")
+    waves = panel_count(desc) * -(-desc.n // _TOKENS[0]) / multiprocessors
+    is_large = desc.layout.block >= NARROW_PANEL_ROWS
+    narrower = is_large and _has_long_panel(desc) and waves < limits["wide_waves"]
+    return best_schedule(alike, multiprocessors, _HELD_CELLS if narrower else None)
+
+
+def _has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
+    """Whether a panel is known to be much longer than the mean."""
+    occupancy = expected_occupancy(desc.layout, panel_block_rows(desc.layout))
+    mean = desc.reduction // desc.layout.block * occupancy
+    return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * mean)
+
+
+def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
+    """Whether slices that several CTAs sum take less time than whole panels, of which long ones come first.
+
+    Times are counted in columns of a panel. A CTA has its share of all work, and with slices an exchange for
+    each, of which it ends with one. Whole panels end with the longest one at the earliest. If its length is
+    unknown, it is taken to be that of rows whose blocks follow 1 / rank. A column takes less time in a narrow
+    tile, and an exchange takes still less.
+    """
+    layout, problem = desc.layout, KernelProblem(desc)
+    lines, across = problem.head_block_rows, desc.reduction // layout.block
+    one = _with_long_panels(desc, MULTIPROCESSORS)
+    tiles = one.work_tiles(desc) * one.cluster_n
+    share = tiles / MULTIPROCESSORS * across * expected_occupancy(layout, max(one.rows // layout.block, 1))
+    mean = across * expected_occupancy(layout, panel_block_rows(layout))
+    of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
+    longest = desc.longest_panel or min(across, mean + of_rank_1)
+    exchange = math.sqrt(one.tokens / _TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block
+    cut = max(share * (1 + exchange / slicing.longest), slicing.longest / 2) + exchange
+    return bool(max(longest, share) > cut)
+
+
+def _evens_out(desc: BlockSparseMatmulDescriptor, one: BlocksWgmmaSchedule, multiprocessors: int) -> bool:
+    """Whether a CTA has so many panels that a long one makes no CTA much later than the others."""
+    layout, problem = desc.layout, KernelProblem(desc)
+    occupancy = expected_occupancy(layout, panel_block_rows(layout))
+    across = layout.block_rows if problem.by_columns else layout.block_cols
+    longest = desc.longest_panel / across if desc.longest_panel else 1.0
+    waves = one.work_tiles(desc) / one.resident_clusters(multiprocessors)
+    return waves * occupancy >= float(constants("blocks_tiles")["in_turn_work"]) * longest
 
 
 def model_of(desc: BlockSparseMatmulDescriptor) -> str:
@@ -157,8 +288,7 @@ def uneven_tokens(desc: BlockSparseMatmulDescriptor, tokens: int, multiprocessor
         waves = panel_count(desc) * -(-desc.n // one) / multiprocessors
         return max(waves * mean, float(desc.longest_panel)) * float(step[str(one)])
 
-    uneven = desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * mean
-    return min(tried, key=time) if uneven else tokens
+    return min(tried, key=time) if _has_long_panel(desc) else tokens
 
 
 def small_time(

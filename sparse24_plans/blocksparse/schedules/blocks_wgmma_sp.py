@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...plan.schedule_choice import constants
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..lookup_tables import PANEL_ROWS
+from ..panels import PANEL_ROWS
 from .blocks_wgmma import SHARED_BYTES, busy_tokens, panel_count
 
 THREADS = 384

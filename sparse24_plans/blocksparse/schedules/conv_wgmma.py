@@ -7,7 +7,8 @@ from typing import NamedTuple
 from ...plan.schedule_choice import constants
 from ...vocab import BlockSparseConvOp
 from ..convolution import BlockSparseConv2dDescriptor
-from ..lookup_tables import PANEL_ROWS, groups, head_panels
+from ..lookup_tables import groups
+from ..panels import PANEL_ROWS, head_panels
 from .blocks_wgmma import BlocksWgmmaSchedule, busy_tokens, fitting
 
 _WIDEST, _WARPGROUPS, _TILE_ROWS = 256, 2, 64

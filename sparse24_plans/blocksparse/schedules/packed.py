@@ -13,10 +13,9 @@ from ...plan.schedule_choice import constants
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, prepared_bytes
-from ..lookup_tables import PANEL_ROWS, expected_occupancy
-from .blocks_wgmma import best_schedule, panel_count
+from ..panels import PANEL_ROWS, expected_occupancy
+from .blocks_wgmma import APART, IN_TURN, MULTIPROCESSORS, Cut, panel_count
 
-MULTIPROCESSORS = 132
 DENSE = "packed_dense"
 """The name of the model of the dense copy."""
 TERMS = ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave")
@@ -39,16 +38,21 @@ class Model(NamedTuple):
 
 def blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of a product by ``blocks_wgmma``."""
-    one, problem, schedule = desc.layout, KernelProblem(desc), best_schedule(desc, MULTIPROCESSORS)
+    one, problem = desc.layout, KernelProblem(desc)
+    cut = Cut.of(desc, MULTIPROCESSORS)
+    schedule = cut.schedule
     across = one.block_rows if problem.by_columns else one.block_cols
     panels, tiles = panel_count(desc, schedule.rows), -(-desc.n // schedule.tokens)
     mean = across * expected_occupancy(one, max(schedule.rows // one.block, 1))
     alike = across * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
-    longest = mean * max(1.0, desc.longest_panel / alike if alike else 1.0)
+    longest_slice = desc.longest_panel
+    if cut.slices in (APART, IN_TURN) and problem.slicing:
+        longest_slice = min(longest_slice, problem.slicing.longest)
+    longest = mean * max(1.0, longest_slice / alike if alike else 1.0)
     mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
     work_tiles = panels * tiles
     waves = max(work_tiles / MULTIPROCESSORS, 1.0)
-    # A partial wave takes a part of a whole one, and no CTA ends before its longest panel does.
+    # A partial wave takes a part of a whole one, and no CTA ends before its longest slice does.
     steps = max((waves + ceil(waves)) / 2 * mean, longest) * one.block / 64
     values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
     gathered = work_tiles * mean * one.block * schedule.tokens * desc.element.itemsize

@@ -1,0 +1,162 @@
+"""Slices of row panels: together they are the panels, and their number is bound by the shape."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseMatmulDescriptor,
+    BlockSparseShape,
+    BlockSparseTables,
+)
+from sparse24_plans.blocksparse.backends.blocks_wgmma import defines
+from sparse24_plans.blocksparse.kernel_problem import K_MAJOR
+from sparse24_plans.blocksparse.panels import SLICE_FIELDS, Slicing
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import LONG_FIRST, best_schedule
+
+from ..kernels.index_functions import Table, check_tables
+
+Slice = tuple[int, list[int], int, int]
+"""The panel, the columns, the index in the panel, and the place in the workspace."""
+
+
+@st.composite
+def long_rows(draw: st.DrawFn) -> BlockSparseLayout:
+    """Layouts of which some block rows and columns are much longer than the mean."""
+    block = draw(st.sampled_from([16, 32, 64, 128]))
+    heads, rows, cols = (draw(st.integers(1, most)) for most in (2, 9, 3000 // block))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kept = rng.random((heads, rows, cols)) < draw(st.sampled_from([0.0, 0.02, 0.1]))
+    share = draw(st.sampled_from([0.0, 0.1, 0.5]))
+    kept |= (rng.random((heads, rows, 1)) < share) & (rng.random(kept.shape) < 0.8)
+    return BlockSparseLayout(kept.transpose(0, 2, 1) if draw(st.booleans()) else kept, block)
+
+
+def slices_of(layout: BlockSparseLayout, *, by_columns: bool, rows: int = 128) -> list[Slice]:
+    """The slices in the tables, in their order, with the columns that they stand for."""
+    lookup, name = BlockSparseTables(layout).lookup, "column" if by_columns else "row"
+    width = "" if rows == 128 else "narrow_"
+    table = getattr(lookup, f"{name}_{width}slices").reshape(-1, SLICE_FIELDS)
+    count = int(getattr(lookup, f"{name}_{width}slice_count")[0])
+    assert not table[count:].any()
+    columns, found = kept_columns(layout, by_columns=by_columns, rows=rows), []
+    for panel, first, length, index, place in table[:count].tolist():
+        found.append((panel, columns[panel][first : first + length], index % (1 << 16), place))
+        assert len(found[-1][1]) == length
+    for panel, _, _, _ in found:  # all of a panel say how many there are, and where they begin
+        mine = table[:count][table[:count, 0] == panel]
+        assert set(mine[:, 3] >> 16) == {len(mine)}
+        assert len(set(mine[:, 4])) == 1
+    return found
+
+
+def kept_columns(layout: BlockSparseLayout, *, by_columns: bool, rows: int) -> list[list[int]]:
+    """The columns in which each panel keeps a block."""
+    kept = layout.bitmap.transpose(0, 2, 1) if by_columns else layout.bitmap
+    size = rows // layout.shape.block
+    return [
+        np.flatnonzero(kept[head, line : line + size].any(0)).tolist()
+        for head in range(kept.shape[0])
+        for line in range(0, kept.shape[1], size)
+    ]
+
+
+@given(long_rows(), st.booleans(), st.sampled_from([64, 128]))
+def test_slices_of_a_panel_are_its_columns_in_order(layout, by_columns, rows):
+    if layout.shape.block > 32:
+        rows = 128
+    found = slices_of(layout, by_columns=by_columns, rows=rows)
+    for panel, columns in enumerate(kept_columns(layout, by_columns=by_columns, rows=rows)):
+        mine = [one for one in found if one[0] == panel]
+        assert [index for _, _, index, _ in mine] == list(range(len(mine)))
+        assert [column for _, part, _, _ in mine for column in part] == columns
+
+
+@given(long_rows(), st.booleans())
+def test_slices_are_bounded_and_nearly_equal(layout, by_columns):
+    slicing, found = Slicing.of(layout.shape, by_columns=by_columns), slices_of(layout, by_columns=by_columns)
+    panels = [panel for panel, _, _, _ in found]
+    lengths = [len(columns) for _, columns, _, _ in found]
+    for panel in set(panels):
+        mine = [length for one, length in zip(panels, lengths, strict=True) if one == panel]
+        assert max(mine) - min(mine) <= 1
+        assert max(mine) <= (slicing.longest if len(mine) > 1 else slicing.uncut)
+    assert all(before + 1 >= after for before, after in pairwise(lengths))
+    number = getattr(BlockSparseTables(layout).lookup, f"{'column' if by_columns else 'row'}_panel_slices")
+    assert number.tolist() == [panels.count(panel) for panel in range(slicing.panels)]
+
+
+@given(long_rows(), st.booleans(), st.sampled_from([64, 128]))
+def test_no_layout_has_more_slices_than_its_shape_allows(layout, by_columns, rows):
+    """The tables and the workspace have room for so many."""
+    if layout.shape.block > 32:
+        rows = 128
+    slicing, found = (
+        Slicing.of(layout.shape, by_columns=by_columns),
+        slices_of(layout, by_columns=by_columns, rows=rows),
+    )
+    panels = [panel for panel, _, _, _ in found]
+    assert len(panels) - len(set(panels)) <= slicing.more * (128 // rows)
+    cut = [one for one in found if panels.count(one[0]) > 1]
+    places = [place + index for _, _, index, place in cut]
+    assert sorted(places) == list(range(len(cut)))
+    assert len(cut) <= slicing.cut * (128 // rows)
+
+
+@given(long_rows(), st.booleans())
+def test_narrow_panels_are_cut_where_their_panel_is(layout, by_columns):
+    """So a result's bits are the same for both widths."""
+    if layout.shape.block > 32:
+        return
+    wide = slices_of(layout, by_columns=by_columns)
+    of_head = -(-(layout.shape.cols if by_columns else layout.shape.rows) // 64)
+    for panel, columns, index, _ in slices_of(layout, by_columns=by_columns, rows=64):
+        head, line = divmod(panel, of_head)
+        whole = head * -(-of_head // 2) + line // 2
+        (theirs,) = (part for one, part, at, _ in wide if (one, at) == (whole, index))
+        assert set(columns) <= set(theirs)
+
+
+def test_a_random_layout_has_hardly_any_panel_that_is_cut():
+    for block, density in ((16, 0.05), (32, 0.1), (64, 0.1), (128, 0.25)):
+        kept = np.random.default_rng(block).random((1, 8192 // block, 8192 // block)) < density
+        found = slices_of(BlockSparseLayout(kept, block), by_columns=False)
+        assert len(found) <= 64 * 1.2
+
+
+def places(tiles: int, raster_tiles: int, slices: int, first: int) -> list[tuple[int, int]]:
+    """Token tile and slice of each work tile: the first slices with every tile, then group by group."""
+    groups = [range(tiles)[at : at + raster_tiles] for at in range(0, tiles, raster_tiles)]
+    found = [(tile, slice_) for slice_ in range(first) for tile in range(tiles)]
+    return found + [(tile, slice_) for group in groups for slice_ in range(first, slices) for tile in group]
+
+
+@pytest.mark.parametrize("first", [0, 1, 4, 6])
+@pytest.mark.parametrize(("tiles", "raster_tiles"), [(1, 1), (7, 7), (7, 3), (8, 4), (5, 1), (9, 20)])
+def test_the_kernel_takes_work_tiles_in_the_models_order(tiles, raster_tiles, first):
+    want = places(tiles, raster_tiles, 6, first)
+    assert len(set(want)) == len(want) == 6 * tiles
+    shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=64, blocks=400)
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=4096, element="bf16")
+    call = f"TileScheduler::place_of(i0, {tiles}, {raster_tiles}, 6, {first})"
+    check_tables(
+        "blocksparse/blocks_wgmma/tile_scheduler.cuh",
+        defines(desc, best_schedule(desc, 132), (K_MAJOR, K_MAJOR), LONG_FIRST),
+        Table(f"{call}.tile", [tile for tile, _ in want]),
+        Table(f"{call}.position", [position for _, position in want]),
+    )
+
+
+@pytest.mark.parametrize("density", [0.9, 1.0])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_no_panel_is_cut_where_all_are_nearly_full(block, density):
+    side = 4096 // block
+    shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=int(density * side**2))
+    assert Slicing.of(shape, by_columns=False).more == 0
+    assert Slicing.of(shape, by_columns=False).cut == 0
