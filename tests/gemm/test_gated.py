@@ -434,7 +434,7 @@ def test_a_part_of_a_weight_has_the_bits_of_the_whole(row, epilogue):
 def test_the_strict_grid_counts_rows_of_w():
     desc = GemmSparse24Descriptor(n=100, m=4096, k=64, element="bf16", epilogue="bias_swiglu")
     plain = desc.model_copy(update={"epilogue": "bias_silu"})
-    assert inflate_strict._grid_size(desc, STRICT_SMALL_TILE) == inflate_strict._grid_size(
+    assert inflate_strict._work_tiles(desc, STRICT_SMALL_TILE) == inflate_strict._work_tiles(
         plain, STRICT_SMALL_TILE
     )
     assert inflate_strict._tile_for(desc, HOPPER) == inflate_strict._tile_for(plain, HOPPER)
