@@ -1,9 +1,9 @@
 // O = softmax(scale * Q K^T) V over kept blocks, and the logarithm of each row's sum of exponentials.
 //
 // A work tile is a block row of one head of one batch. A tile of K or V is S24_TILE keys: a kept block, two of 64, or
-// for large heads a part of one, in increasing columns. A pipeline group is a producer warp and the consumer warpgroups
-// that it feeds, each of which has 64 rows: two that share the tiles of a block row of 128, or one with a block row of
-// 64 of its own.
+// for large heads half of one of 128, in increasing columns. A pipeline group is a producer warp and the consumer
+// warpgroups that it feeds, each of which has 64 rows: two that share the tiles of a block row of 128, or one with a
+// block row of 64 of its own.
 //
 //   role      warps                       work
 //   producer  last warpgroup, warp c      pipeline group c: Q of each work tile; K and V, one stage for each tile, also
@@ -16,10 +16,8 @@
 //   registers S S24_TILE / 2, P S24_TILE / 4, O head_size / 2 for each thread; producers release registers to the
 //             consumers.
 //
-//   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |        | P2 V2 | S0 |
-//   softmax            | 0      |     | 1             |     | 2             |       | write
-//
-// The softmax overlaps with P V of the previous tile, and writing with the first scores of the next work tile.
+//   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |
+//   softmax            | 0      |     | 1             |     | 2             overlaps P V of the previous tile
 //
 // Stages are filled in the order in which they are read: K0 K1 V0 K2 V1 ... One CTA sums each row over its kept tiles
 // in increasing columns, so the bits of a result depend on its block row alone.
@@ -53,8 +51,6 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
                 "barriers, what the work is, first keys of the pieces of each stage");
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  // Whether results are written while the next work tile's first scores are computed. Large heads lack registers.
-  static constexpr bool kWritesBehindScores = kAccumulators <= 96;
 };
 
 using Ring = PipelineState<Config::kPipelineStages>;
@@ -345,27 +341,19 @@ struct ConsumerMainloop {
     if (end < Config::kTile) clear_rows<Config::kTile, Config::kBoxes>(pipeline.tile(at.stage), end, 3 + warpgroup);
   }
 
-  // Issues the first scores of a work tile; without `valid` of what lies in the stage, which nothing reads.
-  __device__ __forceinline__ void begin(float (&scores)[Config::kCells], u32 (&starts)[Config::kPiecesPerStep],
-                                        bool valid) const {
-    if (valid) {
-      barrier_wait(pipeline.full(at.stage), at.parity);
-      load_starts(starts, at.stage);
-      ping_pong_wait();
-    }
-    issue_scores(scores);
-    if (valid) ping_pong_pass();
-  }
-
-  // Computes a work tile whose first scores are in flight, and issues the product with its last V. Returns V's stage.
-  __device__ __forceinline__ u32 multiply(float (&out)[Config::kAccumulators], float (&scores)[Config::kCells],
-                                          const WorkTile& work, u32 (&starts)[Config::kPiecesPerStep]) {
-    float factor[2];
+  __device__ __forceinline__ void multiply(float (&out)[Config::kAccumulators], const WorkTile& work) {
+    float scores[Config::kCells], factor[2];
+    u32 starts[Config::kPiecesPerStep];
     const int tiles = work.tiles();
-    wgmma_wait<0>();
-    wgmma_fence_operand(scores);
 #pragma unroll
     for (int i = 0; i < Config::kAccumulators; ++i) out[i] = 0.0f;
+    barrier_wait(pipeline.full(at.stage), at.parity);
+    load_starts(starts, at.stage);
+    ping_pong_wait();
+    issue_scores(scores);
+    ping_pong_pass();
+    wgmma_wait<0>();
+    wgmma_fence_operand(scores);
     release(pipeline.empty(at.stage));
     at.next();
     if (ends(0, tiles) && hides(work)) hide(scores, work, tiles - 1);
@@ -400,9 +388,10 @@ struct ConsumerMainloop {
     barrier_wait(pipeline.full(at.stage), at.parity);
     clear_values(work);
     issue_values(out, at.stage);
-    const u32 values = at.stage;
+    wgmma_wait<0>();
+    wgmma_fence_operand(out);
+    release(pipeline.empty(at.stage));
     at.next();
-    return values;
   }
 
   __device__ __forceinline__ void write(const float (&out)[Config::kAccumulators], const WorkTile& work) const {
@@ -410,7 +399,7 @@ struct ConsumerMainloop {
     for (int half = 0; half < 2; ++half) {
       const int own = row(work) + 8 * half;
       const i64 line = (i64)work.matrix * p.queries + own;
-      const bool counts = own < work.rows;
+      const bool counts = own < work.rows && work.count > 0;
       const float total = quad_sum(sum[half]), part = total == 0.0f ? 0.0f : 1.0f / total;
       if (threadIdx.x % 4 == 0)
         p.lse[line] =
@@ -420,63 +409,22 @@ struct ConsumerMainloop {
     }
   }
 
-  // Writes the results of a work tile without blocks.
-  __device__ __forceinline__ void write_nothing(const WorkTile& work) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const i64 line = (i64)work.matrix * p.queries + row(work) + 8 * half;
-      if (threadIdx.x % 4 == 0) p.lse[line] = -infinity();
-#pragma unroll 1
-      for (int column = threadIdx.x % 4 * 8; column < Config::kHead; column += 32)
-        *(uint4*)((u16*)p.o + line * Config::kHead + column) = make_uint4(0, 0, 0, 0);
-    }
-  }
-  // Waits for the description of the next work tile, or of the end.
-  __device__ __forceinline__ void take(WorkTile& work) {
-    barrier_wait(pipeline.work_full(), work_parity);
-    work_parity ^= 1;
-    work.load(pipeline.work());
-  }
-  // Does a work tile that has no blocks.
-  __device__ __forceinline__ void skip(const WorkTile& work) const {
-    release(pipeline.work_empty());
-    write_nothing(work);
-  }
-  // Waits for the product with the V of a stage, behind which so many groups may be pending, and writes the results.
-  template <int kPending>
-  __device__ __forceinline__ void finish(float (&out)[Config::kAccumulators], const WorkTile& work, u32 stage) const {
-    wgmma_wait<kPending>();
-    wgmma_fence_operand(out);
-    release(pipeline.empty(stage));
-    write(out, work);
-  }
-
   __device__ __forceinline__ void work() {
     if (Config::kPingPong && warpgroup == 1) ping_pong_pass();
-    float out[Config::kAccumulators], scores[Config::kCells];
-    u32 starts[Config::kPiecesPerStep];
-    WorkTile work;
-    if constexpr (Config::kWritesBehindScores) {
-      for (take(work); work.count == 0; take(work)) skip(work);
-      if (work.count > 0) begin(scores, starts, true);
-      while (work.count > 0) {
-        const u32 values = multiply(out, scores, work, starts);
-        WorkTile next;
-        for (take(next); next.count == 0; take(next)) skip(next);
-        begin(scores, starts, next.count > 0);
-        finish<1>(out, work, values);
-        work = next;
+    float out[Config::kAccumulators];
+    while (true) {
+      WorkTile work;
+      barrier_wait(pipeline.work_full(), work_parity);
+      work_parity ^= 1;
+      work.load(pipeline.work());
+      if (work.count < 0) break;
+      if (work.count > 0) {
+        multiply(out, work);
+      } else {
+        release(pipeline.work_empty());
+        sum[0] = sum[1] = 0.0f;
       }
-      wgmma_wait<0>();
-    } else {
-      for (take(work); work.count >= 0; take(work)) {
-        if (work.count > 0) {
-          begin(scores, starts, true);
-          finish<0>(out, work, multiply(out, scores, work, starts));
-        } else {
-          skip(work);
-        }
-      }
+      write(out, work);
     }
     if (Config::kPingPong && warpgroup == 0) ping_pong_wait();  // matches the other warpgroup's last pass
   }

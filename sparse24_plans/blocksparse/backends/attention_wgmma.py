@@ -27,12 +27,10 @@ from ..schedules.blocks_wgmma import SHARED_BYTES
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
 """Bytes of a pipeline group's barriers and description of a work tile."""
-_TILES = (128, 64, 32)
+_TILES = (128, 64)
 """Keys of a pipeline stage that are tried in turn."""
-_MOST_ACCUMULATORS, _DROPOUT_REGISTERS = 192, 8
-"""Most registers of a thread for results, scores and probabilities; what dropout takes of them, once and once
-for each pipeline group of a CTA.
-"""
+_MOST_ACCUMULATORS, _MOST_WITH_DROPOUT = 192, 176
+"""Most registers of a thread for results, scores and probabilities, and beside dropout's words."""
 
 
 @kernel_params("blocksparse/params/attention_wgmma.cuh")
@@ -97,9 +95,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
 
 def _tile(desc: BlockSparseAttentionDescriptor) -> int:
     """Keys of a pipeline stage: the first whose accumulators and stages fit."""
-    most = _MOST_ACCUMULATORS - align_up(desc.head_size, 32) // 2
-    if desc.dropout:
-        most -= _DROPOUT_REGISTERS * (1 + pipeline_groups(desc))
+    most = (_MOST_WITH_DROPOUT if desc.dropout else _MOST_ACCUMULATORS) - align_up(desc.head_size, 32) // 2
     return next(tile for tile in _TILES if 3 * tile // 4 <= most and _stages(desc, tile) >= 2)
 
 
