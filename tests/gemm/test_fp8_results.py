@@ -26,7 +26,16 @@ from sparse24_plans.gemm.schedules import grouped
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 
 from ..sample_devices import HOPPER, gpu_of
-from ..support import Case, Data, case_of, device_of_row, plan_of_row, random_data, same_bits
+from ..support import (
+    Case,
+    Data,
+    case_of,
+    device_of_row,
+    plan_of_row,
+    random_data,
+    same_bits,
+)
+from .batched_cases import batched_case
 from .grouped_cases import grouped_case
 from .kernel_entries import OWN, gpu, marked, on_host, row_of, tokens
 
@@ -365,6 +374,17 @@ def test_groups_share_a_scale_and_a_largest(monkeypatch, row, epilogue):
         else:
             assert same_bits(got, want)
             assert case.largest() == own.largest()
+
+
+@pytest.mark.parametrize("row", [marked(name) for name in ROUNDING if row_of(name).batches])
+def test_batches_share_a_scale_and_a_largest(row):
+    """Each batch has the bits of its product alone, and amax is the largest of theirs."""
+    plan = plan_of(row, **sized(row, 37, 1088, 512), epilogue="bias_relu", batches=2, **SCALED)
+    case = batched_case(plan, 0)
+    found = case.run().copy()
+    singles = [case.single(batch) for batch in (0, 1)]
+    assert all(same_bits(one.run(), part) for one, part in zip(singles, found, strict=True))
+    assert case.amax.numpy()[0] == max(one.largest() for one in singles)
 
 
 @gpu
