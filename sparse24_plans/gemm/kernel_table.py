@@ -291,6 +291,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
     replace(
         _MMA_SP_MANY,
         name="mma_sp_fp8",
+        arch=ArchSku.SM89,
         min_compute_capability=limits.WITH_FP8,
         guarantee=guarantees.mma_sp_fp8,
         elements=FP8,

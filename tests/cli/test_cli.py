@@ -354,7 +354,7 @@ DEMO = """
 import sys
 from sparse24_plans.cli import verifying
 from sparse24_plans.cli.app import app
-verifying.measured = lambda folder, quiet: None  # test_page.py has the accuracy
+verifying.measured = lambda folder, quiet: None  # demo_output.py has the accuracy
 try:
     app(["demo", "--tokens", "2", "--device", "host", "--json"])
 finally:
