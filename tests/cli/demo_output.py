@@ -1,6 +1,6 @@
 """Checks what ``sparse24 demo`` says of its real model: ``sparse24 demo | python -m tests.cli.demo_output``.
 
-Calibrating the model takes most of a minute, so CI checks the demo that the README runs, and no test runs another.
+Calibrating the model takes most of a minute, so CI checks the run of the README, and no test repeats it.
 """
 
 from __future__ import annotations
