@@ -40,7 +40,7 @@ _IN_BURSTS = {
 """Contenders that are timed in bursts beside ``auto``."""
 _MOST_TOKENS = {"inflate_strict": 256, "mma_sp": 256}
 """Past these tokens selection never chooses the backend, and it would take most of a record's time."""
-_WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3, "s8": 1e-6, "fp8_e4m3": 5e-3}
+_WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3, "s8": 1e-6, "fp8_e4m3": 5e-3, "fp8_e5m2": 5e-3}
 """Relative error above which a time is not recorded: the result is wrong."""
 _ROUNDS, _ROUND_MS = 7, 2.0
 _SAMPLED = (64, 256)

@@ -11,7 +11,7 @@ from typing import Any
 from ..device.install import import_cupy
 from ..tuning.data import Array, Matrix, random_bits
 from ..tuning.timing import Contender, Launch, copies_beyond_l2
-from ..vocab import ElementKind, TileRule
+from ..vocab import FP8, ElementKind, TileRule
 from .steady import StreamRuler
 
 try:
@@ -26,6 +26,7 @@ _KINDS = {
     ElementKind.S8: "int8",
     ElementKind.I32: "int32",
     ElementKind.FP8_E4M3: "float8_e4m3fn",
+    ElementKind.FP8_E5M2: "float8_e5m2",
 }
 _INT4_GROUP = 128
 _TILE_RULES = {TileRule.GREEDY_MAGNITUDE: "largest_abs_values_greedy"}
@@ -66,7 +67,7 @@ def torch_ruler() -> Iterator[StreamRuler]:
 
 
 def dense(x_bits: Array, y_bits: Array, weights: Sequence[Array], element: ElementKind) -> Contender | None:
-    """cuBLAS; also None where PyTorch refuses the product: 8-bit ones of few tokens or of ragged sizes.
+    """cuBLAS; also None where PyTorch refuses: fp8_e5m2, and products of 8 bits of few tokens or ragged sizes.
 
     f32 is true float32: PyTorch takes TF32 only where it is told to.
     """
@@ -74,7 +75,7 @@ def dense(x_bits: Array, y_bits: Array, weights: Sequence[Array], element: Eleme
         return None
     x = torch_tensor(x_bits, element)
     columns = [torch_tensor(bits, element).t() for bits in weights]
-    if element is ElementKind.FP8_E4M3:
+    if element in FP8:
         one = torch.ones((), device="cuda")
         options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         calls = [partial(torch._scaled_mm, x, w, **options) for w in columns]

@@ -13,7 +13,7 @@ from ..device.tensors import TensorView
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
-from ..vocab import ElementKind, MatrixOrder
+from ..vocab import FP8, ElementKind, MatrixOrder
 from ..weights.packed_layouts import Quantization
 from ..weights.quantized import Sparse24QuantizedWeight, memory_element, signed_nibbles, stored_width
 from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
@@ -51,8 +51,9 @@ def random_bits(shape: tuple[int, int], element: ElementKind, seed: int) -> Arra
     if element in (ElementKind.S8, ElementKind.U8):
         return _generator(False)(start, cupy.empty(shape, np.uint8))
     values = _generator(True)(start, cupy.empty(shape, np.float32))
-    if element is ElementKind.FP8_E4M3:
-        codes = np.arange(127, dtype=np.uint8).view(element.dtype).astype(np.float32)
+    if element in FP8:
+        finite = int(np.isfinite(np.arange(128, dtype=np.uint8).view(element.dtype).astype(np.float32)).sum())
+        codes = np.arange(finite, dtype=np.uint8).view(element.dtype).astype(np.float32)
         between = cupy.asarray((codes[1:] + codes[:-1]) / 2)
         found = cupy.searchsorted(between, cupy.abs(values).ravel()).reshape(shape).astype(np.uint8)
         return found | (values < 0).astype(np.uint8) << 7

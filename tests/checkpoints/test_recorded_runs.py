@@ -139,7 +139,7 @@ def descriptor(**fields):
 
 
 ELEMENT_FIELDS = (
-    *("element", "out_element", "bias_element", "c_element"),
+    *("element", "x_element", "out_element", "bias_element", "c_element"),
     *("weight_element", "weight_scale_element"),
 )
 

@@ -59,7 +59,7 @@ def test_without_a_gpu_nothing_is_written_or_shown(tmp_path: Path, asked, comman
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (("bench", "--element", "i32"), "expected one of f32, f16, bf16, s8, fp8_e4m3, got 'i32'"),
+        (("bench", "--element", "i32"), "expected one of f32, f16, bf16, s8, fp8_e4m3, fp8_e5m2, got 'i32'"),
         (("bench", "--backend", "prune"), "expected one of wgmma_sp, f32_split3, f32_split6, mma_sp"),
         (("bench", "--backend", "wgmma"), "did you mean wgmma_sp?"),
         (("tune", "-o", "x", *COMMANDS["tune"], "--element", "fp8"), "did you mean fp8_e4m3?"),

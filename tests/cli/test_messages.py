@@ -42,7 +42,10 @@ def said(text: str) -> str:
             "rtx5090, h200, got 'sm90'; ",
         ),
         (("--arch", "sm90"), "did you mean sm90a?"),
-        (("--element", "f64"), "'--element': expected one of f32, f16, bf16, s8, fp8_e4m3, got 'f64'"),
+        (
+            ("--element", "f64"),
+            "'--element': expected one of f32, f16, bf16, s8, fp8_e4m3, fp8_e5m2, got 'f64'",
+        ),
         (("--backend", "wgmma"), "did you mean wgmma_sp?"),
         (("--epilogue", "bias_sil"), "did you mean bias_silu?"),
         (("--device", "tpu"), "'--device': expected auto, host, cuda:N or N, got 'tpu'"),

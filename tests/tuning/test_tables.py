@@ -231,6 +231,7 @@ def test_a_tuned_plan_is_never_slower_than_the_default():
         assert gain > LEAST_GAIN if one.configuration else gain == 1
 
 
+@pytest.mark.filterwarnings("ignore::sparse24_plans.TuningWarning")  # the sample device has another driver
 def test_the_shipped_configurations_are_for_rows_that_serve():
     for one in SHIPPED.entries:
         wanted = PlanPreference(prefer_backend=find(one.kernel).backend)

@@ -86,7 +86,7 @@ def test_a_worker_imports_nothing_from_the_working_directory(tmp_path, monkeypat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("element", ["f32", "f16", "bf16", "s8", "fp8_e4m3"])
+@pytest.mark.parametrize("element", ["f32", "f16", "bf16", "s8", "fp8_e4m3", "fp8_e5m2"])
 def test_data_is_random_and_the_same_for_a_seed(element):
     kind = ElementKind(element)
     bits, again, other = (random_bits((512, 512), kind, seed) for seed in (1, 1, 2))
