@@ -351,7 +351,8 @@ def test_every_cut_scales_and_finds_the_largest(monkeypatch, n, cut):
 def test_groups_share_a_scale_and_a_largest(monkeypatch, row, epilogue):
     """Rows in no group, NaN here, count nowhere, though tiles multiply them."""
     ends = [3, 9, 17, 90, 131]
-    for schedule in grouped.schedules_for(300):
+    schedules = list(grouped.schedules_for(300))
+    for schedule in schedules if row_of(row).backend == "wgmma_sp_grouped" else schedules[:1]:
         monkeypatch.setattr(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one)
         plan = plan_of(
             row, n=140, groups=4, m=64 * (3 + schedule.warpgroups), k=256, epilogue=epilogue, **SCALED
