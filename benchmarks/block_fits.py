@@ -12,11 +12,11 @@ import numpy as np
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
 from sparse24_plans.blocksparse.limits import density_limits
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
 
 from .blocks import Cell
 from .descent import Array, Choices, Constants, Fit, descend, file_of, given_models, lines_of, plain, summary
 
-SMS = 132
 PACKED = "packed-times"
 DENSITY = "blocks_density_limits"
 LEAST_PAIRS = 8
@@ -58,17 +58,15 @@ def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
 def density_entry(gpu: str) -> Constants:
     """The densities beyond which the inflated product is faster, for each kind that has enough problems."""
     found: Constants = copy.deepcopy(given_models()[DENSITY]["constants"])
-    kinds: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    limits = {}
+    kinds: dict[tuple[int, str], tuple[dict[str, float], list[tuple[float, float]]]] = {}
     for row in beside_inflated(gpu):
         desc = described(row)
-        chosen = blocks_wgmma.best_schedule(desc, SMS)
-        gain = np.log(row["inflate_us"] / row["us"][f"{chosen.rows},{chosen.tokens},{chosen.cluster_n}"])
-        by_block = density_limits(found, desc)
-        limits[id(by_block)] = by_block
-        kinds.setdefault((id(by_block), str(row["block"])), []).append((desc.layout.density, gain))
+        gain = np.log(row["inflate_us"] / chosen_us((desc, row["us"])))
+        limits, block = density_limits(found, desc), str(row["block"])
+        _, pairs = kinds.setdefault((id(limits), block), (limits, []))
+        pairs.append((desc.layout.density, gain))
     losses: list[float] = []
-    for (place, block), pairs in kinds.items():
+    for (_, block), (limits, pairs) in kinds.items():
         if len(pairs) < LEAST_PAIRS:
             continue
         density, gain = np.array(pairs).T
@@ -78,9 +76,9 @@ def density_entry(gpu: str) -> Constants:
 
         most = max(np.arange(101) / 100, key=lambda most: (-lost(most).mean(), most))
         losses += np.exp(lost(most)).tolist()
-        limits[place].pop(block, None)
+        limits.pop(block, None)
         if most < density.max():
-            limits[place][block] = float(most)
+            limits[block] = float(most)
     measured = {
         "file": file_of(gpu, "block-times"),
         "problems": len(losses),
@@ -93,6 +91,12 @@ def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], l
     desc, times = problem
     tried = blocks_wgmma.schedules_by_density(desc)
     return tried, [times[f"{one.rows},{one.tokens},{one.cluster_n}"] for one in tried]
+
+
+def chosen_us(problem: Any) -> float:
+    """The measured time of the schedule that the package chooses."""
+    tried, times = measured_of(problem)
+    return times[tried.index(blocks_wgmma.best_schedule(problem[0], SMS))]
 
 
 def block_choices(problems: Sequence[Any], predict: Callable[[Array], Array]) -> Choices:

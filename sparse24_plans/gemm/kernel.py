@@ -22,8 +22,22 @@ MOST_STRIDES = 64
 """Number of pairs of strides whose library plans are cached; the least recently used one is dropped first."""
 
 
-SCALES = "scale_x", "scale_w", "scale_y", "amax"
+SCALES = {
+    "scale_x": field("const float*", "Scales of X: [1], or [n] with one for each token."),
+    "scale_w": field("const float*", "Scales of W: [1], or [m] with one for each row."),
+    "scale_y": field("const float*", "Scale of fp8 results [1], or null."),
+    "amax": field("int*", "Bits of the largest magnitude [1] of fp8 results before their scale, or null."),
+}
 """The operands that scale X, W and results, and the results' largest magnitude: parameters of these names."""
+GROUPS = {
+    "group_tokens": field(
+        "const int*",
+        "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
+    ),
+    "groups": field("u32", "Grouped: number of groups of tokens. Sizes of W are those of one group."),
+    "group_places": field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given."),
+}
+"""The parameters that ``group_parameters`` gives."""
 _SCALE_CODES = {ScaleKind.NONE: 0, ScaleKind.TENSOR: 1, ScaleKind.ROW: 2}
 
 

@@ -20,6 +20,7 @@ from ..weights.packed_layouts import TILE_M, TILES_16BIT
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from .descriptor import GemmSparse24Descriptor
 from .kernel import (
+    GROUPS,
     SCALES,
     BatchParams,
     GemmKernel,
@@ -54,8 +55,8 @@ class WgmmaSpParams(KernelParams):
     x = field("const void*", "X[n, k]. For float32 the original X: x_map reads its bf16 terms.")
     packed = field("const u8*", "Packed W: [row_tiles][k_tiles][Tile::kBytes].")
     bias = field("const void*", "Bias [m], or null.")
-    scale_x = field("const float*", "Scales of X: [1], or [n] with one for each token.")
-    scale_w = field("const float*", "Scales of W: [1], or [m] with one for each row.")
+    scale_x = SCALES["scale_x"]
+    scale_w = SCALES["scale_w"]
     y = field("void*", "Y[n, m], or Y[n, m / 2] if the epilogue is gated.")
     flags = field("u64*", "Stream-K: [CTAs][warpgroups], set to launch_id once the partial sums are stored.")
     partials = field(
@@ -90,14 +91,9 @@ class WgmmaSpParams(KernelParams):
     c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
     c_map = field("TensorMap", "C in the boxes of y_map. Used if TMA loads C.")
     c_aligned = field("u32", "1 if rows (columns) of C begin at 16-byte multiples.")
-    group_tokens = field(
-        "const int*",
-        "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
-    )
-    groups = field("u32", "Grouped: number of groups of tokens. m and row_tiles are those of one group.")
-    group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
-    scale_y = field("const float*", "Scale of fp8 results [1], or null.")
-    amax = field("int*", "Bits of the largest magnitude [1] of fp8 results before their scale, or null.")
+    group_tokens, groups, group_places = GROUPS.values()
+    scale_y = SCALES["scale_y"]
+    amax = SCALES["amax"]
     batches = field(
         BatchParams, "Batched: where each batch lies. All else is of one batch, but for work_tiles."
     )

@@ -17,7 +17,7 @@ from ..gemm.plan import GemmSparse24Plan
 from . import stacked
 from .activations import epilogue_of
 from .elements import DTYPE_OF, element_of, weight_sizes
-from .gemm_call import check_dtypes, check_scale, quantization_of, residual_element, scale_kind
+from .gemm_call import check_devices, check_dtypes, check_scale, quantization_of, residual_element, scale_kind
 from .library import define
 from .plan_cache import descriptor, preference_of
 
@@ -70,10 +70,7 @@ def _sizes(call: Batched) -> tuple[int, int, int]:
             check_scale(scale, count, name)
     if call.residual is not None and tuple(call.residual.shape) != (batches, n, m):
         raise InvalidProblemError(f"residual: expected {[batches, n, m]}, got {list(call.residual.shape)}")
-    for name in ("weight", "bias", "scale_x", "scale_w", "residual", "scales"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.device != x.device:
-            raise InvalidProblemError(f"{name}: expected a tensor on {x.device}, got {tensor.device}")
+    check_devices(call, "weight", "bias", "scale_x", "scale_w", "residual", "scales")
     return batches, m, k
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
-from .gemm_call import Call, describe, fake_result, scale_kind
+from .gemm_call import Call, check_devices, describe, fake_result, scale_kind
 from .gemm_dispatch import CheckedProduct, about
 from .library import define
 from .plan_cache import plans
@@ -48,8 +48,7 @@ class Fp8(NamedTuple):
                 raise InvalidProblemError(
                     f"{name}: expected one torch.float32, got {one.dtype} {list(one.shape)}"
                 )
-            if one is not None and one.device != self.x.device:
-                raise InvalidProblemError(f"{name}: expected a tensor on {self.x.device}, got {one.device}")
+        check_devices(self, "scale_y", "amax")
         return Call(
             self.x,
             self.weight,
@@ -77,7 +76,8 @@ class _CheckedFp8(CheckedProduct):
         return describe(call, n, m, k, scale_y=scale_y, amax=amax, **orders)
 
     def _args(self, call: Call, weight: Any, rows: Tensor, y: Tensor) -> Any:
-        scale_y, amax = (None if one is None else one.reshape(-1) for one in self._given[5:7])
+        given = self._given.scale_y, self._given.amax
+        scale_y, amax = (None if one is None else one.reshape(-1) for one in given)
         return replace(super()._args(call, weight, rows, y), scale_y=scale_y, amax=amax)
 
 

@@ -82,10 +82,7 @@ def sizes(call: Call) -> tuple[int, int]:
         check_scale(call.scale_w, m, "scale_w")
     if call.residual is not None and call.residual.shape != (whole := (*call.x.shape[:-1], m)):
         raise InvalidProblemError(f"residual: expected {list(whole)}, got {list(call.residual.shape)}")
-    for name in ("weight", "bias", "scale_x", "scale_w", "residual", "scales"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.device != call.x.device:
-            raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
+    check_devices(call, "weight", "bias", "scale_x", "scale_w", "residual", "scales")
     return m, k
 
 
@@ -117,6 +114,14 @@ def check_dtypes(x: torch.dtype, weight: torch.dtype, scales: torch.dtype | None
         raise InvalidProblemError(f"x: expected torch.float16 or torch.bfloat16, got {x}")
     if scales not in (x, torch.float32):
         raise InvalidProblemError(f"scales: expected {x} or torch.float32, got {scales}")
+
+
+def check_devices(call: Any, *names: str) -> None:
+    """Raise InvalidProblemError unless the operands of these names that are given lie where ``x`` does."""
+    for name in names:
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.device != call.x.device:
+            raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
 
 
 def check_scale(scale: Tensor, rows: int, argument: str) -> None:

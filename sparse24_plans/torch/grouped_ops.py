@@ -17,7 +17,7 @@ from ..gemm.plan import GemmSparse24Plan
 from . import stacked
 from .activations import epilogue_of
 from .elements import DTYPE_OF, element_of, weight_sizes
-from .gemm_call import check_dtypes, check_scale, quantization_of, scale_kind
+from .gemm_call import check_devices, check_dtypes, check_scale, quantization_of, scale_kind
 from .library import define
 from .plan_cache import descriptor, preference_of
 
@@ -64,10 +64,7 @@ def _sizes(call: Grouped) -> tuple[int, int, int]:
     for name, scale, count in (("scale_x", call.scale_x, x.shape[0]), ("scale_w", call.scale_w, rows)):
         if scale is not None:
             check_scale(scale, count, name)
-    for name in ("weight", "offsets", "bias", "scale_x", "scale_w", "scales"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.device != x.device:
-            raise InvalidProblemError(f"{name}: expected a tensor on {x.device}, got {tensor.device}")
+    check_devices(call, "weight", "offsets", "bias", "scale_x", "scale_w", "scales")
     return groups, rows, k
 
 

@@ -61,7 +61,8 @@ def check(problem: Problem, device: int | str) -> bool:
     if isinstance(problem, GroupedProduct):
         return _check_grouped(problem, device)
     if isinstance(problem, BatchedProduct):
-        return check_batched(problem, device, _check_numbers)
+        plan = _selected(problem, device)
+        return plan is not None and check_batched(problem, plan, _check_numbers)
     return _check_product(problem, device)
 
 
@@ -71,12 +72,20 @@ _REPLAYED = 200
 # Products -----------------------------------------------------------------------------------------
 
 
-def _check_product(problem: Product, device: int | str) -> bool:
-    desc, preference = problem.desc, problem.preference
+def _selected(
+    problem: Product | GroupedProduct | BatchedProduct, device: int | str
+) -> GemmSparse24Plan | None:
+    """The problem's plan; None if no kernel serves it. The host serves all that no preference forbids."""
     try:
-        plan = GemmSparse24Plan.select(desc, device=device, preference=preference)
+        return GemmSparse24Plan.select(problem.desc, device=device, preference=problem.preference)
     except UnsupportedError:
-        assert device != "host" or preference != PlanPreference(), "the host serves every product"
+        assert device != "host" or problem.preference != PlanPreference(), "the host serves every product"
+        return None
+
+
+def _check_product(problem: Product, device: int | str) -> bool:
+    desc = problem.desc
+    if (plan := _selected(problem, device)) is None:
         return False
     data = problem.data()
     case = case_of(plan, data, problem.pads, problem.offsets, in_place=problem.in_place)
@@ -100,10 +109,7 @@ def _check_product(problem: Product, device: int | str) -> bool:
 
 
 def _check_grouped(problem: GroupedProduct, device: int | str) -> bool:
-    try:
-        plan = GemmSparse24Plan.select(problem.desc, device=device, preference=problem.preference)
-    except UnsupportedError:
-        assert device != "host" or problem.preference != PlanPreference(), "the host serves every product"
+    if (plan := _selected(problem, device)) is None:
         return False
     case = grouped_case(plan, problem.tokens, problem.data_seed, problem.pad)
     got = case.run().copy()

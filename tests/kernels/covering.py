@@ -113,12 +113,6 @@ def cost_of(request: Request) -> int:
     return 64 + defines.get("TILE_N", 0) * defines.get("M_TILES_PER_WARPGROUP", 1)
 
 
-@functools.cache
-def of_source(source: str) -> list[Request]:
-    """Return the requests for the source that have every word."""
-    return covering((one for one in ASKED if one.source == source), single_words_of)
-
-
 def _in_order(requests: Iterable[Request]) -> list[Request]:
     """Return the requests with the functions of one compilation after each other."""
     return sorted(requests, key=lambda one: (SOURCES.index(one.source), one.arch, one.defines))
@@ -148,7 +142,7 @@ def everything() -> list[Request]:
     return list(dict.fromkeys((*ASKED, *RECORDED)))
 
 
-REQUESTS = _in_order(itertools.chain.from_iterable(map(of_source, SOURCES)))
+REQUESTS = _of_all_sources(single_words_of)
 every_source = pytest.mark.parametrize("source", SOURCES)
 
 
@@ -161,6 +155,6 @@ def compiled(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> tu
 def cheapest(source: str) -> Request:
     """Return a request for the source that compiles quickly: few epilogues, the oldest architecture."""
     return min(
-        of_source(source),
+        (request for request in REQUESTS if request.source == source),
         key=lambda request: (dict(request.defines).get("EPILOGUE", 0), request.arch != "sm_80"),
     )

@@ -43,7 +43,7 @@ struct StrictParams {
   int* amax;
   // Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].
   const int* group_tokens;
-  // Grouped: number of groups of tokens. m is that of one group.
+  // Grouped: number of groups of tokens. Sizes of W are those of one group.
   u32 groups;
   // Grouped: rows of X and Y that every group has; 0 where offsets are given.
   u32 group_places;

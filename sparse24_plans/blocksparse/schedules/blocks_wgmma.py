@@ -46,7 +46,7 @@ NO_SLICES, APART, IN_TURN, LONG_FIRST = 0, 1, 2, 3
 """No panel is long. Slices of long ones have CTAs of their own, which meet in the workspace. One CTA takes
 the slices of a panel one after the other. No panel is cut, but long ones come first."""
 MULTIPROCESSORS = 132
-"""SMs of the H200, by which every device decides whether panels are cut, because bits depend on it."""
+"""SMs of the H200, by which every device decides what is cut into slices, because bits depend on it."""
 _MOST_CLAIMS = 1 << 24
 """Bound of the work tiles that a launch's counter counts."""
 _HELD_CELLS = 128 * 128
@@ -225,9 +225,13 @@ def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -
 
 def _has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
     """Whether a panel is known to be much longer than the mean."""
-    occupancy = expected_occupancy(desc.layout, panel_block_rows(desc.layout))
-    mean = desc.reduction // desc.layout.block * occupancy
-    return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * mean)
+    return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * _mean_panel(desc))
+
+
+def _mean_panel(desc: BlockSparseMatmulDescriptor) -> float:
+    """Columns that are expected of a row panel, if blocks are kept at random."""
+    layout = desc.layout
+    return desc.reduction // layout.block * expected_occupancy(layout, panel_block_rows(layout))
 
 
 def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
@@ -243,9 +247,8 @@ def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
     one = _with_long_panels(desc, MULTIPROCESSORS)
     tiles = one.work_tiles(desc) * one.cluster_n
     share = tiles / MULTIPROCESSORS * across * expected_occupancy(layout, max(one.rows // layout.block, 1))
-    mean = across * expected_occupancy(layout, panel_block_rows(layout))
     of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
-    longest = desc.longest_panel or min(across, mean + of_rank_1)
+    longest = desc.longest_panel or min(across, _mean_panel(desc) + of_rank_1)
     exchange = math.sqrt(one.tokens / _TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block
     cut = max(share * (1 + exchange / slicing.longest), slicing.longest / 2) + exchange
     return bool(max(longest, share) > cut)
@@ -278,9 +281,7 @@ def uneven_tokens(desc: BlockSparseMatmulDescriptor, tokens: int, multiprocessor
 
     No CTA ends before its longest panel does, and a step of a narrow tile is shorter.
     """
-    mean = (
-        desc.reduction // desc.layout.block * expected_occupancy(desc.layout, panel_block_rows(desc.layout))
-    )
+    mean = _mean_panel(desc)
     step = constants("blocks_tiles")["panel_step"]
     tried = [one for one in _TOKENS if one <= tokens]
 

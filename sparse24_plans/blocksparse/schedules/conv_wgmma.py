@@ -9,7 +9,7 @@ from ...vocab import BlockSparseConvOp
 from ..convolution import BlockSparseConv2dDescriptor
 from ..lookup_tables import groups
 from ..panels import PANEL_ROWS, head_panels
-from .blocks_wgmma import BlocksWgmmaSchedule, busy_tokens, fitting
+from .blocks_wgmma import MULTIPROCESSORS, BlocksWgmmaSchedule, busy_tokens, fitting
 
 _WIDEST, _WARPGROUPS, _TILE_ROWS = 256, 2, 64
 _MANY_TILES = 32
@@ -17,8 +17,6 @@ _MANY_TILES = 32
 
 
 _STEP_PIXELS, _MIN_STEPS, _MAX_SPLITS = 64, 8, 32
-_H200_SMS = 132
-"""Bits depend on the split, so every GPU splits as an H200 does."""
 
 
 class ConvSchedule(NamedTuple):
@@ -52,7 +50,7 @@ def filter_split_k(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
     step_us = fit["step"].get(str(one.block), 1.0)
 
     def us(splits: int) -> float:
-        waves = -(-splits * work_tiles // _H200_SMS)
+        waves = -(-splits * work_tiles // MULTIPROCESSORS)
         reduce = splits * one.blocks * one.block**2 * 8 / fit["reduce_bandwidth"] if splits > 1 else 0.0
         return float(waves * (-(-steps // splits) * step_us + fit["tile"]) + reduce)
 

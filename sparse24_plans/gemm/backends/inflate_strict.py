@@ -10,6 +10,7 @@ from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import DeviceProperties, GemmOp, MatrixOrder
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import (
+    GROUPS,
     SCALES,
     BatchParams,
     GemmKernel,
@@ -45,16 +46,8 @@ class StrictParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next.")
-    scale_x = field("const float*", "Scales of X: [1], or [n] with one for each token.")
-    scale_w = field("const float*", "Scales of W: [1], or [m] with one for each row.")
-    scale_y = field("const float*", "Scale of fp8 results [1], or null.")
-    amax = field("int*", "Bits of the largest magnitude [1] of fp8 results before their scale, or null.")
-    group_tokens = field(
-        "const int*",
-        "Grouped: the groups' offsets [groups + 1] in X and Y, or if group_places > 0 their counts [groups].",
-    )
-    groups = field("u32", "Grouped: number of groups of tokens. m is that of one group.")
-    group_places = field("u32", "Grouped: rows of X and Y that every group has; 0 where offsets are given.")
+    scale_x, scale_w, scale_y, amax = SCALES.values()
+    group_tokens, groups, group_places = GROUPS.values()
     batches = field(BatchParams, "Batched: where each batch lies. All else is of one batch.")
 
 

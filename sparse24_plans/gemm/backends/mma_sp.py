@@ -51,10 +51,7 @@ class MmaSpParams(KernelParams):
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
-    scale_x = field("const float*", "Scales of X: [1], or [n] with one for each token.")
-    scale_w = field("const float*", "Scales of W: [1], or [m] with one for each row.")
-    scale_y = field("const float*", "Scale of fp8 results [1], or null.")
-    amax = field("int*", "Bits of the largest magnitude [1] of fp8 results before their scale, or null.")
+    scale_x, scale_w, scale_y, amax = SCALES.values()
     batches = field(BatchParams, "Batched: where each batch lies. All else is of one batch.")
 
 
