@@ -1,8 +1,9 @@
 """Takes a record, or a part of one: ``python -m benchmarks.measure KIND OUT.json``. Needs a GPU and PyTorch.
 
 A run measures what the file lacks and ends cleanly after ``--seconds``; the file is written after each step,
-so any number of runs on the same machine and of the same kernels share a record. ``grid`` is what ``sparse24
-bench`` measures. A wrong result is reported, and the run goes on without it.
+so any number of runs on the same machine and of the same kernels share a record. The GPUs that
+CUDA_VISIBLE_DEVICES names share the steps, a process each. ``grid`` is what ``sparse24 bench`` measures. A
+wrong result is reported, and the run goes on without it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sparse24_plans.bench.record import Lists, Record, Step
 from sparse24_plans.errors import Sparse24Error
 from sparse24_plans.vocab import ElementKind
 
-from . import check, kinds
+from . import check, gpus, kinds
 
 _SAY_EVERY_S = 15.0
 _MOST_FAILURES = 3
@@ -81,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=int, default=1, help="torch: GPUs that share the decoder")
     parser.add_argument("--seconds", type=float, help="begin no step after this many seconds")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--share", metavar="I/N", help="measure one of N shares of the steps")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(words)
     kind = kinds.KINDS[options.kind]
     before = record.to_extend(options.out, kind.lists())
     about = record.machine()
@@ -94,8 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.part or ()) - set(known):
         parser.error(f"--part: expected one of {', '.join(known)}, got {', '.join(unknown)}")
     steps = [step for step in steps if not options.part or step.part in options.part]
-    if kind.compile_all is not None:
+    if kind.compile_all is not None and not options.share:
         kind.compile_all(options)
+    if options.share:
+        steps = gpus.share_of(steps, options.share)
+    elif options.gpus == 1 and len(visible := gpus.visible_gpus()) > 1:
+        words += [f"--seed={options.seed}"] if kind.is_seeded else []
+        status = gpus.run_shares(f"{__package__}.measure", words, options.out, kind.lists(), visible)
+        check.show_verdicts(check.verdicts(options.kind, record.load(options.out, kind.lists())))
+        return status
     found, failed = measure(steps, about, kind.lists(), options.out, options.seconds)
     check.show_verdicts(check.verdicts(options.kind, found))
     return int(failed > 0)

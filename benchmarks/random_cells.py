@@ -28,8 +28,14 @@ from sparse24_plans.vocab import ElementKind
 from .models import MODELS
 
 LISTS: Lists = {"gemm": ("shape", "m", "k", "n", "element", "weight_element", "group", "backend")}
-MATRICES = {ElementKind.BF16: 63, ElementKind.F16: 18, ElementKind.S8: 18, ElementKind.FP8_E4M3: 18}
-"""Number of random matrices of each element, in the order of the record."""
+MATRICES = {
+    ElementKind.BF16: 63,
+    ElementKind.F16: 18,
+    ElementKind.S8: 18,
+    ElementKind.FP8_E4M3: 18,
+    ElementKind.F32: 9,
+}
+"""Number of random matrices of each element, in the order of the record. Dense float32 takes long."""
 _TOKENS = 5
 """Values of n for a matrix."""
 _MOST_TOKENS_LOG2 = 13.0

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from sparse24_plans.bench.record import kernel_files, kernels_sha256, machine
-from sparse24_plans.device.install import import_cupy
 
 from . import changed_kernels
+from .gpus import visible_gpus
 
 _PROCESSES = 16
 """Processes of each GPU."""
@@ -64,16 +64,9 @@ def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Elem
     return [suite]
 
 
-def _gpus() -> list[str]:
-    """The GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return visible.split(",")
-    return [str(gpu) for gpu in range(import_cupy().cuda.runtime.getDeviceCount())]
-
-
 def _processes() -> list[str]:
     """Options of pytest-xdist: a fixed number of processes for each GPU."""
-    return [f"--tx={_PROCESSES}*popen//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in _gpus()]
+    return [f"--tx={_PROCESSES}*popen//env:CUDA_VISIBLE_DEVICES={gpu}" for gpu in visible_gpus()]
 
 
 def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
@@ -149,7 +142,7 @@ def _again(summary: dict[str, Any]) -> dict[str, Any]:
 def _fuzz() -> dict[str, Any]:
     """Random problems, other ones every time."""
     seed = secrets.randbelow(2**32)
-    gpus = _gpus()
+    gpus = visible_gpus()
     options = {
         "seconds": _FUZZ_SECONDS,
         "seed": seed,

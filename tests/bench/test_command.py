@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import check, measure
+from benchmarks import check, gpus, measure
 from sparse24_plans import BackendUnavailableError, InvalidProblemError, UnsupportedError
 from sparse24_plans.bench import epilogues, gemm, host, prepare, record, run, variants
 from sparse24_plans.bench.scope import PREPARE_SHAPES, SHAPES, Scope
@@ -92,6 +92,7 @@ def played(monkeypatch):
 
     matrix.cache_clear = lambda: None
     monkeypatch.setattr(record, "machine", lambda: ABOUT)
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: ["0"])
     monkeypatch.setattr(run, "matrix_of", matrix)
     monkeypatch.setattr(gemm, "measured", product)
     monkeypatch.setattr(epilogues, "measured", gated)
@@ -163,6 +164,33 @@ def test_maintainers_take_the_grid_in_parts(played, tmp_path, capsys):
     found = record.load(out)
     assert found["host"] == {"run_us": 7.0}
     assert check.faults("grid", found) == []
+
+
+def test_several_gpus_share_a_run_and_their_rows_are_one_record(played, tmp_path, monkeypatch):
+    """Each GPU's process is this one here, one after the other. A share that was interrupted counts."""
+    out = tmp_path / "r.json"
+    words = ["grid", str(out), "--element", "bf16", "--part", "gemm"]
+    seen: list[str] = []
+
+    class Process:
+        def __init__(self, command, env):
+            monkeypatch.setattr(gpus, "visible_gpus", lambda: [env["CUDA_VISIBLE_DEVICES"]])
+            seen.append(env["CUDA_VISIBLE_DEVICES"])
+            self.status = measure.main(command[3:])
+
+        def wait(self):
+            return self.status
+
+    assert measure.main([*words, "--n", "16", "--share", "1/2"]) == 0
+    (tmp_path / "r.json").rename(tmp_path / "r.share3.json")
+    assert len(played) == len(SHAPES) // 2
+    monkeypatch.setattr(gpus.subprocess, "Popen", Process)
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: ["4", "7"])
+    assert measure.main([*words, "--n", "16", "--n", "8"]) == 0
+    assert seen == ["4", "7"]
+    assert sorted(played) == sorted(("bf16", *shape, n) for shape in SHAPES for n in (16, 8))
+    assert len(record.load(out)["gemm"]) == 2 * len(SHAPES)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
 def test_a_wrong_result_is_reported_and_the_run_goes_on(played, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from benchmarks.models import MODELS
 from benchmarks.random_cells import drawn, steps
 from benchmarks.random_figures import random_summary
 from sparse24_plans import ElementKind
-from sparse24_plans.bench.scope import SHAPES
+from sparse24_plans.bench.scope import ELEMENTS, SHAPES
 
 # Drawing ------------------------------------------------------------------------------------------
 
@@ -17,6 +17,10 @@ def test_a_seed_draws_the_same_problems_and_another_draws_others():
     assert drawn(7) == drawn(7)
     assert drawn(7) != drawn(8)
     assert [one for one in drawn(7) if one.element == "s8"] == drawn(7, [ElementKind.S8])
+
+
+def test_every_element_is_drawn():
+    assert {one.element for one in drawn(7)} == set(ELEMENTS)
 
 
 def test_no_matrix_of_a_model_is_the_records():
