@@ -101,6 +101,17 @@ def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
     )
 
 
+def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # A strip of 16 rows has one block row. Its warps take kept blocks in turns, and their sums are added in
+    # order: steps are fewer than k. How many warps there are follows from the layout's shape.
+    return tensor_cores(problem).model_copy(update={"nonfinite": "skips_pruned"})
+
+
+def blocks_mma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # Other kernels, with other bits, serve more tokens.
+    return blocks_mma_any(problem).model_copy(update={"batch_invariant": False})
+
+
 def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # A 64-row tile has one block row, and the tensor cores choose the cells of X by the metadata.
     return _of_pattern(problem, tensor_cores(problem))

@@ -190,14 +190,19 @@ class KernelProblem:
             "long_panels": found[f"{side}_{'' if rows == PANEL_ROWS else 'narrow_'}long_panels"],
         }
 
-    def entries(self, start: int) -> dict[str, int]:
-        """Addresses of the table parameters of a kernel that reads a block row's blocks one by one."""
+    def entries(self, start: int, *, ordered: bool = False) -> dict[str, int]:
+        """Addresses of the table parameters of a kernel that reads a block row's blocks one by one.
+
+        ``ordered``: the kernel takes the longest block rows of a head first.
+        """
         found = addresses(start, self.desc.layout)
         names = {"pointers": "row_pointers", "columns": "columns"}
         if self.sampled:
             names |= {"group_rows": "group_rows", "group_firsts": "group_firsts"}
         elif self.by_columns:
             names = {"pointers": "column_pointers", "columns": "column_rows", "value_index": "column_order"}
+        if ordered:
+            names["order"] = "columns_by_length" if self.by_columns else "rows_by_length"
         return {field: found[name] for field, name in names.items()}
 
 

@@ -78,6 +78,16 @@ class MatmulEntry(BlockSparseEntry):
 
 
 _HOST = ("host", Tier.HOST)
+_BLOCKS_MMA = MatmulEntry(
+    "blocks_mma",
+    "blocks_mma",
+    Tier.TENSOR_CORE,
+    guarantees.blocks_mma,
+    HALVES,
+    limits=limits.blocks_mma,
+    min_workspace=limits.transposed_bytes,
+    ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
+)
 _BLOCKS_WGMMA = with_wgmma(
     MatmulEntry(
         "blocks_wgmma",
@@ -128,6 +138,7 @@ _INFLATE_CUBLAS = MatmulEntry(
     packed=(False,),
 )
 MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
+    _BLOCKS_MMA,
     _BLOCKS_WGMMA,
     _BLOCKS_STRICT,
     _BLOCKS_WGMMA_SP,
@@ -148,6 +159,13 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         name="blocks_strict_any",
         elements=MATMUL_ELEMENTS,
         limits=limits.blocks_strict_any,
+    ),
+    # This entry serves if the preference names it, or rules the others out.
+    replace(
+        _BLOCKS_MMA,
+        name="blocks_mma_any",
+        guarantee=guarantees.blocks_mma_any,
+        limits=limits.blocks_mma_any,
     ),
     MatmulEntry(
         "host_blas", *_HOST, guarantees.host_blas_matmul, MATMUL_ELEMENTS, inners=tuple(InnerPattern)

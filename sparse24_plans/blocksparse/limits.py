@@ -16,6 +16,7 @@ from .descriptor import (
     BlockSparseSoftmaxDescriptor,
 )
 from .kernel_problem import TMA_BYTES, KernelProblem, prepared_bytes
+from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, transposed_x
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
 from .schedules.packed import packed_dense_wins
@@ -48,16 +49,43 @@ def _beyond(counts: dict[str, int]) -> str | None:
     return None
 
 
+def blocks_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
+    """The kernel's limits, and a preference for what it does faster than every other kernel."""
+    most = constants("blocks_mma")["most_n"]
+    if not 0 < problem.n <= most:
+        return f"is preferred for 1 to {most} tokens, not {problem.n}"
+    return blocks_mma_any(problem) or _dense_is_faster(problem)
+
+
+def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
+    for one in transposed_x(problem):
+        if (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
+            return reason
+    counts = {"block rows": block_rows(problem), "tokens": problem.n}
+    # No other schedule has more CTAs than the one for a device that is never busy.
+    return _beyond(counts) or grid_limit_refusal(BlocksMmaSchedule.of(problem, _MOST).ctas(problem))
+
+
+def transposed_bytes(problem: BlockSparseMatmulDescriptor) -> int:
+    """Workspace bytes of an X that must be transposed for ``blocks_mma``."""
+    return prepared_bytes(transposed_x(problem))
+
+
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than a dense product."""
+    return blocks_wgmma_any(problem) or _dense_is_faster(problem)
+
+
+def _dense_is_faster(problem: BlockSparseMatmulDescriptor) -> str | None:
+    """The reason why a dense product is faster than ``blocks_wgmma``, or None."""
     if problem.packed:
-        return blocks_wgmma_any(problem) or packed_dense_wins(problem)
+        return packed_dense_wins(problem)
     one = problem.layout
     most = density_limits(constants("blocks_density_limits"), problem).get(str(one.block), 1.0)
     dense_is_fast = problem.element.itemsize > 1 and not KernelProblem(problem).unaligned_tokens
     if dense_is_fast and one.density > most:
         return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
-    return blocks_wgmma_any(problem)
+    return None
 
 
 def density_limits(limits: dict[str, Any], problem: BlockSparseMatmulDescriptor) -> dict[str, float]:

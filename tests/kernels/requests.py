@@ -36,6 +36,7 @@ from sparse24_plans.gemm.schedules import f32_split_heuristics, grouped, wgmma_h
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice, Kernel
 from sparse24_plans.plan.kernel_table import KernelEntry, consider
+from sparse24_plans.plan.schedule_choice import constants
 from sparse24_plans.prepare import kernel_table as prepare_table
 from sparse24_plans.prepare.kernel_table import PrepareEntry
 from sparse24_plans.weights import inflate
@@ -380,9 +381,40 @@ def _block_problem(
     return BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, trans_a=turned[0], trans_b=turned[1], **kind)
 
 
+def few_tokens(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:
+    """Products of few tokens of every form, kind, size of block and schedule, with the SMs; or a few."""
+    turns = [(False, True)] if few else itertools.product((False, True), repeat=2)
+    kinds = [kind for kind in KINDS[:8] if kind["element"] in ("f16", "bf16") and "op" not in kind]
+    plain = [{name: word for name, word in kind.items() if "order" not in name} for kind in kinds]
+    for block, turned, op in itertools.product((16, 32, 64, 128), turns, ("dsd", "dds")):
+        for across in (4, 64) if few else (4, 20, 512):  # block columns, all kept
+            shape = BlockSparseShape(
+                heads=1, rows=16 * block, cols=across * block, block=block, blocks=16 * across
+            )
+            if turned[op == "dds"] != (op == "dds"):
+                shape = shape.model_copy(update={"rows": shape.cols, "cols": shape.rows})
+            for n, sms in itertools.product((8, 64) if few else (1, 6, 16, 32, 64), (1, 4, 132)):
+                yield _block_problem(op, shape, n, turned, {"element": "bf16"}), sms
+                for kind in plain if n == 16 and across == 20 and sms == 4 else ():
+                    yield _block_problem(op, shape, n, turned, kind), sms
+
+
+def mma_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]:
+    """Every variant on Hopper, a few elsewhere. No measurement limits the tokens."""
+    device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
+    with recorded_loads(row.kernel) as found, mock.patch.dict(constants("blocks_mma"), most_n=64):
+        for desc, sms in few_tokens(few=capability != HOPPER):
+            one = device.model_copy(update={"multiprocessors": sms})
+            if serves(row, desc, preference, one):
+                row.kernel(Choice(desc, one, row, preference, {}))
+    return found
+
+
 @functools.cache
 def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant on Hopper, a few elsewhere."""
+    if row.backend == "blocks_mma":
+        return mma_requests(row, capability)
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in block_problems(few=capability != HOPPER):

@@ -22,15 +22,15 @@ from sparse24_plans.plan.families import backends
 from sparse24_plans.prepare import kernel_table as prepare
 
 BACKENDS = (
-    "host host_tensor_core inflate_strict inflate_cublas mma_sp wgmma_sp f32_split3 f32_split6 blocks_wgmma "
-    "blocks_wgmma_sp blocks_strict attention_wgmma attention_backward_wgmma conv_wgmma softmax cusparselt "
-    "prune decompress pack tile_prune quantize"
+    "host host_tensor_core inflate_strict inflate_cublas mma_sp wgmma_sp f32_split3 f32_split6 blocks_mma "
+    "blocks_wgmma blocks_wgmma_sp blocks_strict attention_wgmma attention_backward_wgmma conv_wgmma softmax "
+    "cusparselt prune decompress pack tile_prune quantize"
 )
 TIERS = {
     Tier.HOST: "host host_tensor_core",
     Tier.INFLATE: "inflate_strict inflate_cublas blocks_strict",
     Tier.MEMORY: "softmax prune decompress pack tile_prune quantize",
-    Tier.TENSOR_CORE: "blocks_wgmma attention_wgmma attention_backward_wgmma conv_wgmma",
+    Tier.TENSOR_CORE: "blocks_mma blocks_wgmma attention_wgmma attention_backward_wgmma conv_wgmma",
     Tier.SPARSE_TENSOR_CORE: "mma_sp wgmma_sp f32_split3 f32_split6 blocks_wgmma_sp cusparselt",
 }
 ENTRIES = (

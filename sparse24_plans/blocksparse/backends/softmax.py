@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...device.jit.enum_codes import ELEMENT_CODES, MASK_CODES
-from ...device.jit.launcher import load
+from ...device.jit.launcher import OVERLAPS, load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
@@ -15,8 +15,6 @@ from ..lookup_tables import addresses
 from ..schedules.softmax import SoftmaxSchedule, best_schedule, softmax_teams
 
 _SOURCE = "blocksparse/softmax.cu"
-_OVERLAPS = (9, 0)
-"""Compute capability from which a kernel can wait for its predecessors by itself."""
 
 
 @kernel_params("blocksparse/params/softmax.cuh")
@@ -48,7 +46,7 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
         desc = self.descriptor
         schedule = best_schedule(desc, choice.device)
         self._blocks = schedule.blocks(desc, choice.device.multiprocessors) if desc.layout.blocks else 0
-        self._overlapping = choice.device.compute_capability >= _OVERLAPS
+        self._overlapping = choice.device.compute_capability >= OVERLAPS
         self.details = (
             f"{softmax_teams(desc)} pieces of rows on {self._blocks * schedule.teams} teams of "
             f"{schedule.warps} warps, which hold {schedule.warps * schedule.chunks} blocks"

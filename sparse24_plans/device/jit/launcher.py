@@ -20,6 +20,9 @@ from ..streams import driver_error
 from .cache import CompiledKernel, compiled, cubin
 from .structs import KernelParams
 
+OVERLAPS = (9, 0)
+"""Least compute capability on which a kernel may start before its predecessors end."""
+
 
 def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: object, at: int = 0) -> None:
     """Write the tensor maps ``make(*given)`` to ``parameters`` from byte ``at`` on. Raises DriverError."""

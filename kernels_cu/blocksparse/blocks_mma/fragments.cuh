@@ -1,0 +1,35 @@
+// Which cells a lane of blocksparse/blocks_mma.cu holds. mma's fragments prescribe a lane's rows, columns and k, but a
+// sum does not depend on which k of op(S) and X they are if both agree, nor a result on which row or token it is. So a
+// lane takes neighbours in memory, and loads them together.
+//
+// Lane 4 * group + quad. kAlongK: k is contiguous in the operand; otherwise its rows, or tokens, are.
+#pragma once
+
+// Row of a lane's row `half` of m16 tile `strip`, among the kStrips * 16 rows of a CTA.
+template <bool kAlongK, int kStrips> __device__ constexpr int fragment_row(int group, int strip, int half) {
+  return kAlongK ? 16 * strip + 8 * half + group : 2 * kStrips * group + 2 * strip + half;
+}
+
+// Token of column `column` of n8 tile `tile`, among the kN8Tiles * 8 tokens of a CTA.
+template <bool kAlongK, int kN8Tiles> __device__ constexpr int fragment_token(int column, int tile) {
+  return kAlongK ? 8 * tile + column : kN8Tiles * column + tile;
+}
+
+// k of a lane's value `i` of four in mma `step`, among the kDepth of a unit. The first two are its lower k of the
+// fragment.
+template <int kDepth> __device__ constexpr int fragment_k(int quad, int step, int i) {
+  return kDepth / 4 * quad + 4 * step + i;
+}
+
+// The word of a lane's loaded cells of op(S) that has value `i` of row `half` of a strip. A word has two values: two k
+// of a row, or two rows at one k.
+template <bool kAlongK, int kStrips, int kDepth>
+__device__ constexpr int left_word(int strip, int half, int step, int i) {
+  return kAlongK ? (2 * strip + half) * (kDepth / 8) + 2 * step + i / 2 : (4 * step + i) * kStrips + strip;
+}
+
+// The word of a lane's loaded cells of X that has value `i` of a tile. A word has two k of a token, or two tokens at
+// one k; with one tile of tokens that are contiguous it has one token.
+template <bool kAlongK, int kN8Tiles, int kDepth> __device__ constexpr int right_word(int tile, int step, int i) {
+  return kAlongK ? tile * (kDepth / 8) + 2 * step + i / 2 : (4 * step + i) * ((kN8Tiles + 1) / 2) + tile / 2;
+}

@@ -1,0 +1,125 @@
+"""Launches ``blocksparse/blocks_mma.cu``: products of kept blocks with few tokens by mma."""
+
+from __future__ import annotations
+
+from ...device.jit.enum_codes import type_defines
+from ...device.jit.launcher import OVERLAPS, load
+from ...device.jit.structs import KernelParams, field, kernel_params
+from ...device.streams import Launch
+from ...device.transpose import SOURCE as TRANSPOSE_SOURCE
+from ...plan.kernel import Choice, launch_in_order, nothing
+from ...plan.kernel import Kernel as BaseKernel
+from ...plan.operands import Alignment, Views
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..kernel_problem import K_MAJOR, KernelProblem
+from ..prepasses import PrePasses
+from ..schedules.blocks_mma import BlocksMmaSchedule, block_rows, transposed_x
+
+_SOURCE = "blocksparse/blocks_mma.cu"
+_RESIDENT_WARPS = 16
+"""Warps that an SM runs at once, at least."""
+
+
+@kernel_params("blocksparse/params/blocks_mma.cuh")
+class BlocksMmaParams(KernelParams):
+    """Parameters of ``blocksparse/blocks_mma.cu``."""
+
+    values = field("const void*", "Values [Z, blocks, b, b].")
+    x = field("const void*", "X [Z, H, ..].")
+    bias = field("const void*", "Bias [H, rows], or null.")
+    out = field("void*", "C [Z, H, ..].")
+    order = field("const int*", "Block rows in the order in which CTAs take them, or null if in their own.")
+    pointers = field("const int*", "Index where the entries of each block row begin.")
+    columns = field("const int*", "Block column of each entry in op(S): [entries].")
+    value_index = field("const int*", "Index of each entry in the values, if S enters transposed.")
+    x_matrix = field("i64", "Elements from one matrix of X to the next.")
+    x_stride = field("i64", "Elements from one row of X to the next.")
+    out_matrix = field("i64", "Elements from one matrix of C to the next.")
+    out_row = field("i64", "Elements from one row of op(S) in C to the next.")
+    out_token = field("i64", "Elements from one token in C to the next.")
+    blocks = field("i64", "Number of kept blocks of a batch element.")
+    tokens = field("u32", "Number of columns of X.")
+    n_tiles = field("u32", "Number of token tiles of a block row.")
+    block_rows = field("u32", "Number of block rows of all heads.")
+    head_block_rows = field("u32", "Number of block rows of a head.")
+    heads = field("u32", "Number of heads, H.")
+    alpha = field("float", "Factor of the product.")
+
+
+class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
+    workspace_alignment = 256
+    default_alignment = Alignment(16)
+    sources = (_SOURCE, TRANSPOSE_SOURCE)
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        desc, device = self.descriptor, choice.device
+        self._problem = problem = KernelProblem(desc)
+        self._prepasses = PrePasses(transposed_x(desc), desc.element.itemsize, device)
+        self.workspace_size = self._prepasses.workspace_size
+        self.launches = 1 + len(self._prepasses)
+        schedule = BlocksMmaSchedule.of(desc, device.multiprocessors)
+        self._ctas = schedule.ctas(desc)
+        # The longest block rows come first if not all CTAs run at once.
+        self._ordered = self._ctas * schedule.warps > _RESIDENT_WARPS * device.multiprocessors
+        self.details = (
+            f"{self._ctas} CTAs of {schedule.rows} rows x {schedule.tokens} tokens, "
+            f"{schedule.warps} warps a block row{self._prepasses.details}"
+        )
+        self._overlapping = device.compute_capability >= OVERLAPS
+        self._function = load(
+            _SOURCE,
+            "blocks_mma",
+            32 * schedule.warps,
+            device,
+            defines(desc, schedule),
+            shared_bytes=schedule.shared_bytes(desc),
+        )
+        one, rows = desc.layout, problem.head_block_rows * desc.layout.block
+        self._parameters = BlocksMmaParams(
+            x_matrix=desc.reduction * desc.n,
+            x_stride=desc.reduction if schedule.x_along_k else desc.n,
+            out_matrix=rows * desc.n,
+            out_row=desc.n if problem.tokens_contiguous else 1,
+            out_token=1 if problem.tokens_contiguous else rows,
+            blocks=one.blocks,
+            tokens=desc.n,
+            n_tiles=schedule.n_tiles(desc),
+            block_rows=block_rows(desc),
+            head_block_rows=max(problem.head_block_rows, 1),
+            heads=one.heads,
+            alpha=desc.alpha,
+        )
+
+    def launcher(self, views: Views, workspace: int) -> Launch:
+        problem = self._problem
+        if self._ctas == 0:
+            return nothing
+        parameters = BlocksMmaParams.from_buffer_copy(self._parameters)
+        for name, at in problem.entries(views["layout"].address, ordered=self._ordered).items():
+            setattr(parameters, name, at)
+        views, prepasses = self._prepasses.bind(views, workspace)
+        parameters.values, parameters.x = views[problem.left].address, views[problem.right].address
+        parameters.out = views["c"].address
+        if "bias" in views:
+            parameters.bias = views["bias"].address
+        multiply = self._function.bind(self._ctas, parameters, overlapping=self._overlapping)
+        return launch_in_order(*prepasses, multiply) if prepasses else multiply
+
+
+def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> dict[str, int]:
+    """Macros of the kernel."""
+    problem = KernelProblem(desc)
+    return {
+        **type_defines(desc),
+        "BLOCK": desc.layout.block,
+        "WARPS": schedule.warps,
+        "STRIPS": schedule.strips,
+        "N8_TILES": schedule.n8_tiles,
+        "DEPTH": schedule.depth,
+        "UNITS": schedule.units,
+        "X_UNITS": schedule.x_units,
+        "LEFT_ALONG_K": int(problem.left_major == K_MAJOR),
+        "RIGHT_ALONG_K": int(schedule.x_along_k),
+        "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
+    }

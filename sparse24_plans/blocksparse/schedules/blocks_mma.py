@@ -1,0 +1,129 @@
+"""How ``blocksparse/blocks_mma.cu`` cuts a problem. Bits depend on the number of warps alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..kernel_problem import KernelProblem, Prepared
+from .blocks_wgmma import MULTIPROCESSORS
+
+STRIP_ROWS, TILE_TOKENS = 16, 8
+"""Rows and tokens of an mma."""
+_STRIPS = (4, 2, 1)
+"""Numbers of strips of a CTA."""
+_MOST_STRIPS = {1: 4, 2: 2, 4: 2, 8: 1}
+"""Most strips of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
+_LANE_WORDS = 32
+"""Registers of a lane for values in flight, and for cells of X in flight. With 64 tokens values have half."""
+_BUSY_CTAS = 2
+"""CTAs for each SM, below which a CTA gets fewer strips."""
+_FEW_UNITS, _MANY_UNITS = 16, 64
+"""Mean number of units of a block row below which four warps share it, and from which 16 may."""
+
+
+class BlocksMmaSchedule(NamedTuple):
+    """Everything that the kernel is compiled with beyond the problem's types."""
+
+    warps: int
+    """Warps of a CTA, which share the units of a block row."""
+    strips: int
+    """Strips of 16 rows of a CTA's tile."""
+    n8_tiles: int
+    """Tiles of eight tokens of a CTA's tile."""
+    depth: int
+    """k of a unit, which a warp multiplies at a time."""
+    x_along_k: bool
+    """Whether k is contiguous in X; otherwise its tokens are."""
+
+    @classmethod
+    def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksMmaSchedule:
+        """The schedule with the most strips that keeps the device busy."""
+        x_along_k = _reads_along_k(desc) or bool(transposed_x(desc))
+        shared = _warps(desc), n8_tiles_of(desc), unit_depth(desc.layout.block), x_along_k
+        most = min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[shared[1]])
+        tried = [cls(shared[0], one, *shared[1:]) for one in _STRIPS if one <= most]
+        busy = (one for one in tried if one.ctas(desc) >= _BUSY_CTAS * multiprocessors)
+        return next(busy, tried[-1])
+
+    @property
+    def rows(self) -> int:
+        """Rows of a CTA's tile."""
+        return STRIP_ROWS * self.strips
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a CTA's tile."""
+        return TILE_TOKENS * self.n8_tiles
+
+    @property
+    def units(self) -> int:
+        """Units of a warp whose values are in flight."""
+        words = _LANE_WORDS // 2 if self.n8_tiles == max(_MOST_STRIPS) else _LANE_WORDS
+        return max(words // (self.strips * self.depth // 4), 1)
+
+    @property
+    def x_units(self) -> int:
+        """Units of a warp whose X is in flight."""
+        cells_of_word = 1 if self.n8_tiles == 1 and not self.x_along_k else 2
+        return min(_LANE_WORDS * cells_of_word // (self.n8_tiles * self.depth // 4), self.units)
+
+    def n_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """Token tiles of a result."""
+        return -(-desc.n // self.tokens)
+
+    def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """CTAs of the launch."""
+        return desc.batch * block_rows(desc) * (desc.layout.block // self.rows) * self.n_tiles(desc)
+
+    def shared_bytes(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """Shared memory for the sums of half of the warps, padded as ``gemm/split_k.cuh`` pads them."""
+        rows, tokens = self.rows, self.tokens
+        if KernelProblem(desc).tokens_contiguous:
+            padded = rows * (tokens + (8 if tokens % 16 == 0 else 0))
+        else:
+            padded = tokens * (rows + 4)
+        return 4 * padded * self.warps // 2
+
+
+def block_rows(desc: BlockSparseMatmulDescriptor) -> int:
+    """Block rows of op(S) in all heads."""
+    return desc.layout.heads * KernelProblem(desc).head_block_rows
+
+
+def unit_depth(block: int) -> int:
+    """k of a unit: a lane loads a quarter of a row's as one piece of at most 16 bytes."""
+    return min(block, 32)
+
+
+def n8_tiles_of(desc: BlockSparseMatmulDescriptor) -> int:
+    """Tiles of eight tokens of a CTA. Units of large blocks leave less room for X."""
+    most = 8 if unit_depth(desc.layout.block) == STRIP_ROWS else 4
+    return next(one for one in _MOST_STRIPS if TILE_TOKENS * one >= desc.n or one == most)
+
+
+def transposed_x(desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
+    """X, if a pre-pass must transpose it.
+
+    A lane loads as many contiguous tokens at a time as a CTA has tiles of eight, so ``n`` must be a multiple.
+    """
+    if _reads_along_k(desc) or desc.n % n8_tiles_of(desc) == 0:
+        return ()
+    right = KernelProblem(desc).right
+    return (Prepared.of(next(one for one in desc.operands() if one.name == right), transposes=True),)
+
+
+def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
+    """Whether k is contiguous in X as the caller stores it."""
+    return desc.dense_k_last or desc.n == 1
+
+
+def _warps(desc: BlockSparseMatmulDescriptor) -> int:
+    """Warps that share a block row. They follow from the layout's shape alone, because they decide bits."""
+    one, lines = desc.layout, max(block_rows(desc), 1)
+    units = one.blocks / lines * (one.block // unit_depth(one.block))
+    if units < _FEW_UNITS:
+        return 4
+    most_strips = min(one.block // STRIP_ROWS, _STRIPS[0])
+    tiles = lines * one.block // (STRIP_ROWS * most_strips)
+    return 16 if units >= _MANY_UNITS and tiles < MULTIPROCESSORS else 8

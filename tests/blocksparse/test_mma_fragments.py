@@ -1,0 +1,159 @@
+"""Which cells the lanes of ``blocks_mma`` load and multiply: a NumPy model of the kernel and of mma.
+
+The fragments are those of the PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule, unit_depth
+
+from ..kernels.index_functions import Table, check_tables
+
+LANE = np.arange(32)
+GROUP, QUAD = LANE // 4, LANE % 4
+BOTH = (False, True)
+HEADER = "blocksparse/blocks_mma/fragments.cuh"
+
+
+def row_of(along_k: bool, strips: int, group: np.ndarray, strip: int, half: int) -> np.ndarray:
+    return 16 * strip + 8 * half + group if along_k else 2 * (strips * group + strip) + half
+
+
+def token_of(along_k: bool, tiles: int, column: np.ndarray, tile: int) -> np.ndarray:
+    return 8 * tile + column if along_k else tiles * column + tile
+
+
+def loaded_left(s: np.ndarray, along_k: bool, strips: int, depth: int) -> np.ndarray:
+    """[lanes, words, 2 values]: what each lane loads of a unit S [rows, k], in pieces of neighbours."""
+    found = []
+    for i in range(2 * strips if along_k else depth // 4):
+        k = QUAD[:, None] * (depth // 4) + np.arange(depth // 4)
+        rows = 2 * strips * GROUP[:, None] + np.arange(2 * strips)
+        piece = s[(8 * i + GROUP)[:, None], k] if along_k else s[rows, k[:, i : i + 1]]
+        found.append(piece.reshape(32, -1, 2))
+    return np.concatenate(found, axis=1)
+
+
+def loaded_right(x: np.ndarray, along_k: bool, tiles: int, depth: int) -> np.ndarray:
+    """[lanes, words, 2 values]: what each lane loads of a unit X [k, tokens]."""
+    found = []
+    for i in range(tiles if along_k else depth // 4):
+        k = QUAD[:, None] * (depth // 4) + np.arange(depth // 4)
+        tokens = tiles * GROUP[:, None] + np.arange(tiles)
+        piece = x[k, (8 * i + GROUP)[:, None]] if along_k else x[k[:, i : i + 1], tokens]
+        piece = piece if piece.shape[1] > 1 else np.pad(piece, ((0, 0), (0, 1)))  # one half of a word
+        found.append(piece.reshape(32, -1, 2))
+    return np.concatenate(found, axis=1)
+
+
+def left_word(along_k: bool, strips: int, depth: int, strip: int, half: int, step: int, i: int) -> int:
+    return (
+        (2 * strip + half) * (depth // 8) + 2 * step + i // 2 if along_k else (4 * step + i) * strips + strip
+    )
+
+
+def right_word(along_k: bool, tiles: int, depth: int, tile: int, step: int, i: int) -> int:
+    words = (tiles + 1) // 2
+    return tile * (depth // 8) + 2 * step + i // 2 if along_k else (4 * step + i) * words + tile // 2
+
+
+def pair(words: np.ndarray, along_k: bool, at: int, stride: int, upper: bool) -> np.ndarray:
+    """[lanes, 2]: a register of a fragment, of one word or of the halves of two."""
+    if along_k:
+        return words[:, at]
+    return np.stack([words[:, at, int(upper)], words[:, at + stride, int(upper)]], axis=1)
+
+
+def mma(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[lanes, 4]: the sums of each lane, from registers A [lanes, 4, 2] and B [lanes, 2, 2]."""
+    wide_a, wide_b = np.zeros((16, 16)), np.zeros((16, 8))
+    for i, half in itertools.product(range(4), range(2)):
+        wide_a[GROUP + 8 * (i % 2), 2 * QUAD + half + 8 * (i // 2)] = a[:, i, half]
+    for i, half in itertools.product(range(2), range(2)):
+        wide_b[2 * QUAD + half + 8 * i, GROUP] = b[:, i, half]
+    c = wide_a @ wide_b
+    return np.stack([c[GROUP + 8 * (i // 2), 2 * QUAD + i % 2] for i in range(4)], axis=1)
+
+
+@pytest.mark.parametrize("left_along_k", BOTH)
+@pytest.mark.parametrize("right_along_k", BOTH)
+@pytest.mark.parametrize(("depth", "strips"), [(16, 1), (32, 1), (32, 2), (32, 4)])
+@pytest.mark.parametrize("tiles", [1, 2, 4, 8])
+def test_lanes_multiply_what_they_load(left_along_k, right_along_k, depth, strips, tiles):
+    rng = np.random.default_rng(tiles)
+    s, x = rng.standard_normal((16 * strips, depth)), rng.standard_normal((depth, 8 * tiles))
+    left = loaded_left(s, left_along_k, strips, depth)
+    right = loaded_right(x, right_along_k, tiles, depth)
+    assert left.shape[1] == strips * depth // 4
+    c = np.full((16 * strips, 8 * tiles), np.nan)
+    for strip, tile in itertools.product(range(strips), range(tiles)):
+        sums = np.zeros((32, 4))
+        for step in range(depth // 16):
+            a = []
+            for i in range(4):
+                at = left_word(left_along_k, strips, depth, strip, i % 2, step, i // 2 * 2)
+                a.append(pair(left, left_along_k, at, strips, i % 2 == 1))
+            b = []
+            for i in range(2):
+                at = right_word(right_along_k, tiles, depth, tile, step, 2 * i)
+                b.append(pair(right, right_along_k, at, (tiles + 1) // 2, tile % 2 == 1))
+            sums += mma(np.stack(a, axis=1), np.stack(b, axis=1))
+        for i in range(4):
+            rows = row_of(left_along_k, strips, GROUP, strip, i // 2)
+            c[rows, token_of(right_along_k, tiles, 2 * QUAD + i % 2, tile)] = sums[:, i]
+    assert np.allclose(c, s @ x)  # NaN is left where no lane has a result
+
+
+def test_the_kernel_has_the_models_places():
+    tables = []
+    for along_k, width in itertools.product(BOTH, (1, 2, 4, 8)):
+        word = str(along_k).lower()
+        group, strip, half = np.ogrid[:8, :width, :2]
+        if width < 8:
+            values = row_of(along_k, width, group, strip, half)
+            tables.append(Table(f"fragment_row<{word}, {width}>(i0, i1, i2)", values + 0 * strip))
+        values = token_of(along_k, width, *np.ogrid[:8, :width])
+        tables.append(Table(f"fragment_token<{word}, {width}>(i0, i1)", values))
+        for depth in (16, 32):
+            strip, half, step, i = np.ogrid[:width, :2, : depth // 16, :4]
+            values = left_word(along_k, width, depth, strip, half, step, i) + 0 * half
+            tables.append(Table(f"left_word<{word}, {width}, {depth}>(i0, i1, i2, i3)", values))
+            tile, step, i = np.ogrid[:width, : depth // 16, :4]
+            values = right_word(along_k, width, depth, tile, step, i)
+            tables.append(Table(f"right_word<{word}, {width}, {depth}>(i0, i1, i2)", values + 0 * tile))
+    for depth in (16, 32):
+        quad, step, i = np.ogrid[:4, : depth // 16, :4]
+        tables.append(Table(f"fragment_k<{depth}>(i0, i1, i2)", depth // 4 * quad + 4 * step + i))
+    check_tables(HEADER, {}, *tables)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("op", ["dsd", "dds"])
+@pytest.mark.parametrize("k_last", BOTH)
+def test_schedules_fit_and_warps_follow_from_the_layout_alone(block, op, k_last):
+    """Registers hold what is in flight, and units of a round keep their registers."""
+    turned = {"trans_b" if op == "dsd" else "trans_a": k_last == (op == "dsd")}
+    for rows, cols, density in itertools.product((1, 40, 640), (1, 40, 640), (0.0, 0.05, 0.3, 1.0)):
+        blocks = int(rows * cols * density)
+        shape = BlockSparseShape(heads=1, rows=rows * block, cols=cols * block, block=block, blocks=blocks)
+        desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=1, element="bf16", **turned)
+        tried = {
+            n: BlocksMmaSchedule.of(desc.model_copy(update={"n": n}), sms)
+            for n, sms in itertools.product((1, 2, 7, 8, 9, 24, 32, 33, 63, 64, 65, 4096), (1, 132))
+        }
+        assert len({one.warps for one in tried.values()}) == 1
+        for n, one in tried.items():
+            assert one.depth == unit_depth(block)
+            assert block % one.rows == 0
+            assert one.warps % (block // one.depth) == 0
+            assert one.strips * one.depth // 4 * one.units <= 32
+            assert 32 % one.units == one.units % one.x_units == 0
+            assert 1 <= one.x_units <= one.units
+            if not one.x_along_k:
+                assert n % one.n8_tiles == 0

@@ -1,0 +1,271 @@
+"""``blocks_mma``: products of few tokens against float64, edges of tiles, bits, masks; when it is chosen."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseMatmulArgs,
+    BlockSparseMatmulDescriptor,
+    BlockSparseMatmulPlan,
+    BlockSparseShape,
+    UnsupportedError,
+    explain,
+)
+from sparse24_plans.blocksparse.schedules import blocks_mma as schedules
+from sparse24_plans.plan.schedule_choice import constants
+
+from ..sample_devices import A100, H200
+from ..support import same_bits
+from . import products_on_gpu as shared
+from .problems import Operands, random_operands
+from .products_on_gpu import gpu, random_check
+from .sample_layouts import random_layout
+from .test_products import check
+
+OPS = ("dsd", "dds")
+BLOCKS = (16, 32, 64, 128)
+TOKENS = (1, 2, 3, 8, 9, 12, 16, 17, 20, 32, 33, 36, 40, 63, 64, 65)
+"""n: round the tokens of each tile; with rows that lanes can load in place, or that must be transposed."""
+FORCED = {"prefer_backend": "blocks_mma"}
+
+
+def plan_of(**fields: Any) -> BlockSparseMatmulPlan:
+    desc = BlockSparseMatmulDescriptor(**{"n": 40, "batch": 2, "element": "bf16", **fields})
+    return BlockSparseMatmulPlan.select(desc, device=0, preference=FORCED)
+
+
+# Selection, without a GPU -------------------------------------------------------------------------
+
+SHAPE = BlockSparseShape(heads=1, rows=4096, cols=4096, block=64, blocks=800)
+chosen = partial(shared.chosen, layout=SHAPE)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_it_serves_few_tokens_up_to_the_measured_number(device, op, monkeypatch):
+    for n in (1, 8, 64):
+        assert chosen(op=op, n=n, device=device) != "blocks_mma"
+    monkeypatch.setitem(constants("blocks_mma"), "most_n", 8)
+    wanted = {0: False, 1: True, 8: True, 9: False}
+    for n, packed in itertools.product(wanted, (False, True)):
+        found = chosen(op=op, n=n, device=device, packed=packed, trans_b=op == "dds")
+        assert (found == "blocks_mma") == wanted[n]
+    # Kernels that serve more tokens have other bits.
+    wanted_bits = {"require": {"batch_invariant": True}}
+    assert chosen(op=op, n=8, device=device, preference=wanted_bits) != "blocks_mma"
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 4096])
+def test_a_preference_names_it_for_any_n_with_every_promise(device, n):
+    wanted = {**FORCED, "require": {"batch_invariant": True, "nonfinite": "skips_pruned"}}
+    for op, block in itertools.product(OPS, BLOCKS):
+        layout = SHAPE.model_copy(update={"block": block})
+        assert chosen(op=op, n=n, layout=layout, device=device, preference=wanted) == "blocks_mma_any"
+
+
+def test_it_replaces_no_kernel_where_others_are_refused():
+    strict = {"max_workspace_bytes": 0}
+    assert chosen(n=63, device=A100, preference=strict) == "blocks_strict_any"
+    assert chosen(n=64, device=A100, preference={"tier": "tensor_core"}) == "blocks_mma_any"
+
+
+def test_why_not():
+    def refused(words: str, preference: Any = None, **fields: Any) -> None:
+        wanted = {**FORCED, **(preference or {})}
+        desc = {"op": "dsd", "layout": SHAPE, "n": 12, "element": "bf16", **fields}
+        with pytest.raises(UnsupportedError, match=words):
+            BlockSparseMatmulPlan.compile(BlockSparseMatmulDescriptor(**desc), device=H200, preference=wanted)
+
+    refused(r"blocks_mma_any: does not serve op sdd", op="sdd")
+    refused(r"blocks_mma.*: serves elements f16, bf16, not f32", element="f32")
+    refused(r"does not serve inner sparse24", inner="sparse24")
+    refused(r"needs a workspace of 73728 bytes, max_workspace_bytes is 0", {"max_workspace_bytes": 0}, n=9)
+
+
+@pytest.mark.parametrize(("n", "transposed"), [(1, False), (7, False), (9, True), (12, False), (36, False)])
+def test_x_is_transposed_only_if_lanes_cannot_load_neighbouring_tokens(n, transposed):
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=n, element="bf16")
+    found = explain(desc, preference=FORCED, device=H200)
+    assert ("transposed first" in found.details) == transposed
+    assert (found.workspace_size > 0) == transposed
+    other = explain(desc.model_copy(update={"trans_b": True}), preference=FORCED, device=H200)
+    assert other.workspace_size == 0
+
+
+# Results ------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+@shared.every_turn
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+def test_every_operand_may_be_transposed(op, turned, block, element):
+    layout = random_layout(rows=5, cols=4, block=block)
+    for n in (1, 6, 15, 24, 40, 64):
+        fields = {"trans_a": turned[0], "trans_b": turned[1], "element": element, "n": n}
+        random_check(plan_of, layout, op=op, **fields)
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+@shared.every_edge
+@shared.every_size
+def test_layouts_and_sizes_at_their_edges(op, name, sizes):
+    for block in BLOCKS:
+        shared.layouts_and_sizes_at_their_edges(plan_of, op, name, block, sizes)
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("n", TOKENS)
+def test_edges_of_tiles(op, n):
+    for block in BLOCKS:
+        shared.edges_of_tiles(plan_of, op, n, block)
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@shared.every_density
+def test_lines_of_many_words(block, density):
+    for op in OPS:
+        shared.lines_of_many_words(plan_of, op, block, density)
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+@shared.every_turn
+@pytest.mark.parametrize("block", BLOCKS)
+def test_long_and_uneven_lines(op, turned, block):
+    """Lines of several rounds of each warp, or of none; with 16, eight and four warps; CTAs in many waves."""
+    sizes = (3, 12288 // block), (3, 1024 // block), (33600 // block, 9)
+    for seed, (lines, across) in enumerate(sizes):
+        kept = np.random.default_rng(seed).random((1, lines, across)) < 1 / np.arange(1, lines + 1)[:, None]
+        layout = BlockSparseLayout(kept, block)
+        layout = layout.transposed() if (op == "dds") != turned[op == "dds"] else layout
+        random_check(plan_of, layout, op=op, n=5, trans_a=turned[0], trans_b=turned[1], batch=1)
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+def test_any_n_with_every_result(op):
+    shared.any_n_with_every_result(plan_of, op)
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+@shared.every_epilogue
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+def test_epilogues(op, epilogue, element):
+    shared.epilogues(plan_of, op, epilogue, element)
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("op", OPS)
+def test_what_meets_no_kept_block_is_not_read(op, block):
+    shared.what_meets_nothing_is_not_read(plan_of, op, block, [(np.s_[block:], np.nan)])
+
+
+@gpu
+def test_a_line_without_a_block_beside_one_with_infinities():
+    for block in BLOCKS:
+        shared.a_line_without_a_block_beside_one_with_infinities(plan_of, block)
+
+
+# Bits ---------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("op", OPS)
+def test_bits_do_not_depend_on_what_is_beside(op, block):
+    shared.bits_do_not_depend_on_what_is_beside(plan_of, op, block)
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+def test_bits_of_another_run(op):
+    shared.bits_of_another_run(plan_of, op)
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("n", [1, 8, 12, 36, 63])
+def test_bits_do_not_depend_on_strips_or_on_what_is_transposed(op, block, n, monkeypatch):
+    """One product with the most strips and with one, and with either operand stored either way."""
+    layout = random_layout(seed=block, heads=2, rows=768 // block, cols=1280 // block, block=block)
+    sparse, dense = ("a", "b") if op == "dsd" else ("b", "a")
+    fields = {"op": op, "n": n, "element": "bf16"}
+    plain = random_operands(
+        BlockSparseMatmulDescriptor(layout=layout, **fields), layout, np.random.default_rng(n)
+    )
+    found = []
+    for busy, s_turned, x_turned in itertools.product((0, 1 << 20), (False, True), (False, True)):
+        monkeypatch.setattr(schedules, "_BUSY_CTAS", busy)
+        operands = _turned(plain, sparse) if s_turned else plain
+        if x_turned:
+            operands = operands.with_(**{dense: np.ascontiguousarray(operands[dense].swapaxes(-1, -2))})
+        turned = {f"trans_{sparse}": s_turned, f"trans_{dense}": x_turned}
+        plan = BlockSparseMatmulPlan.select(
+            BlockSparseMatmulDescriptor(layout=operands.layout, **fields, **turned),
+            device=0,
+            preference={**FORCED, "max_workspace_bytes": (1 << 30) + busy},  # of its own: plans are cached
+        )
+        found.append(check(plan, operands))
+    assert all(same_bits(found[0], one) for one in found)
+
+
+def _turned(operands: Operands, sparse: str) -> Operands:
+    """The operands with the sparse one stored transposed."""
+    layout = operands.layout
+    places = np.full(layout.bitmap.shape, -1)
+    places[layout.bitmap] = np.arange(layout.shape.blocks)
+    order = places.transpose(0, 2, 1)[layout.bitmap.transpose(0, 2, 1)]
+    values = np.ascontiguousarray(operands[sparse][:, order].swapaxes(-1, -2))
+    return Operands(layout.transposed(), {**operands.arrays, sparse: values})
+
+
+# Tables and packed operands -----------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+def test_another_mask_reaches_what_was_captured(op):
+    shared.another_mask_reaches_what_was_captured(plan_of, op)
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_another_kernel_has_packed_is_multiplied(block):
+    import cupy
+
+    layout = random_layout(seed=2, heads=2, rows=6, cols=8, block=block)
+    rng = cupy.random.default_rng(3)
+    values = rng.standard_normal((1, layout.shape.blocks, block, block)).astype(np.float16)
+    x = rng.standard_normal((1, 2, layout.shape.cols, 12)).astype(np.float16)
+    plans = [
+        BlockSparseMatmulPlan.select(
+            BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=n, element="f16", packed=True),
+            device=0,
+            preference={"prefer_backend": backend},
+        )
+        for n, backend in ((256, "blocks_wgmma"), (12, "blocks_mma"))
+    ]
+    results = []
+    for plan in plans:
+        y = cupy.full((1, 2, layout.shape.rows, 12), np.nan, np.float16)
+        args = BlockSparseMatmulArgs(layout=None, a=plan.pack(layout, values), b=x, c=y)
+        plans[1].run(args)
+        results.append(y.get())
+    assert np.isfinite(results[0]).all()
+    assert same_bits(*results)
