@@ -20,6 +20,10 @@ _BUSY_CTAS = 2
 """CTAs for each SM, below which a CTA gets fewer strips."""
 _FEW_UNITS, _MANY_UNITS = 16, 64
 """Mean number of units of a block row below which four warps share it, and from which 16 may."""
+_MANY_TILES, _FEW_TILES = 6 * MULTIPROCESSORS, MULTIPROCESSORS
+"""Row tiles from which CTAs of four warps keep the H200 busy, and below which 16 warps share a block row."""
+_LONG_UNITS = 512
+"""Units of a full block row beyond which four warps would take too long for it."""
 
 
 class BlocksMmaSchedule(NamedTuple):
@@ -119,11 +123,16 @@ def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
 
 
 def _warps(desc: BlockSparseMatmulDescriptor) -> int:
-    """Warps that share a block row. They follow from the layout's shape alone, because they decide bits."""
+    """Warps that share a block row. They follow from the layout's shape alone, because they decide bits.
+
+    The fewer share it, the more units each has, and the less of a CTA's time is the wait for its first ones.
+    """
     one, lines = desc.layout, max(block_rows(desc), 1)
-    units = one.blocks / lines * (one.block // unit_depth(one.block))
-    if units < _FEW_UNITS:
+    depth = unit_depth(one.block)
+    units, tiles = (
+        one.blocks / lines * (one.block // depth),
+        lines * -(-one.block // (STRIP_ROWS * _STRIPS[0])),
+    )
+    if units < _FEW_UNITS or (tiles >= _MANY_TILES and desc.reduction <= _LONG_UNITS * depth):
         return 4
-    most_strips = min(one.block // STRIP_ROWS, _STRIPS[0])
-    tiles = lines * one.block // (STRIP_ROWS * most_strips)
-    return 16 if units >= _MANY_UNITS and tiles < MULTIPROCESSORS else 8
+    return 16 if units >= _MANY_UNITS and tiles < _FEW_TILES else 8
