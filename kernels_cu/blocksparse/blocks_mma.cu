@@ -39,6 +39,9 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kDepth = S24_DEPTH, kSteps = kDepth / 16, kLaneK = kDepth / 4;  // k of a unit, and of a lane
   static constexpr int kBlockUnits = kBlock / kDepth, kBlockWarps = kWarps / kBlockUnits;
   static constexpr int kThreads = 32 * kWarps, kSlots = kWarps / 2;
+  // Resident warps of an SM, which bound a thread's registers. More fit if a unit has few rows, and X is not loaded as
+  // single tokens, each of which takes a register.
+  static constexpr int kResidentWarps = kN8Tiles == 1 && kStrips < 4 && (kRightAlongK || kStrips > 1) ? 24 : 16;
   static constexpr int kTileM = 16 * kStrips, kTileN = 8 * kN8Tiles, kRowTiles = kBlock / kTileM;
   // Words of a lane's loads: of a unit, and of one load.
   static constexpr int kLeftWords = kStrips * kLaneK, kLeftLoad = kLeftAlongK ? kLaneK / 2 : kStrips;
@@ -244,7 +247,7 @@ __device__ __forceinline__ void write(const BlocksMmaParams& p, const WorkTile& 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, 16 / Config::kWarps)
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResidentWarps / Config::kWarps)
     blocks_mma(const __grid_constant__ BlocksMmaParams p) {
   extern __shared__ __align__(16) float buffers[];
   float acc[kStrips][kN8Tiles][4];
