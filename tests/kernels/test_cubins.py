@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, compilat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPARSE24_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(StorageError, match="SPARSE24_CACHE_DIR") as caught:
-        cubins.compiled(*INFLATE).path
+        cubins.compiled(*INFLATE)
     assert caught.value.filename == str(tmp_path / "file" / "cache")
     assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
 
@@ -137,14 +137,14 @@ def test_a_full_disk_leaves_nothing_behind(monkeypatch, cache, compilations):
 
     monkeypatch.setattr(cubins.os, "replace", full)
     with pytest.raises(StorageError, match="No space left"):
-        cubins.compiled(*INFLATE).path
+        cubins.compiled(*INFLATE)
     assert list(cache.iterdir()) == []
 
 
 def test_a_syntax_error_shows_the_compilers_log(cache, kernels):
     (kernels / "weights/inflate.cu").write_text('#include "common/types.cuh"\nint broken( { return 0; }\n')
     with pytest.raises(DriverError) as caught:
-        cubins.compiled(*INFLATE).path
+        cubins.compiled(*INFLATE)
     for word in ("weights/inflate.cu", "sm_80", "weights/inflate.cu(2): error"):
         assert word in str(caught.value)
     assert caught.value.code == 6  # NVRTC_ERROR_COMPILATION
@@ -153,7 +153,7 @@ def test_a_syntax_error_shows_the_compilers_log(cache, kernels):
 
 def test_an_architecture_that_the_compiler_does_not_know(cache):
     with pytest.raises(DriverError, match="sm_999"):
-        cubins.compiled(INFLATE[0], "sm_999", INFLATE[2]).path
+        cubins.compiled(INFLATE[0], "sm_999", INFLATE[2])
 
 
 COMPILE = f"""
