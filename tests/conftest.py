@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from sparse24_plans.device.jit.compiler import load_nvrtc
 
 from .support import HAS_GPU
 
+_HANGS_AFTER_S = 300
+_watched_since, _log = -float("inf"), 2
 FOR_GPUS = pytest.StashKey[int]()
 """The number of tests that were left out because they need a GPU."""
 
@@ -24,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--share",
         metavar="I/N",
         default="1/1",
-        help="only one of N shares of the tests, each about as many; failures are named as they happen",
+        help="only one of N shares of the tests, each about as many",
     )
     parser.addoption(
         "--compile",
@@ -42,11 +46,25 @@ def pytest_configure() -> None:
     except BackendUnavailableError as error:
         pytest.exit(f"{error}; for tests without a GPU the extra nvrtc12 or nvrtc13 is enough", returncode=4)
     gc.disable()  # the tests, which collection makes, are no garbage
+    global _log
+    _log = os.dup(sys.__stderr__.fileno())  # what is captured later is no log
+
+
+def pytest_runtest_setup() -> None:
+    """Print what a test waits for that hangs for minutes. A timer is a thread, so not every test sets one."""
+    global _watched_since
+    if time.monotonic() - _watched_since > _HANGS_AFTER_S / 5:
+        _watched_since = time.monotonic()
+        faulthandler.dump_traceback_later(_HANGS_AFTER_S, file=_log)
+
+
+def pytest_unconfigure() -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A suite that is cut off has still said what failed."""
-    if report.failed and any(word.startswith("--share") for word in sys.argv):
+    """In a log, a suite that is cut off has still said what failed."""
+    if report.failed and not sys.__stderr__.isatty():
         print(f"\nfailed: {report.nodeid}", file=sys.__stderr__, flush=True)
 
 

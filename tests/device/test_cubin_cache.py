@@ -72,7 +72,7 @@ def someone_elses(monkeypatch, path: Path) -> None:
 def test_what_is_made_is_as_readable_as_the_umask_allows(folder, compilations, umask, file_mode, folder_mode):
     before = os.umask(umask)
     try:
-        path = cubins.cubin_path(*INFLATE)
+        path = cubins.compiled(*INFLATE).path
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == file_mode
@@ -82,7 +82,7 @@ def test_what_is_made_is_as_readable_as_the_umask_allows(folder, compilations, u
 
 
 def test_roots_cache_serves_a_user_who_cannot_write_it(monkeypatch, folder, compilations):
-    path = cubins.cubin_path(*INFLATE)
+    path = cubins.compiled(*INFLATE).path
     monkeypatch.setattr(os, "geteuid", lambda: ANOTHER_USER)
     owner = path.stat().st_uid
     if owner != 0:
@@ -99,7 +99,7 @@ def test_roots_cache_serves_a_user_who_cannot_write_it(monkeypatch, folder, comp
 @given(data=st.data())
 def test_a_changed_file_is_never_loaded_but_replaced(folder, compilations, data):
     """Cut short, emptied, lengthened, or any of its bits changed, those of the checksum among them."""
-    path = cubins.cubin_path(*INFLATE)
+    path = cubins.compiled(*INFLATE).path
     whole = path.read_bytes()
     how = data.draw(st.sampled_from(["cut", "flip", "more", "garbage"]))
     if how == "cut":
@@ -120,8 +120,8 @@ def test_a_changed_file_is_never_loaded_but_replaced(folder, compilations, data)
 
 
 def test_a_sound_file_under_another_kernels_name_is_not_loaded(folder, compilations):
-    one = cubins.cubin_path(*INFLATE)
-    other = cubins.cubin_path(INFLATE[0], "sm_90a", INFLATE[2])
+    one = cubins.compiled(*INFLATE).path
+    other = cubins.compiled(INFLATE[0], "sm_90a", INFLATE[2]).path
     one.write_bytes(other.read_bytes())
     cubins.cubin(*INFLATE)
     assert len(compilations) == 3
@@ -129,7 +129,7 @@ def test_a_sound_file_under_another_kernels_name_is_not_loaded(folder, compilati
 
 @pytest.mark.parametrize("mode", [None, 0o666, 0o664, 0o620], ids=["another user's", "666", "664", "620"])
 def test_a_file_that_another_user_can_have_written_is_replaced(monkeypatch, folder, compilations, mode):
-    path = cubins.cubin_path(*INFLATE)
+    path = cubins.compiled(*INFLATE).path
     inode = path.stat().st_ino
     if mode is None:
         someone_elses(monkeypatch, path)
@@ -142,7 +142,7 @@ def test_a_file_that_another_user_can_have_written_is_replaced(monkeypatch, fold
 
 def test_what_is_no_file_is_neither_read_nor_replaced(folder, compilations):
     """To open a pipe would wait for ever."""
-    path = cubins.cubin_path(*INFLATE)
+    path = cubins.compiled(*INFLATE).path
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(StorageError, match=r"regular file.*SPARSE24_CACHE_DIR"):
@@ -257,7 +257,7 @@ def test_the_compilers_version_is_known_to_the_patch():
 
 
 def test_another_patch_of_the_compiler_is_another_file(monkeypatch, folder, compilations):
-    before = cubins.cubin_path(*INFLATE)
+    before = cubins.compiled(*INFLATE).path
     build = compiler.nvrtc_build()
     monkeypatch.setattr(compiler, "nvrtc_build", lambda: build + "1")
-    assert cubins.cubin_path(*INFLATE) != before
+    assert cubins.compiled(*INFLATE).path != before

@@ -49,8 +49,8 @@ def problem(n: int) -> GemmSparse24Descriptor:
 
 
 def test_a_compilation_and_a_kernel_from_the_cache(folder, said):
-    path = cubins.cubin_path(*INFLATE)
-    cubins.cubin_path(*INFLATE)
+    path = cubins.compiled(*INFLATE).path
+    cubins.compiled(*INFLATE)
     (first, second) = said()
     assert first[:2] == ("compile", "INFO")
     assert first[2].startswith("weights/inflate.cu for sm_80: compiled in ")
@@ -67,9 +67,9 @@ def test_a_compilation_and_a_kernel_from_the_cache(folder, said):
     ids=["damaged", "writable"],
 )
 def test_a_file_that_is_not_loaded_is_a_warning(folder, said, spoil, words):
-    path = cubins.cubin_path(*INFLATE)
+    path = cubins.compiled(*INFLATE).path
     spoil(path)
-    cubins.cubin_path(*INFLATE)
+    cubins.compiled(*INFLATE)
     warnings = [message for _, level, message in said() if level == "WARNING"]
     assert len(warnings) == 1
     assert str(path) in warnings[0]

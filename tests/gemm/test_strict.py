@@ -79,6 +79,24 @@ def test_fma_near_ties(a, b, shift, nudge):
     assert same_bits(np.array(got), np.array(exact_fma(a, b, c)))
 
 
+@settings(max_examples=300, deadline=None)
+@given(part=st.integers(-600, 600), addend=st.integers(-(2**23), 2**23), scale=st.integers(-4, 0))
+def test_fma_near_ties_of_subnormals(part, addend, scale):
+    """Products of nearly half the least float32, or other powers of two, added to subnormal ones."""
+    a, b = (np.float32(math.ldexp(2**24 + one, power)) for one, power in ((part, -98), (-part, scale - 98)))
+    c = as_f32(abs(addend) | (addend < 0) << 31)
+    got = fma_f32(np.array([a]), np.array([b]), np.array([c]))[0]
+    assert same_bits(np.array(got), np.array(exact_fma(a, b, c)))
+
+
+@given(st.lists(st.tuples(f32_bits, f32_bits, f32_bits), min_size=2, max_size=9))
+def test_an_fma_does_not_depend_on_its_neighbours(rows):
+    a, b, c = np.array(rows, np.uint32).T.copy().view(np.float32)
+    with np.errstate(all="ignore"):
+        got, alone = fma_f32(a, b, c), [fma_f32(*one)[0] for one in np.stack([a, b, c], axis=1)[..., None]]
+    assert same_bits(got, np.array(alone))
+
+
 def test_a_twice_rounded_sum_would_be_wrong():
     """The correction is needed: 2^-24 * (1 - 2^-46) lies just below half a unit of c: float64 misses it."""
     a, b, c = (np.array([v], np.float32) for v in (2**-24 * (1 + 2**-23), 1 - 2**-23, 1 + 2**-23))

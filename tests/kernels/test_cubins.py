@@ -51,9 +51,9 @@ def compilations(monkeypatch) -> list[str]:
 
 
 def test_a_kernel_is_compiled_once_and_kept(cache, compilations):
-    path = cubins.cubin_path(*INFLATE)
+    path = cubins.compiled(*INFLATE).path
     assert cubins.cubin(*INFLATE) == b"a cubin"
-    assert cubins.cubin_path(*INFLATE) == path
+    assert cubins.compiled(*INFLATE).path == path
     assert compilations == ["weights/inflate.cu"]
     assert list(cache.iterdir()) == [path]
 
@@ -72,36 +72,36 @@ def test_what_is_kept_is_what_was_compiled(cache):
     ],
 )
 def test_another_kernel_architecture_or_macro_is_another_file(cache, compilations, other):
-    assert cubins.cubin_path(*other) != cubins.cubin_path(*INFLATE)
+    assert cubins.compiled(*other).path != cubins.compiled(*INFLATE).path
     assert len(compilations) == 2
 
 
 def test_the_order_of_macros_does_not_matter(cache, compilations):
     backwards = dict(reversed(INFLATE[2].items()))
-    assert cubins.cubin_path(INFLATE[0], INFLATE[1], backwards) == cubins.cubin_path(*INFLATE)
+    assert cubins.compiled(INFLATE[0], INFLATE[1], backwards).path == cubins.compiled(*INFLATE).path
 
 
 @pytest.mark.parametrize("name", ["weights/inflate.cu", "weights/params/inflate.cuh", "common/types.cuh"])
 def test_a_changed_source_or_header_is_another_file(cache, compilations, kernels, name):
-    before = cubins.cubin_path(*INFLATE)
+    before = cubins.compiled(*INFLATE).path
     with open(kernels / name, "a") as file:
         file.write("// changed\n")
-    assert cubins.cubin_path(*INFLATE) != before
+    assert cubins.compiled(*INFLATE).path != before
     assert len(compilations) == 2
 
 
 def test_a_changed_file_that_is_not_included_changes_nothing(cache, compilations, kernels):
-    before = cubins.cubin_path(*INFLATE)
+    before = cubins.compiled(*INFLATE).path
     (kernels / "gemm/inflate_cublas.cu").write_text("")
-    assert cubins.cubin_path(*INFLATE) == before
+    assert cubins.compiled(*INFLATE).path == before
 
 
 def test_another_compiler_is_another_file(cache, compilations, monkeypatch):
     from cupy.cuda import nvrtc
 
-    before = cubins.cubin_path(*INFLATE)
+    before = cubins.compiled(*INFLATE).path
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (99, 0))
-    assert cubins.cubin_path(*INFLATE) != before
+    assert cubins.compiled(*INFLATE).path != before
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, compilat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPARSE24_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(StorageError, match="SPARSE24_CACHE_DIR") as caught:
-        cubins.cubin_path(*INFLATE)
+        cubins.compiled(*INFLATE)
     assert caught.value.filename == str(tmp_path / "file" / "cache")
     assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
 
@@ -137,14 +137,14 @@ def test_a_full_disk_leaves_nothing_behind(monkeypatch, cache, compilations):
 
     monkeypatch.setattr(cubins.os, "replace", full)
     with pytest.raises(StorageError, match="No space left"):
-        cubins.cubin_path(*INFLATE)
+        cubins.compiled(*INFLATE)
     assert list(cache.iterdir()) == []
 
 
 def test_a_syntax_error_shows_the_compilers_log(cache, kernels):
     (kernels / "weights/inflate.cu").write_text('#include "common/types.cuh"\nint broken( { return 0; }\n')
     with pytest.raises(DriverError) as caught:
-        cubins.cubin_path(*INFLATE)
+        cubins.compiled(*INFLATE)
     for word in ("weights/inflate.cu", "sm_80", "weights/inflate.cu(2): error"):
         assert word in str(caught.value)
     assert caught.value.code == 6  # NVRTC_ERROR_COMPILATION
@@ -153,12 +153,12 @@ def test_a_syntax_error_shows_the_compilers_log(cache, kernels):
 
 def test_an_architecture_that_the_compiler_does_not_know(cache):
     with pytest.raises(DriverError, match="sm_999"):
-        cubins.cubin_path(INFLATE[0], "sm_999", INFLATE[2])
+        cubins.compiled(INFLATE[0], "sm_999", INFLATE[2])
 
 
 COMPILE = f"""
-from sparse24_plans.device.jit.cache import cubin_path
-print(cubin_path{INFLATE!r})
+from sparse24_plans.device.jit.cache import compiled
+print(compiled{INFLATE!r}.path)
 """
 
 

@@ -69,11 +69,6 @@ def cubin(source: str, arch: str, defines: Mapping[str, int]) -> bytes:
     return _load_or_compile(source, arch, defines)[1]
 
 
-def cubin_path(source: str, arch: str, defines: Mapping[str, int]) -> Path:
-    """Return the path of the compiled kernel; the file exists and is sound."""
-    return compiled(source, arch, defines).path
-
-
 def compiled(source: str, arch: str, defines: Mapping[str, int]) -> CompiledKernel:
     """Compile the kernel into the cache if needed and describe it. Raises what :func:`cubin` raises."""
     path, found, seconds = _load_or_compile(source, arch, defines)
