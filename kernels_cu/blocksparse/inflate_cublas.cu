@@ -63,10 +63,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
 extern "C" __global__ void __launch_bounds__(Config::kThreads) finish(const __grid_constant__ InflateBlocksParams p) {
   constexpr int kVector = 16 / sizeof(Config::Out::Bits);
   const i64 step = (i64)gridDim.x * Config::kThreads * kVector, bias_rows = p.heads * p.out_rows;
+  const bool has_bias = Config::kEpilogue != EpilogueKind::IDENTITY && p.bias;
   for (i64 first = ((i64)blockIdx.x * Config::kThreads + threadIdx.x) * kVector; first < p.out_elements;
        first += step) {
-    const i64 row = first / p.out_columns, inside = p.out_elements - first;
-    i64 column = first % p.out_columns, at = row * p.product_columns + column, bias_row = row % bias_rows;
+    const i64 row = first / p.out_columns;
+    const int inside = (int)min((i64)kVector, p.out_elements - first);
+    u32 column = (u32)(first - row * p.out_columns);
+    i64 at = row * p.product_columns + column, bias_row = row % bias_rows;
     // Only rows that share a bias end within 16 bytes: where each column has one, they are whole blocks.
     const i64 bias0 = p.bias_per_row ? 0 : bias_row / p.out_rows * p.out_columns;
     float sums[kVector] = {}, biases[kVector] = {};
@@ -74,10 +77,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) finish(const __gr
     for (int j = 0; j < kVector; ++j) {
       if (j < inside) {
         if (p.product) sums[j] = Config::Product::to_float(((const Config::Product::Bits*)p.product)[at]);
-        if (p.bias) biases[j] = bias_at<Config>(p.bias, p.bias_per_row ? bias_row : bias0 + column);
+        if (has_bias) biases[j] = bias_at<Config>(p.bias, p.bias_per_row ? bias_row : bias0 + column);
       }
       ++column, ++at;
-      if (column == p.out_columns) {
+      if (column == (u32)p.out_columns) {
         column = 0, at += p.product_columns - p.out_columns;
         bias_row = bias_row + 1 == bias_rows ? 0 : bias_row + 1;
       }
@@ -87,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) finish(const __gr
     for (int j = 0; j < kVector; ++j)
       found.cells[j] = Config::Out::from_float(epilogue<Config, FastMath>(sums[j], 1.0f, biases[j]));
     Config::Out::Bits* const out = (Config::Out::Bits*)p.out + first;
-    if (inside >= kVector) {
+    if (inside == kVector) {
       *(uint4*)out = found.whole;
     } else {
 #pragma unroll
