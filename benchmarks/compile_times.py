@@ -53,8 +53,8 @@ _M, _K = 4096, 4096
 _TOKENS, _TURNED, _PADDED = (16, 4096), 17, 63
 _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
-_KEPT = 2
-"""Reciprocal of the density: few enough kept blocks for kernels of blocks of 64, but not of 16."""
+_KEPT = 8
+"""Reciprocal of the density, at which kernels multiply kept blocks, and cut long rows of them."""
 _BLOCK_TABLES = (
     blocks_table.MATMUL_ENTRIES,
     blocks_table.SOFTMAX_ENTRIES,
@@ -144,7 +144,9 @@ def choices(device: DeviceProperties) -> Iterator[Choice]:
         for row in table:
             if row.on_host or not row.kernel.sources:
                 continue
-            preference = PlanPreference(prefer_backend=row.backend)
+            same_bits = isinstance(row, blocks_table.MatmulEntry) and row.invariant
+            wanted = {"batch_invariant": True} if same_bits else {}
+            preference = PlanPreference(prefer_backend=row.backend, require=wanted)
             for problem in problems(row):
                 considered = consider(table, problem, preference, device)
                 if any(one.entry is row and one.reason is None for one in considered):

@@ -19,11 +19,12 @@ from sparse24_plans.weights.quantized import STORED
 
 from .bound import chosen, expert_ratios
 from .guarantee_table import guarantee_table
-from .random_figures import random_summary, with_worst
+from .random_figures import block_summary, random_summary, with_worst
 
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
+RANDOM_BLOCKS_RECORD = "h200-blocksparse-random.json"
 GROUPED_RECORD, QUANTIZED_RECORD = "h100-grouped.json", "h100-quantized.json"
 LAYERS_RECORD = "h200-layers.json"
 EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
@@ -248,6 +249,22 @@ def _blocks(record: Record) -> list[str]:
     return _table(("op", "n", "block", *(f"{density:.0%} kept" for density in densities)), rows)
 
 
+def _random_blocks(record: Record) -> list[str]:
+    """Random block-sparse products over dense cuBLAS; none without a record."""
+    found = record["records"].get(RANDOM_BLOCKS_RECORD)
+    rows = [
+        (
+            *(row[name] for name in ("block", "tokens", "pattern", "cells")),
+            *(_ratio(row[name]) for name in ("mean", "aligned")),
+            f"{row['worst']:.2f} ({row['at']})",
+        )
+        for row in (block_summary(found) if found else ())
+    ]
+    return (
+        _table(("block", "N", "rows", "cells", "over dense", "aligned", "worst cell"), rows) if rows else []
+    )
+
+
 def _torch_record(record: Record) -> Record:
     """The record of PyTorch measurements, or one without rows if there is none."""
     found: Record = record.get("records", {}).get(TORCH_RECORD, {"host": {}, "decoder": []})
@@ -414,6 +431,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "compilation": _compilation,
     "random": _random,
     "blocks": _blocks,
+    "random_blocks": _random_blocks,
     "torch_host": _torch_host,
     "decoder": _decoder,
     "blocks24": _blocks24,

@@ -1,4 +1,4 @@
-"""Summary of the record of random problems, by element and number of tokens."""
+"""Summaries of the records of random problems: of 2:4 weights, and of block-sparse matrices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 from sparse24_plans.bench.record import Record
 
 TOKENS = ((1, 64), (65, 512), (513, 8192))
+BLOCK_TOKENS = ((1, 200), (201, 8192))
+_ALIGNED_CELLS = 8
+"""Cells of 16 bits in 16 bytes: cuBLAS is slow for rows of other lengths."""
 Cell = tuple[str, int, int, int, str]
 
 
@@ -71,4 +74,41 @@ def random_summary(record: Record) -> list[dict[str, Any]]:
                     "best_worst": max(lost, default=None),
                 }
             )
+    return found
+
+
+def is_aligned(row: dict[str, Any]) -> bool:
+    """Whether rows of a product's dense matrices are multiples of 16 bytes, or those of ``n`` have one."""
+    turned = row["transposed"]
+    rows_of_n = {"dsd": True, "dds": "a" in turned, "sdd": "a" not in turned or "b" in turned}
+    return row["n"] == 1 or row["n"] % _ALIGNED_CELLS == 0 or not rows_of_n[row["op"]]
+
+
+def block_summary(record: Record) -> list[dict[str, Any]]:
+    """A row a size of blocks, range of n and pattern: cells, the mean over dense, and the worst of them.
+
+    ``aligned`` is the mean of the cells for which cuBLAS is fast.
+    """
+    found = []
+    for block in sorted({row["block"] for row in record["products"]}, reverse=True):
+        for first, last in BLOCK_TOKENS:
+            for pattern in ("random", "uneven"):
+                cells = [
+                    (row["dense_us"] / row["us"], row)
+                    for row in record["products"]
+                    if row["block"] == block and row["pattern"] == pattern and first <= row["n"] <= last
+                ]
+                worst, at = min(cells, key=lambda one: one[0])
+                found.append(
+                    {
+                        "block": block,
+                        "tokens": f"{first}-{last}",
+                        "pattern": pattern,
+                        "cells": len(cells),
+                        "mean": mean(over for over, _ in cells),
+                        "aligned": mean(over for over, row in cells if is_aligned(row)),
+                        "worst": worst,
+                        "at": f"{at['op']} {at['m']}x{at['k']}, N {at['n']}, {at['density']:.0%} kept",
+                    }
+                )
     return found

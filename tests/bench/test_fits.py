@@ -182,7 +182,7 @@ def test_more_blocks_never_make_kept_blocks_the_choice_again(op, block):
                 BlockSparseMatmulDescriptor(
                     op=op,
                     layout=BlockSparseShape(
-                        heads=1, rows=4096, cols=4096, block=block, blocks=every * part // 20
+                        heads=1, rows=4096, cols=4096, block=block, blocks=every * part // 40
                     ),
                     n=n,
                     element="bf16",
@@ -190,7 +190,7 @@ def test_more_blocks_never_make_kept_blocks_the_choice_again(op, block):
                 )
             )
             is not None
-            for part in range(1, 21)
+            for part in range(1, 41)
         ]
         assert wins == sorted(wins), n
         assert wins[-1] or block == 128

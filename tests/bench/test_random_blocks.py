@@ -14,6 +14,7 @@ from benchmarks.bound import judged
 from benchmarks.bounds import BOUNDS
 from benchmarks.check import faults
 from benchmarks.random_blocks import LISTS, attentions, drawn, steps, swept, uneven_counts
+from benchmarks.random_figures import block_summary, is_aligned
 from sparse24_plans.bench import record
 from sparse24_plans.device.jit import launcher
 
@@ -165,3 +166,34 @@ def test_a_cliff_is_found():
     )
     rows[3]["us"] = 1.1 * rows[4]["us"]
     assert missed(found) == ["n over a larger n, each"]
+
+
+@pytest.mark.parametrize(
+    ("op", "transposed", "n", "expected"),
+    [
+        ("dsd", "", 9, False),  # B is [K, n], and C [M, n]
+        ("dsd", "b", 9, False),
+        ("dsd", "", 16, True),
+        ("dsd", "", 1, True),
+        ("dds", "", 9, True),  # A is [n, K], and C [n, M]
+        ("dds", "a", 9, False),
+        ("sdd", "", 9, False),  # A is [M, n]
+        ("sdd", "a", 9, True),
+        ("sdd", "ab", 9, False),
+    ],
+)
+def test_cells_for_which_a_dense_product_is_fast(op, transposed, n, expected):
+    assert is_aligned({"op": op, "transposed": transposed, "n": n}) is expected
+
+
+def test_a_summary_has_the_mean_and_the_worst_of_each_class():
+    found = made_record()
+    first = next(row for row in found["products"] if (row["block"], row["pattern"]) == (64, "uneven"))
+    first["us"] = 2 * first["dense_us"]
+    rows = block_summary(found)
+    assert len(rows) == 16
+    assert sum(row["cells"] for row in rows) == len(found["products"])
+    slow = min(rows, key=lambda row: row["worst"])
+    assert (slow["block"], slow["pattern"], slow["worst"]) == (64, "uneven", 0.5)
+    assert slow["mean"] < max(row["mean"] for row in rows)
+    assert f"{first['op']} {first['m']}x{first['k']}, N {first['n']}" in slow["at"]

@@ -84,10 +84,11 @@ def test_what_is_chosen():
     many = SHAPE.model_copy(update={"block": 16, "blocks": 6554})  # a tenth
     assert chosen(layout=many) == "blocks_wgmma"
     assert chosen(layout=many, n=256) == "blocks_wgmma"
-    many = many.model_copy(update={"blocks": 32768})  # a half
-    assert chosen(layout=many, n=256) == "blocks_wgmma"
-    assert chosen(layout=many) == "inflate_cublas"
-    assert chosen(layout=many, preference={"require": {"batch_invariant": True}}) == "blocks_wgmma_any"
+    many = many.model_copy(update={"blocks": 40960})  # five of eight
+    assert chosen(layout=many, n=256, **K_LAST) == "inflate_cublas"
+    assert chosen(layout=many, **K_LAST) == "inflate_cublas"
+    every = {"preference": {"require": {"batch_invariant": True}}, **K_LAST}
+    assert chosen(layout=many, **every) == "blocks_wgmma_any"
     assert chosen(device=A100, preference={"max_workspace_bytes": 1 << 20}) == "blocks_strict_any"
 
 
