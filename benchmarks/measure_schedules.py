@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 from unittest import mock
@@ -43,25 +44,24 @@ from sparse24_plans import (
 from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
+from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device.devices import cuda_properties
-from sparse24_plans.device.jit.cache import cubin
 from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
 from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
 from sparse24_plans.gemm.schedules.wgmma_sp import (
     MAX_MEMORY_BOUND_N,
-    OperandLayouts,
     WgmmaSpSchedule,
     schedules_for,
     schedules_in,
     widths,
 )
-from sparse24_plans.gemm.wgmma import SOURCE, defines
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.tuning.data import Matrix, free_memory
 from sparse24_plans.tuning.timing import time_contenders
+from sparse24_plans.vocab import DeviceProperties, ElementKind
 
 from . import blocks, random_blocks
 from .descent import SCHEDULES, file_of
@@ -138,20 +138,45 @@ def tried(desc: GemmSparse24Descriptor) -> list[WgmmaSpSchedule]:
     return [one for one, us in zip(found, guessed, strict=True) if us < HOPELESS * guessed.min()]
 
 
-def compile_kernel(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> None:
-    cubin(SOURCE, "sm_90a", defines(desc, schedule, OperandLayouts.of(desc), False))
+def entries_of(family: str, element: ElementKind) -> list[GemmEntry]:
+    """The kernel entries whose schedules are timed."""
+    if family == "f32":
+        return [one for one in ENTRIES if one.split_terms and not one.name.endswith("_invariant")]
+    return [next(one for one in ENTRIES if one.backend == "wgmma_sp" and element in one.elements)]
 
 
-def compile_all(matrices: Sequence[Drawn]) -> None:
+def schedules_of(desc: GemmSparse24Descriptor, entry: GemmEntry) -> Sequence[WgmmaSpSchedule]:
+    """The schedules of an entry that are timed."""
+    if entry.split_terms:
+        return f32_split_heuristics.tried_schedules(desc.n, desc.m, entry.split_terms)
+    return tried(desc)
+
+
+def compile_kernel(
+    device: DeviceProperties, name: str, desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule
+) -> None:
+    """Compile into the cache what an entry's plan launches with the schedule."""
+    entry = next(one for one in ENTRIES if one.name == name)
+    with choosing(entry, schedule):
+        entry.kernel.compile(Choice(desc, device, entry, PlanPreference(), {}))
+
+
+def compile_all(family: str, matrices: Sequence[Drawn]) -> None:
     """Compile side by side what will be timed."""
     kernels = {
-        (desc.quantization or desc.element, one._replace(k_chunks=min(one.k_chunks, 2))): (desc, one)
+        (entry.name, desc.quantization or desc.element, one._replace(k_chunks=min(one.k_chunks, 2))): (
+            entry.name,
+            desc,
+            one,
+        )
         for matrix in matrices
         for desc in matrix.problems()
-        for one in tried(desc)
+        for entry in entries_of(family, desc.element)
+        for one in schedules_of(desc, entry)
     }
+    compile_one = partial(compile_kernel, cuda_properties(0))
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        list(pool.map(compile_kernel, *zip(*kernels.values(), strict=True), chunksize=8))
+        list(pool.map(compile_one, *zip(*kernels.values(), strict=True), chunksize=8))
     print(f"{len(kernels)} kernels compiled", flush=True)
 
 
@@ -172,45 +197,33 @@ def plan_of(cell: Cell, entry: GemmEntry) -> GemmSparse24Plan:
     return GemmSparse24Plan(choice, ())
 
 
-def choosing(backend: str, schedule: object) -> AbstractContextManager[object]:
-    """The backend's kernels that are made meanwhile take this schedule."""
-    return mock.patch(f"sparse24_plans.{backend}.best_schedule", return_value=schedule)
+def choosing(entry: GemmEntry, schedule: WgmmaSpSchedule) -> AbstractContextManager[object]:
+    """The entry's kernels that are made meanwhile take this schedule."""
+    module = "f32_split" if entry.split_terms else "wgmma_sp"
+    return mock.patch(f"sparse24_plans.gemm.backends.{module}.best_schedule", return_value=schedule)
 
 
-def name_of(schedule: WgmmaSpSchedule) -> str:
-    return ",".join(map(str, schedule))
-
-
-def gemm_rows(cell: Cell) -> Iterator[Row]:
-    entry = next(one for one in ENTRIES if one.backend == "wgmma_sp" and cell.desc.element in one.elements)
-    plans = {}
-    for schedule in tried(cell.desc):
-        with choosing("gemm.backends.wgmma_sp", schedule):
-            plans[name_of(schedule)] = plan_of(cell, entry)
-    yield timed(cell, plans)
-
-
-def f32_rows(cell: Cell) -> Iterator[Row]:
-    for entry in (one for one in ENTRIES if one.backend.startswith("f32_split") and one.split_terms):
+def rows_of(family: str, cell: Cell) -> Iterator[Row]:
+    """A line for each entry that serves the family."""
+    for entry in entries_of(family, cell.desc.element):
         plans = {}
-        for schedule in f32_split_heuristics.tried_schedules(cell.desc.n, cell.desc.m, entry.split_terms):
-            with choosing("gemm.backends.f32_split", schedule):
-                plans[name_of(schedule)] = plan_of(cell, entry)
-        yield {"terms": entry.split_terms, **timed(cell, plans)}
+        for schedule in schedules_of(cell.desc, entry):
+            with choosing(entry, schedule):
+                plans[",".join(map(str, schedule))] = plan_of(cell, entry)
+        terms = {"terms": entry.split_terms} if entry.split_terms else {}
+        yield {**terms, **timed(cell, plans)}
 
 
 def measure_gemm(family: str, rng: random.Random, end: float) -> Iterator[Row]:
-    rows = f32_rows if family == "f32" else gemm_rows
     while True:
         matrices = [drawn(rng, KINDS[family]) for _ in range(MATRICES_OF_A_ROUND)]
-        if family != "f32":
-            compile_all(matrices)
+        compile_all(family, matrices)
         for one in matrices:
             matrix = one.matrix()
             for n in one.ns:
                 if time.monotonic() > end:
                     return
-                yield from rows(Cell(matrix, n))
+                yield from rows_of(family, Cell(matrix, n))
             del matrix
             free_memory()
 
@@ -244,7 +257,7 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         for schedule in schedules_by_density(problem.desc):
             spare += 1
             preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
-            with choosing("blocksparse.schedules.blocks_wgmma", schedule):
+            with mock.patch.object(blocks_wgmma, "best_schedule", return_value=schedule):
                 plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
             ours = problem.ours(plan)
             problem.check(ours)

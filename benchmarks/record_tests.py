@@ -71,7 +71,7 @@ def _processes() -> list[str]:
 
 def _suite(arguments: tuple[str, ...]) -> dict[str, Any]:
     if importlib.util.find_spec("xdist"):
-        together = _tests("gpu and not alone", ("--dist=load", *_processes(), *arguments))
+        together = _tests("gpu and not alone", ("--dist=worksteal", *_processes(), *arguments))
         return _summary(
             together + _tests("gpu and alone", (*arguments, *_files_with("mark.alone", arguments)))
         )

@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--share",
         metavar="I/N",
         default="1/1",
-        help="only one of N shares of the tests, each about as many; failures are named as they happen",
+        help="only one of N shares of the tests, each about as many",
     )
     parser.addoption(
         "--compile",
@@ -45,8 +45,8 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A suite that is cut off has still said what failed."""
-    if report.failed and any(word.startswith("--share") for word in sys.argv):
+    """In a log, a suite that is cut off has still said what failed."""
+    if report.failed and not sys.__stderr__.isatty():
         print(f"\nfailed: {report.nodeid}", file=sys.__stderr__, flush=True)
 
 

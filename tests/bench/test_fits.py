@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import block_fits, descent, fit
+from benchmarks import block_fits, descent, fit, measure_schedules
 from benchmarks.measure_schedules import packed_cells
 from sparse24_plans import (
     BlockSparseLayout,
@@ -24,6 +24,8 @@ from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_for
 from sparse24_plans.plan.schedule_choice import FOLDER, constants, fastest, invariant_split
+
+from ..sample_devices import H200
 
 GPU = "nvidia_h200"
 FILE = json.loads((FOLDER / f"{GPU}.json").read_text())["models"]
@@ -195,6 +197,17 @@ def test_more_blocks_never_make_kept_blocks_the_choice_again(op, block):
         assert wins == sorted(wins), n
         assert wins[-1] or block == 128
         assert not wins[0]
+
+
+@pytest.mark.parametrize(("family", "element"), [("f32", "f32"), ("gemm", "s8"), ("gemm", "bf16")])
+def test_every_schedule_that_is_timed_can_be_compiled_ahead(family, element, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARSE24_CACHE_DIR", str(tmp_path))
+    desc = GemmSparse24Descriptor(n=16, m=256, k=512, element=element)
+    for entry in measure_schedules.entries_of(family, desc.element):
+        some = measure_schedules.schedules_of(desc, entry)
+        assert len(set(some)) == len(some) > 3
+        measure_schedules.compile_kernel(H200, entry.name, desc, some[-1])
+    assert len(list(tmp_path.rglob("*.cubin"))) >= len(measure_schedules.entries_of(family, desc.element))
 
 
 def test_limits_of_density_lie_where_the_inflated_product_becomes_faster(monkeypatch):
