@@ -6,25 +6,27 @@ differ. A table stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import median
 
 from sparse24_plans.bench.record import Record, load
 from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
 from sparse24_plans.weights.quantized import STORED
 
-from .bound import chosen, expert_ratios
+from .block_figures import fixed_blocks, patterned_blocks, random_blocks
+from .bound import Row, chosen, expert_ratios
 from .guarantee_table import guarantee_table
-from .random_figures import block_summary, random_summary, with_worst
+from .random_figures import random_summary, with_worst
+from .table_format import mean, ratio, table, with_range
 
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
-BLOCKS_RECORD, TORCH_RECORD = "h200-blocksparse.json", "h200-torch.json"
-RANDOM_BLOCKS_RECORD = "h200-blocksparse-random.json"
+TORCH_RECORD = "h200-torch.json"
 GROUPED_RECORD, QUANTIZED_RECORD = "h100-grouped.json", "h100-quantized.json"
 LAYERS_RECORD = "h200-layers.json"
 EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
@@ -34,6 +36,7 @@ _EXPORTED_CALLS = {
     "run_new_args_us": "`s24_run`, operands at new addresses",
     "launch_us": "`cuLaunchKernelEx` alone",
 }
+_ENERGY_SHAPE = (8192, 8192)
 _TOKENS_OF_EXPERT = ((1, 16), (16, 256), (256, 4097))
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OPS = {
@@ -99,13 +102,13 @@ def _products(record: Record) -> list[str]:
     rows = [
         (
             n,
-            _with_range(ratios(record, "bf16", n, peer="dense_us")),
-            _with_range(ratios(record, "bf16", n, peer="cusparselt_us")),
-            _mean(ratios(record, "bf16", n, backend="invariant")),
+            with_range(ratios(record, "bf16", n, peer="dense_us")),
+            with_range(ratios(record, "bf16", n, peer="cusparselt_us")),
+            mean(ratios(record, "bf16", n, backend="invariant")),
         )
         for n in TOKENS
     ]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _elements(record: Record) -> list[str]:
@@ -117,10 +120,10 @@ def _elements(record: Record) -> list[str]:
     rows = []
     for n in TOKENS:
         cells = [
-            _mean(ratios(record, kind, n, peer=p)) for kind in kinds for p in ("dense_us", "cusparselt_us")
+            mean(ratios(record, kind, n, peer=p)) for kind in kinds for p in ("dense_us", "cusparselt_us")
         ]
-        rows.append((n, *cells, _mean(ratios(record, "fp8_e4m3", n, backend="invariant"))))
-    return _table((*head, "fp8_e4m3 batch-invariant instead: time"), rows)
+        rows.append((n, *cells, mean(ratios(record, "fp8_e4m3", n, backend="invariant"))))
+    return table((*head, "fp8_e4m3 batch-invariant instead: time"), rows)
 
 
 def _float32(record: Record) -> list[str]:
@@ -132,11 +135,35 @@ def _float32(record: Record) -> list[str]:
     for n in TOKENS:
         cells: list[object] = [n]
         for kind in kinds:
-            cells.append(_with_range(ratios(record, "f32", n, peer="dense_us", ours=kind)))
+            cells.append(with_range(ratios(record, "f32", n, peer="dense_us", ours=kind)))
             errors = [row["rel_error"] for row in record["gemm"] if (row["backend"], row["n"]) == (kind, n)]
             cells.append(f"{max(errors):.1e}" if errors else "-")
         rows.append(cells)
-    return _table(head, rows)
+    return table(head, rows)
+
+
+def _energy(record: Record) -> list[str]:
+    """Energy of products of many tokens: ours of one shape, and each peer's over ours of all shapes."""
+
+    def over(row: Row, peer: str) -> float:
+        return float(row[f"{peer}_us"] * row[f"{peer}_watts"] / (row["us"] * row["watts"]))
+
+    rows = []
+    for element, n in itertools.product(("bf16", "fp8_e4m3", "s8"), TOKENS):
+        cells = [
+            row
+            for row in chosen(record["gemm"], (n, n), element=element, backend="auto")
+            if row.get("watts") and row["dense_watts"]
+        ]
+        peers = [[over(row, peer) for row in cells if row[f"{peer}_us"]] for peer in ("dense", "cusparselt")]
+        own = [row for row in cells if (row["m"], row["k"]) == _ENERGY_SHAPE]
+        if own:
+            joules = f"{own[0]['us'] * own[0]['watts'] / 1e3:.0f} mJ"
+            about = (f"{own[0]['watts']:.0f} W", f"{own[0]['sm_mhz']:.0f} MHz")
+            rows.append((element, n, joules, *about, *map(with_range, peers)))
+    m, k = _ENERGY_SHAPE
+    head = ("element", "N", f"{m} x {k}", "power", "clock", "dense: energy", "cuSPARSELt: energy")
+    return table(head, rows)
 
 
 def _preparation(record: Record) -> list[str]:
@@ -144,7 +171,7 @@ def _preparation(record: Record) -> list[str]:
     head = ["op"]
     for m, k in PREPARE_SHAPES:
         head += [f"{m} x {k}", "of a copy's speed", "PyTorch"]
-    return _table(head, [(label, *_of_op(record, op)) for op, label in _OPS.items()])
+    return table(head, [(label, *_of_op(record, op)) for op, label in _OPS.items()])
 
 
 def _of_op(record: Record, op: str) -> list[str]:
@@ -168,7 +195,7 @@ def _of_op(record: Record, op: str) -> list[str]:
 def _host(record: Record) -> list[str]:
     """Host time a call."""
     rows = [(label, _duration(name, record["host"])) for name, label in _CALLS.items()]
-    return _table(("call", "host time"), rows)
+    return table(("call", "host time"), rows)
 
 
 _MACHINE = {
@@ -192,7 +219,7 @@ def _systems(record: Record) -> list[str]:
         (label, *({**found, **found.get("versions", {})}.get(name) or "-" for found in records.values()))
         for name, label in _MACHINE.items()
     ]
-    return _table(("", *(f"`{name}`" for name in records)), rows)
+    return table(("", *(f"`{name}`" for name in records)), rows)
 
 
 def _compilation(record: Record) -> list[str]:
@@ -214,7 +241,7 @@ def _compilation(record: Record) -> list[str]:
         )
         for (name, source), several in kernels.items()
     ]
-    return _table(
+    return table(
         ("kernel", "source", "measured", "compiling one: median (range)", "from the cache", "size"), rows
     )
 
@@ -224,45 +251,10 @@ def _random(record: Record) -> list[str]:
     head = ("element", "N", "cells", "over dense", "worst cell", "batch-invariant: time", "over the best")
     rows = []
     for row in random_summary(record["records"][RANDOM_RECORD]):
-        worst = f"{_ratio(row['worst'])} ({row['at']})" if row["at"] else "-"
+        worst = f"{ratio(row['worst'])} ({row['at']})" if row["at"] else "-"
         costs = (with_worst(row, name) for name in ("invariant", "best"))
-        rows.append((row["element"], row["tokens"], row["cells"], _ratio(row["mean"]), worst, *costs))
-    return _table(head, rows)
-
-
-def _blocks(record: Record) -> list[str]:
-    """Products with random kept blocks over dense cuBLAS, by op, n, size of blocks and how many are kept."""
-    found = [row for row in record["records"][BLOCKS_RECORD]["products"] if row["pattern"] == "random"]
-    densities = sorted({row["density"] for row in found}, reverse=True)
-    names = sorted(
-        {(row["op"], row["n"], row["block"]) for row in found},
-        key=lambda one: (("dsd", "dds", "sdd").index(one[0]), -one[1], -one[2]),
-    )
-    rows = []
-    for name in names:
-        cells = [row for row in found if (row["op"], row["n"], row["block"]) == name]
-        means = [
-            _with_range([row["dense_us"] / row["us"] for row in cells if row["density"] == density])
-            for density in densities
-        ]
-        rows.append((*name, *means))
-    return _table(("op", "n", "block", *(f"{density:.0%} kept" for density in densities)), rows)
-
-
-def _random_blocks(record: Record) -> list[str]:
-    """Random block-sparse products over dense cuBLAS; none without a record."""
-    found = record["records"].get(RANDOM_BLOCKS_RECORD)
-    rows = [
-        (
-            *(row[name] for name in ("block", "tokens", "pattern", "cells")),
-            *(_ratio(row[name]) for name in ("mean", "aligned")),
-            f"{row['worst']:.2f} ({row['at']})",
-        )
-        for row in (block_summary(found) if found else ())
-    ]
-    return (
-        _table(("block", "N", "rows", "cells", "over dense", "aligned", "worst cell"), rows) if rows else []
-    )
+        rows.append((row["element"], row["tokens"], row["cells"], ratio(row["mean"]), worst, *costs))
+    return table(head, rows)
 
 
 def _torch_record(record: Record) -> Record:
@@ -279,7 +271,7 @@ def _torch_host(record: Record) -> list[str]:
         dense = host["compiled_dense_us" if name.startswith("compiled") else "f_linear_us"]
         us = host[name]
         rows.append((label, "-", "-") if us is None else (label, f"{us:.1f} us", f"{us / dense:.2f}"))
-    return _table(("call", "host time", "of dense"), rows) if rows else []
+    return table(("call", "host time", "of dense"), rows) if rows else []
 
 
 def _decoder(record: Record) -> list[str]:
@@ -300,26 +292,7 @@ def _decoder(record: Record) -> list[str]:
             )
         )
     head = ("step", "weights", "GPUs", "dense", "sparse", "speed-up", "captured", "batch-invariant", "eager")
-    return _table(head, rows) if rows else []
-
-
-def _blocks24(record: Record) -> list[str]:
-    """Products of blocks that are 2:4 over whole ones, and over dense cuBLAS; none without a record."""
-    found = record["records"][BLOCKS_RECORD].get("sparse24", [])
-    densities = sorted({row["density"] for row in found}, reverse=True)
-    rows = []
-    names = {(row["op"], row["block"]) for row in found}
-    for op, block in sorted(names, key=lambda one: (-one[1], one[0])):
-        cells = [row for row in found if (row["op"], row["block"]) == (op, block)]
-        for label, peer in (("whole blocks", "blocks_us"), ("dense", "dense_us")):
-            means = [
-                _with_range([row[peer] / row["us"] for row in cells if row["density"] == density])
-                for density in densities
-            ]
-            rows.append((op, block, label, *means))
-    if not rows:
-        return []
-    return _table(("op", "block", "over", *(f"{density:.0%} kept" for density in densities)), rows)
+    return table(head, rows) if rows else []
 
 
 def _grouped(record: Record) -> list[str]:
@@ -335,10 +308,10 @@ def _grouped(record: Record) -> list[str]:
             ]
             if cells:
                 worst, at = min(cells)
-                mean = _mean([over for over, _ in cells])
-                rows.append((element, f"{first}-{last - 1}", len(cells), mean, f"{worst:.2f} ({at})"))
+                overs = mean([over for over, _ in cells])
+                rows.append((element, f"{first}-{last - 1}", len(cells), overs, f"{worst:.2f} ({at})"))
     return (
-        _table(("element", "tokens of an expert", "cells", "over dense", "worst cell"), rows) if rows else []
+        table(("element", "tokens of an expert", "cells", "over dense", "worst cell"), rows) if rows else []
     )
 
 
@@ -349,14 +322,14 @@ def _quantized(record: Record) -> list[str]:
 
     def over(peer: str, n: int, stored: str) -> str:
         rows = chosen(own, (n, n), weight_element=stored)
-        return _with_range([row[peer] / row["us"] for row in rows if row[peer]])
+        return with_range([row[peer] / row["us"] for row in rows if row[peer]])
 
     head = ("N", *(f"`{stored}` over dense" for stored in STORED), "`s4` over PyTorch's int4")
     rows = [
         (n, *(over("dense_us", n, stored) for stored in STORED), over("int4_us", n, "s4"))
         for n in sorted({row["n"] for row in own})
     ]
-    return _table(head, rows) if rows else []
+    return table(head, rows) if rows else []
 
 
 def _layers(record: Record) -> list[str]:
@@ -374,7 +347,7 @@ def _layers(record: Record) -> list[str]:
         for row in found
     ]
     head = ("W", "dtype", "N", "product", "quantizing X", "layer", "dense bf16", "layer over dense")
-    return _table(head, rows) if rows else []
+    return table(head, rows) if rows else []
 
 
 def _export(record: Record) -> list[str]:
@@ -392,11 +365,7 @@ def _export(record: Record) -> list[str]:
     for name, label in _EXPORTED_CALLS.items():
         times = sorted({f"{call[name]:.1f}" for call in found["calls"]}, key=float)
         rows.append((label, f"{' to '.join(dict.fromkeys((times[0], times[-1])))} us"))
-    return _table(("measured", found["gpu"]), rows)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return table(("measured", found["gpu"]), rows)
 
 
 def _seconds(values: Sequence[float]) -> str:
@@ -409,18 +378,6 @@ def _duration(name: str, host: dict[str, float]) -> str:
     return f"{1e3 * host[name]:.1f} ms" if name.endswith("_s") else f"{host[name]:.1f} us"
 
 
-def _mean(values: Sequence[float]) -> str:
-    return f"{geometric_mean(values):.2f}" if values else "-"
-
-
-def _with_range(values: Sequence[float]) -> str:
-    return f"{_mean(values)} ({min(values):.2f}-{max(values):.2f})" if values else "-"
-
-
-def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
-    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
-
-
 TABLES: dict[str, Callable[[Record], list[str]]] = {
     "products": _products,
     "elements": _elements,
@@ -430,11 +387,12 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "systems": _systems,
     "compilation": _compilation,
     "random": _random,
-    "blocks": _blocks,
-    "random_blocks": _random_blocks,
+    "blocks": fixed_blocks,
+    "random_blocks": random_blocks,
     "torch_host": _torch_host,
     "decoder": _decoder,
-    "blocks24": _blocks24,
+    "blocks24": patterned_blocks,
+    "energy": _energy,
     "grouped": _grouped,
     "quantized": _quantized,
     "layers": _layers,

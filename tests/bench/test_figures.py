@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import figures
+from benchmarks import figures, table_format
 
 from .records import RESULTS, ROOT, record
 
@@ -150,7 +150,21 @@ def test_ratios_are_of_what_select_chose_for_each_shape():
     assert figures.ratios(found, "bf16", 16, peer="cusparselt_us") == []
     assert figures.ratios(found, "bf16", 16, backend="invariant") == [1.5]
     assert figures.ratios(found, "bf16", 8, peer="dense_us") == []
-    assert figures.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+
+
+def test_energy_is_power_times_time():
+    own = {**product("auto", 100.0, 8192), "k": 8192, "n": 2048, "watts": 600, "sm_mhz": 1500}
+    own |= {"dense_us": 150.0, "dense_watts": 700, "cusparselt_us": 110.0, "cusparselt_watts": 600}
+    other = {**own, "m": 64, "dense_us": 300.0, "cusparselt_us": None, "cusparselt_watts": None}
+    unknown = {**own, "m": 72, "watts": None}
+    assert figures.TABLES["energy"]({"gemm": [own, other, unknown]})[2:] == [
+        "| bf16 | 2048 | 60 mJ | 600 W | 1500 MHz | 2.47 (1.75-3.50) | 1.10 (1.10-1.10) |"
+    ]
+
+
+def test_a_cell_of_a_table_has_the_geometric_mean_and_the_range():
+    assert table_format.with_range([2.0, 8.0]) == "4.00 (2.00-8.00)"
+    assert table_format.with_range([]) == table_format.mean([]) == table_format.ratio(None) == "-"
 
 
 @pytest.mark.parametrize("arguments", [("--typo",), ("--check", "--check")])
