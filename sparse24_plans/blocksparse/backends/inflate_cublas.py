@@ -3,8 +3,8 @@
 A packed operand is inflated once by ``pack``, into memory that the caller keeps.
 For ``sdd`` the workspace holds the whole dense product, and its kept blocks are copied out. An epilogue reads
 float32 accumulators in ``blocksparse/inflate_cublas.cu``, so that it sees them unrounded. With several
-tokens, all rows that the library sees are multiples of 16 bytes: dense operands with others are copied into the
-workspace first, behind the dense matrix, and padded rows of a product are copied to C.
+tokens, all rows that the library sees are multiples of 16 bytes: dense operands with others are copied into
+the workspace first, behind the dense matrix, and padded rows of a product are copied to C.
 """
 
 from __future__ import annotations
