@@ -1,5 +1,5 @@
-// Copies rows of 1-, 2- or 4-byte elements to rows that begin at multiples of 16 bytes: a pre-pass for kernels that
-// load an operand by TMA, which can address no other rows, and for cuBLAS, which is slow with others. Memory bound.
+// Copies rows of 1- or 2-byte elements to rows that begin at multiples of 16 bytes: a pre-pass for kernels that load an
+// operand by TMA, which can address no other rows. Memory bound.
 //
 // role      threads    work
 // pad_rows  256        a grid-stride loop over 16 bytes of the padded rows
@@ -16,9 +16,6 @@ template <int kBytes> struct Unsigned {
 };
 template <> struct Unsigned<2> {
   using Type = u16;
-};
-template <> struct Unsigned<4> {
-  using Type = u32;
 };
 
 // All compile-time constants; macros are read here alone.

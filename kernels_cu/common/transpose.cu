@@ -1,5 +1,5 @@
-// Transposes matrices [batch][rows][columns] of 1-, 2- or 4-byte elements: a pre-pass for kernels that need an operand
-// in its other major order. Memory bound.
+// Transposes matrices [batch][rows][columns] of 1- or 2-byte elements: a pre-pass for kernels that need an operand in
+// its other major order. Memory bound.
 //
 // role       threads    work
 // transpose  256        a tile of 128 bytes of rows x 64 columns: rows in, through shared memory, columns out
@@ -17,9 +17,6 @@ template <int kBytes> struct Unsigned {
 };
 template <> struct Unsigned<2> {
   using Type = u16;
-};
-template <> struct Unsigned<4> {
-  using Type = u32;
 };
 
 // All compile-time constants; macros are read here alone.

@@ -114,18 +114,23 @@ class KernelProblem:
         return (x,) if often and (spare is None or align_up(x.nbytes) <= spare) else ()
 
     @property
-    def aligned_operands(self) -> tuple[Prepared, ...]:
-        """Copies of dense operands whose rows of several tokens are no multiples of 16 bytes, for cuBLAS.
+    def _wants_aligned_rows(self) -> bool:
+        """Whether cuBLAS takes up to eight times as long for rows that are no multiples of 16 bytes."""
+        return self.desc.n > 1 and self.desc.element.itemsize == 2
 
-        It takes up to eight times as long for such rows. For ``dsd`` they are padded, which pads C, too.
-        Otherwise the operand is transposed: the rows of the copy are whole blocks, and no size is padded.
+    @property
+    def aligned_operands(self) -> tuple[Prepared, ...]:
+        """Copies of dense operands of 16 bits whose rows of tokens are no multiples of 16 bytes, for cuBLAS.
+
+        For ``dsd`` they are padded, which pads C, too. Otherwise the operand is transposed: the rows of the
+        copy are whole blocks, and no size is padded.
         """
         desc = self.desc
         size, dense = desc.element.itemsize, {self.left, self.right} - {desc.sparse}
         return tuple(
             Prepared.of(one, transposes=desc.op is not BlockSparseOp.DSD)
             for one in desc.operands()
-            if one.name in dense and desc.n > 1 and padded(one.shape[-1], size) != one.shape[-1]
+            if one.name in dense and self._wants_aligned_rows and padded(one.shape[-1], size) != one.shape[-1]
         )
 
     @property
@@ -138,7 +143,7 @@ class KernelProblem:
     def product_tokens(self) -> int:
         """Tokens of a dense product: n, or for ``dsd`` as many as make rows of X and of C aligned."""
         desc = self.desc
-        if desc.op is not BlockSparseOp.DSD or desc.n == 1:
+        if desc.op is not BlockSparseOp.DSD or not self._wants_aligned_rows:
             return desc.n
         return padded(desc.n, (self.product_element if desc.trans_b else desc.element).itemsize)
 

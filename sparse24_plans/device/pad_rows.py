@@ -29,7 +29,7 @@ def padded(columns: int, itemsize: int) -> int:
 
 
 class PadRows:
-    """The kernel for elements of ``itemsize`` bytes, 1, 2 or 4, on one device."""
+    """The kernel for elements of ``itemsize`` bytes, 1 or 2, on one device."""
 
     def __init__(self, itemsize: int, device: DeviceProperties) -> None:
         self._itemsize = itemsize

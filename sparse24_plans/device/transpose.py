@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
     rows: int
     columns: int
     itemsize: int
-    """Bytes of an element: 1, 2 or 4."""
+    """Bytes of an element: 1 or 2."""
     batch: int = 1
 
     @property
