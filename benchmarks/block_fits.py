@@ -173,7 +173,11 @@ def block_fit(model: str, gpu: str) -> Fit:
 
 
 def packed_problems(model: str, gpu: str) -> list[Any]:
-    """Descriptors of measured products of packed operands, each with the time that the model predicts."""
+    """Descriptors of measured products of packed operands, each with the time that the model predicts.
+
+    The model of a dense product is fitted to products without copies alone: the others were measured before
+    cuBLAS was given aligned rows.
+    """
     found = []
     for row in lines_of(gpu, PACKED):
         about = {"heads": 1, "rows": row["m"], "cols": row["k"], "block": row["block"]}
@@ -188,7 +192,8 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
             longest_panel=row["longest_panel"],
         )
         if model == packed.DENSE:
-            found.append((desc, row["dense_us"]))
+            if not packed.dense_copies_us(desc):
+                found.append((desc, row["dense_us"]))
         elif model == packed.model_of(desc):
             found.append((desc, row["us"]))
     return found
@@ -197,7 +202,6 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
 def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
     """Each problem has one candidate: what is fitted are times, which two models are compared by."""
     count = packed.dense_work if dense else packed.blocks_work
-    factor = np.array([packed.unaligned_factor(desc) if dense else 1.0 for desc, _ in problems])
     work = np.array([count(desc) for desc, _ in problems])
     before = np.array([0.0 if dense else packed.pre_pass_us(desc) for desc, _ in problems])
     taken = np.array([us for _, us in problems])
@@ -205,7 +209,7 @@ def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
     def predict(constants: Array) -> Array:
         launch, exponent, *costs = constants
         norm = ((np.array(costs) * work) ** exponent).sum(axis=1)
-        return (launch + norm ** (1 / exponent)) * factor + before
+        return launch + norm ** (1 / exponent) + before
 
     return Choices(predict, taken, np.arange(len(taken)), taken, np.ones(len(taken)), True)
 

@@ -2,7 +2,7 @@
 //
 //   role            threads    work of a CTA
 //   inflate_blocks  256        16 rows of 32 blocks of a block row: writes their values, or zeros, to a dense matrix
-//   finish          256        C = epilogue(acc), element by element; a null acc stands for zeros
+//   finish          256        C = epilogue(product), 4 KB of C; its rows need not be those of the product
 //   gather_blocks   256        copies 4 KB of the kept blocks out of a dense C
 //
 //   barriers   none
@@ -17,6 +17,13 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
   static constexpr int kThreads = 256;
   static constexpr int kRows = 16;  // rows of a block that a work item of inflate_blocks has
+  // The product that finish reads. Without an epilogue the library has rounded it.
+  using Product = Element<kEpilogue == EpilogueKind::IDENTITY ? kOut : ElementKind::F32>;
+};
+
+union Results {
+  uint4 whole;
+  Config::Out::Bits cells[16 / sizeof(Config::Out::Bits)];
 };
 
 // Writes the dense cells of kRows rows of 32 blocks of a block row. Every warp finds the first of these blocks by
@@ -52,18 +59,44 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
   }
 }
 
+// A thread stores 16 neighbouring bytes of C, wherever its rows begin, and finds their first row by one division.
 extern "C" __global__ void __launch_bounds__(Config::kThreads) finish(const __grid_constant__ InflateBlocksParams p) {
-  const i64 step = (i64)gridDim.x * Config::kThreads;
-  for (i64 i = (i64)blockIdx.x * Config::kThreads + threadIdx.x; i < p.out_elements; i += step) {
-    float bias = 0.0f;
-    if (p.bias) {
-      const i64 matrix = i / (p.out_rows * p.out_columns), in = i % (p.out_rows * p.out_columns),
-                head = matrix % p.heads;
-      bias = bias_at<Config>(
-          p.bias, p.bias_per_row ? head * p.out_rows + in / p.out_columns : head * p.out_columns + in % p.out_columns);
+  constexpr int kVector = 16 / sizeof(Config::Out::Bits);
+  const i64 step = (i64)gridDim.x * Config::kThreads * kVector, bias_rows = p.heads * p.out_rows;
+  const bool has_bias = Config::kEpilogue != EpilogueKind::IDENTITY && p.bias;
+  for (i64 first = ((i64)blockIdx.x * Config::kThreads + threadIdx.x) * kVector; first < p.out_elements;
+       first += step) {
+    const i64 row = first / p.out_columns;
+    const int inside = (int)min((i64)kVector, p.out_elements - first);
+    u32 column = (u32)(first - row * p.out_columns);
+    i64 at = row * p.product_columns + column, bias_row = row % bias_rows;
+    // Only rows that share a bias end within 16 bytes: where each column has one, they are whole blocks.
+    const i64 bias0 = p.bias_per_row ? 0 : bias_row / p.out_rows * p.out_columns;
+    float sums[kVector] = {}, biases[kVector] = {};
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      if (j < inside) {
+        if (p.product) sums[j] = Config::Product::to_float(((const Config::Product::Bits*)p.product)[at]);
+        if (has_bias) biases[j] = bias_at<Config>(p.bias, p.bias_per_row ? bias_row : bias0 + column);
+      }
+      ++column, ++at;
+      if (column == (u32)p.out_columns) {
+        column = 0, at += p.product_columns - p.out_columns;
+        bias_row = bias_row + 1 == bias_rows ? 0 : bias_row + 1;
+      }
     }
-    const float acc = p.accumulators ? p.accumulators[i] : 0.0f;
-    ((Config::Out::Bits*)p.out)[i] = Config::Out::from_float(epilogue<Config, FastMath>(acc, 1.0f, bias));
+    Results found;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j)
+      found.cells[j] = Config::Out::from_float(epilogue<Config, FastMath>(sums[j], 1.0f, biases[j]));
+    Config::Out::Bits* const out = (Config::Out::Bits*)p.out + first;
+    if (inside == kVector) {
+      *(uint4*)out = found.whole;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j)
+        if (j < inside) out[j] = found.cells[j];
+    }
   }
 }
 

@@ -10,7 +10,7 @@ from ..device.transpose import Matrices
 from ..plan.kernel import align_up
 from ..plan.operands import Operand
 from ..plan.schedule_choice import constants
-from ..vocab import BlockSparseOp
+from ..vocab import BlockSparseOp, ElementKind, EpilogueKind
 from .descriptor import BlockSparseMatmulDescriptor
 from .lookup_tables import addresses, words
 from .panels import (
@@ -114,11 +114,47 @@ class KernelProblem:
         return (x,) if often and (spare is None or align_up(x.nbytes) <= spare) else ()
 
     @property
-    def unaligned_tokens(self) -> bool:
-        """Whether rows of a dense operand or of C are no multiples of 16 bytes, which slows cuBLAS, too."""
-        size, dense = self.desc.element.itemsize, {self.left, self.right} - {self.desc.sparse}
-        rows = [one.shape[-1] for one in self.desc.operands() if one.name in dense]
-        return self.stores_elements or any(padded(row, size) != row for row in rows)
+    def _wants_aligned_rows(self) -> bool:
+        """Whether cuBLAS takes up to eight times as long for rows that are no multiples of 16 bytes."""
+        return self.desc.n > 1 and self.desc.element.itemsize == 2
+
+    @property
+    def aligned_operands(self) -> tuple[Prepared, ...]:
+        """Copies of dense operands of 16 bits whose rows of tokens are no multiples of 16 bytes, for cuBLAS.
+
+        For ``dsd`` they are padded, which pads C, too. Otherwise the operand is transposed: the rows of the
+        copy are whole blocks, and no size is padded.
+        """
+        desc = self.desc
+        size, dense = desc.element.itemsize, {self.left, self.right} - {desc.sparse}
+        return tuple(
+            Prepared.of(one, transposes=desc.op is not BlockSparseOp.DSD)
+            for one in desc.operands()
+            if one.name in dense and self._wants_aligned_rows and padded(one.shape[-1], size) != one.shape[-1]
+        )
+
+    @property
+    def product_element(self) -> ElementKind:
+        """Element of a dense product: an epilogue sees float32 sums, and else cuBLAS rounds them."""
+        desc = self.desc
+        return desc.out_element if desc.epilogue is EpilogueKind.IDENTITY else ElementKind.F32
+
+    @property
+    def product_tokens(self) -> int:
+        """Tokens of a dense product: n, or for ``dsd`` as many as make rows of X and of C aligned."""
+        desc = self.desc
+        if desc.op is not BlockSparseOp.DSD or not self._wants_aligned_rows:
+            return desc.n
+        return padded(desc.n, (self.product_element if desc.trans_b else desc.element).itemsize)
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of a dense product of ``dsd`` or ``dds`` if it is no C yet: padded, or before an epilogue."""
+        desc, tokens = self.desc, self.product_tokens
+        if desc.epilogue is EpilogueKind.IDENTITY and tokens == desc.n:
+            return 0
+        width = desc.sides[0 if desc.op is BlockSparseOp.DSD else 1]
+        return desc.batch * desc.layout.heads * width * tokens * self.product_element.itemsize
 
     def majors(self, prepared: tuple[Prepared, ...]) -> tuple[int, int]:
         """Major dimensions of the left and the right operand as they are multiplied."""

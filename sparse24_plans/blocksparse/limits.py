@@ -8,14 +8,14 @@ from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
 from ..plan.schedule_choice import constants
-from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind, EpilogueKind
+from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
 from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
     BlockSparseAttentionDescriptor,
     BlockSparseMatmulDescriptor,
     BlockSparseSoftmaxDescriptor,
 )
-from .kernel_problem import TMA_BYTES, KernelProblem, prepared_bytes
+from .kernel_problem import TMA_BYTES, KernelProblem, Prepared, prepared_bytes
 from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, transposed_x
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
@@ -58,12 +58,11 @@ def blocks_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
-    for one in transposed_x(problem):
-        if (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
-            return reason
     counts = {"block rows": block_rows(problem), "tokens": problem.n}
+    if (reason := _transposes(transposed_x(problem)) or _beyond(counts)) is not None:
+        return reason
     # No other schedule has more CTAs than the one for a device that is never busy.
-    return _beyond(counts) or grid_limit_refusal(BlocksMmaSchedule.of(problem, _MOST).ctas(problem))
+    return grid_limit_refusal(BlocksMmaSchedule.of(problem, _MOST).ctas(problem))
 
 
 def transposed_bytes(problem: BlockSparseMatmulDescriptor) -> int:
@@ -82,8 +81,7 @@ def _dense_is_faster(problem: BlockSparseMatmulDescriptor) -> str | None:
         return packed_dense_wins(problem)
     one = problem.layout
     most = density_limits(constants("blocks_density_limits"), problem).get(str(one.block), 1.0)
-    dense_is_fast = problem.element.itemsize > 1 and not KernelProblem(problem).unaligned_tokens
-    if dense_is_fast and one.density > most:
+    if problem.element.itemsize > 1 and one.density > most:
         return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
     return None
 
@@ -126,10 +124,13 @@ def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
     """Limits of 8-bit elements: the instruction reads 32 neighbouring k of either operand at a time."""
     if problem.layout.block < _STEP_OF_8_BITS and problem.op is not BlockSparseOp.SDD:
         return f"serves {problem.element} with blocks of 32 and more, not {problem.layout.block}"
-    for one in KernelProblem(problem).prepared_operands():
-        if one.transposes and (reason := grid_limit_refusal(one.matrices.ctas)) is not None:
-            return reason
-    return _integer_sums(problem)
+    return _transposes(KernelProblem(problem).prepared_operands()) or _integer_sums(problem)
+
+
+def _transposes(prepared: tuple[Prepared, ...]) -> str | None:
+    """The reason why a pre-pass that transposes exceeds a grid, or None."""
+    refusals = (grid_limit_refusal(one.matrices.ctas) for one in prepared if one.transposes)
+    return next(filter(None, refusals), None)
 
 
 def _integer_sums(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -203,22 +204,23 @@ def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
 
 
 def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
-    largest = max(problem.n, problem.layout.rows, problem.layout.cols, problem.batch * problem.layout.heads)
+    one, product = problem.layout, KernelProblem(problem)
+    largest = max(product.product_tokens, one.rows, one.cols, problem.batch * one.heads)
     if largest >= _MOST:
         return f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
-    return beyond_alpha(problem.alpha)
+    return _transposes(product.aligned_operands) or beyond_alpha(problem.alpha)
 
 
 def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:
     return _beyond({"teams of rows": softmax_teams(problem)})
 
 
-def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int]:
-    """Workspace bytes of the sparse matrix as a dense one, and of the accumulators that an epilogue needs."""
+def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int, int]:
+    """Workspace bytes of the sparse matrix as a dense one, of operands that are copied to aligned rows, and
+    of the product if it is no C yet."""
     one, sampled = problem.layout, problem.op is BlockSparseOp.SDD
+    product = KernelProblem(problem)
     size = (problem.out_element if sampled else problem.element).itemsize
     dense = problem.batch * one.heads * one.rows * one.cols * size
-    width = problem.sides[0 if problem.op is BlockSparseOp.DSD else 1]
-    needs_sums = problem.epilogue is not EpilogueKind.IDENTITY
-    accumulators = problem.batch * one.heads * width * problem.n * 4 if needs_sums else 0
-    return 0 if problem.packed else align_up(dense), align_up(accumulators)
+    copied = prepared_bytes(product.aligned_operands)
+    return 0 if problem.packed else align_up(dense), copied, align_up(product.product_bytes)

@@ -57,10 +57,11 @@ class Factor(NamedTuple):
 
 
 class CublasKernel(Kernel[P]):
-    """Base of a kernel that inflates: a dense operand, accumulators and scratch in the workspace.
+    """Base of a kernel that inflates: a dense operand, a product and scratch in the workspace.
 
-    The workspace holds the dense operand first, then float32 accumulators if the epilogue needs them, then
-    cuBLASLt's split-K scratch. The algorithm is pinned at select.
+    The workspace holds the dense operand first, and copies of other operands, then the product if it is not
+    the result yet, such as float32 accumulators, then cuBLASLt's split-K scratch. The algorithm is pinned at
+    select.
     """
 
     workspace_alignment = 256

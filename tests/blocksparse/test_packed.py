@@ -110,14 +110,25 @@ def test_a_long_row_of_blocks_gets_narrower_tiles(block, n):
         assert narrow.tokens * narrow.rows < wide.tokens * wide.rows or wide.tokens == 64
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_that_slow_a_dense_product_keep_their_blocks(packed):
-    """cuBLAS takes several times as long for rows that are no multiples of 16 bytes."""
-    many = {"density": 0.6, "block": 16, "packed": packed}
-    assert chosen(**many, n=1000, trans_b=True).chosen == ("packed_dense" if packed else "inflate_cublas")
-    assert chosen(**many, n=1001, trans_b=True).chosen == "blocks_wgmma"
-    assert chosen(**many, n=1001, op="dds").chosen == ("packed_dense" if packed else "inflate_cublas")
-    assert chosen(**many, n=1001, op="dds", trans_a=True).chosen == "blocks_wgmma"
+@pytest.mark.parametrize("n", [1000, 1001, 1002])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_many_small_blocks_become_dense_for_rows_of_any_length(op, turned, n):
+    """A dense product copies rows that are no multiples of 16 bytes to rows that are, which costs little."""
+    many = {"op": op, "trans_a": turned, "trans_b": turned, "density": 0.6, "block": 16, "n": n}
+    found = chosen(**many)
+    assert found.chosen == "packed_dense"
+    k_last = (op == "dsd") == turned
+    assert chosen(**many, packed=False).chosen == ("inflate_cublas" if k_last else "blocks_wgmma")
+    assert ("transposed first" in found.details) == (n > 1000 and op == "dds" and turned)
+    assert ("rows of c are padded" in found.details) == (n > 1000 and op == "dsd")
+
+
+def test_copies_to_aligned_rows_count_in_the_choice():
+    """A small product takes no longer than they do. Kept blocks need only the copy of X."""
+    small = BlockSparseShape(heads=1, rows=1024, cols=1024, block=64, blocks=76)
+    assert chosen(layout=small, n=128).chosen == "packed_dense"
+    assert chosen(layout=small, n=129).chosen == "blocks_wgmma"
 
 
 def test_what_is_required_decides():

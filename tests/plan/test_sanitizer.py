@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from sparse24_plans import EpilogueKind
@@ -111,6 +113,25 @@ def small_blocks(name: str, element: str, device: int | str = 0) -> int:
     return len(sizes)
 
 
+def small_inflated_blocks(op: str, element: str, device: int | str = 0) -> int:
+    """Products of an inflated matrix whose dense rows are no multiples of 16 bytes, with all copies."""
+    from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseMatmulPlan
+
+    from ..blocksparse.problems import random_operands
+    from ..blocksparse.sample_layouts import random_layout
+    from ..blocksparse.test_products import check
+
+    layout, sizes = random_layout(rows=5, cols=3), (2, 9, 63, 391)
+    preference = {} if device == "host" else {"prefer_backend": "inflate_cublas"}
+    for n, turned in itertools.product(sizes, (False, True)):
+        for epilogue in ("identity",) if op == "sdd" else ("identity", "bias"):
+            fields = {"op": op, "n": n, "trans_a": turned, "trans_b": turned, "epilogue": epilogue}
+            desc = BlockSparseMatmulDescriptor(layout=layout, element=element, batch=2, **fields)
+            plan = BlockSparseMatmulPlan.select(desc, preference=preference, device=device)
+            check(plan, random_operands(desc, layout, np.random.default_rng(n)))
+    return len(sizes)
+
+
 SANITIZED = """
 import sys
 from tests.plan.test_sanitizer import {function}
@@ -189,6 +210,13 @@ def test_products_of_blocks(name, tool, request):
     run_under(tool, SANITIZED.format(function="small_blocks", more=""), name, "bf16")
 
 
+@pytest.mark.gpu
+@tools
+@pytest.mark.parametrize("op", ["sdd", "dsd", "dds"])
+def test_products_of_inflated_blocks(op, tool):
+    run_under(tool, SANITIZED.format(function="small_inflated_blocks", more=""), op, "bf16,f32")
+
+
 def test_what_is_sanitized_runs_at_all():
     """On the host, so that a failure there isn't one of the test."""
     assert small_products("host_blas", "f32", "dgrad") == len(SIZES)
@@ -197,3 +225,4 @@ def test_what_is_sanitized_runs_at_all():
     assert all(small_softmaxes(name, "bf16", "host") == 4 for name in SOFTMAX)
     assert all(small_convolutions(name, "bf16", "host") == 3 for name in CONVOLUTIONS)
     assert all(small_blocks(name, "bf16", "host") == 4 for name in BLOCKS)
+    assert all(small_inflated_blocks(op, "bf16", "host") == 4 for op in ("sdd", "dsd", "dds"))

@@ -16,8 +16,10 @@ struct InflateBlocksParams {
   void* values;
   // Dense matrices [Z, H, rows, row_cells]; read by gather_blocks.
   void* dense;
-  // Sums [Z, H, out_rows, out_columns], or null if all are 0.
-  const float* accumulators;
+  // Product [Z, H, out_rows, product_columns], float32 if an epilogue follows, or null if all is 0.
+  const void* product;
+  // Number of elements from one row of the product to the next.
+  i64 product_columns;
   // Bias [H, out_rows] or [H, out_columns], or null.
   const void* bias;
   // C [Z, H, out_rows, out_columns].
@@ -43,23 +45,24 @@ struct InflateBlocksParams {
   // 1 if each row of C has a bias, 0 if each column has.
   u32 bias_per_row;
 };
-static_assert(sizeof(InflateBlocksParams) == 144);
+static_assert(sizeof(InflateBlocksParams) == 152);
 static_assert(S24_OFFSET(InflateBlocksParams, kept) == 0);
 static_assert(S24_OFFSET(InflateBlocksParams, pointers) == 8);
 static_assert(S24_OFFSET(InflateBlocksParams, rows) == 16);
 static_assert(S24_OFFSET(InflateBlocksParams, columns) == 24);
 static_assert(S24_OFFSET(InflateBlocksParams, values) == 32);
 static_assert(S24_OFFSET(InflateBlocksParams, dense) == 40);
-static_assert(S24_OFFSET(InflateBlocksParams, accumulators) == 48);
-static_assert(S24_OFFSET(InflateBlocksParams, bias) == 56);
-static_assert(S24_OFFSET(InflateBlocksParams, out) == 64);
-static_assert(S24_OFFSET(InflateBlocksParams, block_rows) == 72);
-static_assert(S24_OFFSET(InflateBlocksParams, blocks) == 80);
-static_assert(S24_OFFSET(InflateBlocksParams, row_cells) == 88);
-static_assert(S24_OFFSET(InflateBlocksParams, work_items) == 96);
-static_assert(S24_OFFSET(InflateBlocksParams, heads) == 104);
-static_assert(S24_OFFSET(InflateBlocksParams, out_rows) == 112);
-static_assert(S24_OFFSET(InflateBlocksParams, out_columns) == 120);
-static_assert(S24_OFFSET(InflateBlocksParams, out_elements) == 128);
-static_assert(S24_OFFSET(InflateBlocksParams, bit_words) == 136);
-static_assert(S24_OFFSET(InflateBlocksParams, bias_per_row) == 140);
+static_assert(S24_OFFSET(InflateBlocksParams, product) == 48);
+static_assert(S24_OFFSET(InflateBlocksParams, product_columns) == 56);
+static_assert(S24_OFFSET(InflateBlocksParams, bias) == 64);
+static_assert(S24_OFFSET(InflateBlocksParams, out) == 72);
+static_assert(S24_OFFSET(InflateBlocksParams, block_rows) == 80);
+static_assert(S24_OFFSET(InflateBlocksParams, blocks) == 88);
+static_assert(S24_OFFSET(InflateBlocksParams, row_cells) == 96);
+static_assert(S24_OFFSET(InflateBlocksParams, work_items) == 104);
+static_assert(S24_OFFSET(InflateBlocksParams, heads) == 112);
+static_assert(S24_OFFSET(InflateBlocksParams, out_rows) == 120);
+static_assert(S24_OFFSET(InflateBlocksParams, out_columns) == 128);
+static_assert(S24_OFFSET(InflateBlocksParams, out_elements) == 136);
+static_assert(S24_OFFSET(InflateBlocksParams, bit_words) == 144);
+static_assert(S24_OFFSET(InflateBlocksParams, bias_per_row) == 148);

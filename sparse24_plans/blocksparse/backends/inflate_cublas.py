@@ -2,7 +2,9 @@
 
 A packed operand is inflated once by ``pack``, into memory that the caller keeps.
 For ``sdd`` the workspace holds the whole dense product, and its kept blocks are copied out. An epilogue reads
-float32 accumulators in ``blocksparse/inflate_cublas.cu``, so that it sees them unrounded.
+float32 accumulators in ``blocksparse/inflate_cublas.cu``, so that it sees them unrounded. With several
+tokens, all rows that the library sees are multiples of 16 bytes: dense operands with others are copied into
+the workspace first, behind the dense matrix, and padded rows of a product are copied to C.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ from ...errors import BackendUnavailableError
 from ...plan.cublaslt import CublasKernel, Factor
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.operands import Alignment, Views
-from ...vocab import BlockSparseOp, DeviceProperties, ElementKind
+from ...vocab import BlockSparseOp, DeviceProperties
 from ..descriptor import BlockSparseMatmulDescriptor
+from ..kernel_problem import KernelProblem
 from ..limits import inflated_regions
 from ..lookup_tables import addresses, words
+from ..prepasses import SOURCES, PrePasses
 
 _SOURCE = "blocksparse/inflate_cublas.cu"
 _VECTOR_BYTES = 16
-"""Bytes that a thread of gather_blocks copies at a time."""
+"""Bytes that a thread of gather_blocks or finish stores at a time."""
 _ITEM_ROWS = 16
 """Rows of a block in a work item of inflate_blocks."""
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
@@ -46,7 +50,11 @@ class InflateBlocksParams(KernelParams):
     columns = field("const int*", "Block column of each block: [blocks].")
     values = field("void*", "Values [Z, blocks, b, b]; written by gather_blocks.")
     dense = field("void*", "Dense matrices [Z, H, rows, row_cells]; read by gather_blocks.")
-    accumulators = field("const float*", "Sums [Z, H, out_rows, out_columns], or null if all are 0.")
+    product = field(
+        "const void*",
+        "Product [Z, H, out_rows, product_columns], float32 if an epilogue follows, or null if all is 0.",
+    )
+    product_columns = field("i64", "Number of elements from one row of the product to the next.")
     bias = field("const void*", "Bias [H, out_rows] or [H, out_columns], or null.")
     out = field("void*", "C [Z, H, out_rows, out_columns].")
     block_rows = field("i64", "Number of block rows of all heads.")
@@ -64,20 +72,30 @@ class InflateBlocksParams(KernelParams):
 class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
     empty: ClassVar[dict[str, int]] = {"batch": 0}
     default_alignment = Alignment(16)
-    sources = (_SOURCE,)
+    sources = (_SOURCE, *SOURCES)
 
     def __init__(self, choice: Choice) -> None:
-        super().__init__(choice, *inflated_regions(choice.descriptor))
+        dense_bytes, prepared_bytes, product_bytes = inflated_regions(choice.descriptor)
+        super().__init__(choice, dense_bytes + prepared_bytes, product_bytes)
         desc, device = self.descriptor, choice.device
         one, dense = desc.layout, desc.op is not BlockSparseOp.SDD
+        problem = KernelProblem(desc)
+        prepared = problem.aligned_operands
+        self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
+        self._transposed = {copy.name for copy in prepared if copy.transposes}
+        self._product_element = problem.product_element
         rows, cols, _ = self._sizes
+        self._product_columns = problem.product_tokens if desc.op is BlockSparseOp.DSD else cols
         self._results = desc.batch * (one.heads * rows * cols if dense else one.blocks * one.block**2)
         self._before = self._function("inflate_blocks" if dense else "gather_blocks", device)
         self._finish = self._function("finish", device)
         multiplies = self._results and desc.reduction
         if multiplies:
-            self.launches = 1 + (not desc.packed) + (self._acc_bytes > 0)
+            self.launches = 1 + (not desc.packed) + len(prepared) + (self._acc_bytes > 0)
         self._matmul = self._reserve(self._product if multiplies else None)
+        self.details += self._prepasses.details
+        if self._product_columns != cols:
+            self.details += f"; rows of c are padded to {self._product_columns} elements, then copied"
         if desc.packed:
             nbytes = desc.batch * one.heads * one.rows * one.cols * desc.element.itemsize
             self.details += f"; a dense copy of {nbytes} bytes, {one.density:.1%} of it kept"
@@ -96,29 +114,35 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
     def _product(self) -> Matmul:
         """The pinned product. Row-major operands are column-major transposes: C^T = op(B)^T @ op(A)^T."""
         desc, (rows, cols, k) = self.descriptor, self._sizes
-        a = Factor(cols, desc.trans_b, k if desc.trans_b else cols)
-        b = Factor(rows, desc.trans_a, rows if desc.trans_a else k)
-        out = ElementKind.F32 if self._acc_bytes else desc.out_element
-        return self._find_matmul(a, b, cols, out, desc.batch * desc.layout.heads)
+        trans_a, trans_b = (
+            transposed != (name in self._transposed)
+            for name, transposed in (("a", desc.trans_a), ("b", desc.trans_b))
+        )
+        width = self._product_columns
+        # The rows of b are padded with those of the product.
+        a = Factor(cols, True, k) if trans_b else Factor(width, False, width)
+        b = Factor(rows, trans_a, rows if trans_a else k)
+        return self._find_matmul(a, b, width, self._product_element, desc.batch * desc.layout.heads)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if not self._results:
             return nothing
         if self._matmul is None:
             return self._finished(views, 0)
-        dense, acc = workspace, workspace + self._dense_bytes
-        scratch = acc + self._acc_bytes
-        places = {name: views[name].address for name in ("a", "b", "c")}
+        dense, product = workspace, workspace + self._dense_bytes
+        scratch = product + self._acc_bytes
+        copies, prepasses = self._prepasses.bind(views, product - self._prepasses.workspace_size)
+        places = {name: copies[name].address for name in ("a", "b", "c")}
         if self.descriptor.op is BlockSparseOp.SDD:
             multiply = self._matmul.bind(places["b"], places["a"], dense, scratch)
-            return launch_in_order(multiply, self._blocks(views, dense))
+            return launch_in_order(*prepasses, multiply, self._blocks(views, dense))
         before = []
         if not self.descriptor.packed:
             places[self.descriptor.sparse] = dense
             before = [self._blocks(views, dense)]
-        result = acc if self._acc_bytes else places["c"]
-        multiply = self._matmul.bind(places["b"], places["a"], result, scratch)
-        return launch_in_order(*before, multiply, *([self._finished(views, acc)] if self._acc_bytes else []))
+        after = [self._finished(views, product)] if self._acc_bytes else []
+        multiply = self._matmul.bind(places["b"], places["a"], product if after else places["c"], scratch)
+        return launch_in_order(*before, *prepasses, multiply, *after)
 
     def pack(self, values: TensorView, tables: TensorView) -> TensorView:
         """A dense copy of a packed operand in new memory, written on CuPy's current stream."""
@@ -160,11 +184,12 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
         )
         return self._before.bind(min(blocks, _MOST_BLOCKS), parameters)
 
-    def _finished(self, views: Views, acc: int) -> Launch:
+    def _finished(self, views: Views, product: int) -> Launch:
         rows, cols, _ = self._sizes
-        bias = views.get("bias")
+        bias, out = views.get("bias"), self.descriptor.out_element
         parameters = InflateBlocksParams(
-            accumulators=acc,
+            product=product,
+            product_columns=self._product_columns,
             bias=bias.address if bias is not None else 0,
             out=views["c"].address,
             heads=self.descriptor.layout.heads,
@@ -173,4 +198,5 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
             out_elements=self._results,
             bias_per_row=self.descriptor.op is BlockSparseOp.DSD,
         )
-        return self._finish.bind(min(-(-self._results // _THREADS), _MOST_BLOCKS), parameters)
+        blocks = -(-self._results * out.itemsize // (_VECTOR_BYTES * _THREADS))
+        return self._finish.bind(min(blocks, _MOST_BLOCKS), parameters)

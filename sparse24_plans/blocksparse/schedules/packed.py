@@ -68,10 +68,21 @@ def blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
 
 def pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
     """Microseconds of the pre-passes that copy dense operands before kept blocks are multiplied."""
-    prepared, given = KernelProblem(desc).prepared_operands(None), constants("packed_choice")
-    return float(
-        len(prepared) * given["pre_pass_us"] + prepared_bytes(prepared) / given["pre_pass_bandwidth"]
-    )
+    prepared = KernelProblem(desc).prepared_operands(None)
+    return _copies_us(len(prepared), prepared_bytes(prepared))
+
+
+def dense_copies_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Microseconds of the copies by which a dense product has aligned rows: operands', and the result's."""
+    problem = KernelProblem(desc)
+    prepared, pads = problem.aligned_operands, problem.product_tokens != desc.n
+    nbytes = prepared_bytes(prepared) + (problem.product_bytes if pads else 0)
+    return _copies_us(len(prepared) + pads, nbytes)
+
+
+def _copies_us(copies: int, nbytes: int) -> float:
+    given = constants("packed_choice")
+    return float(copies * given["pre_pass_us"] + nbytes / given["pre_pass_bandwidth"])
 
 
 def dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
@@ -79,14 +90,6 @@ def dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     one = desc.layout
     cells = desc.batch * one.heads * one.rows * one.cols
     return float(cells * desc.element.itemsize), _token_bytes(desc), float(cells * desc.n)
-
-
-def unaligned_factor(desc: BlockSparseMatmulDescriptor) -> float:
-    """The factor of a dense product's time if rows of several tokens are no multiples of 16 bytes."""
-    if desc.n == 1 or not KernelProblem(desc).unaligned_tokens:
-        return 1.0
-    factors = constants("packed_choice")["odd" if desc.n % 2 else "unaligned"]
-    return float(factors["few" if desc.n <= constants("packed_choice")["few_n"] else "many"])
 
 
 def _token_bytes(desc: BlockSparseMatmulDescriptor) -> float:
@@ -116,7 +119,7 @@ def packed_dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
     if desc.element.itemsize == 1 or not desc.n or not desc.batch:
         return None
     blocks = _model(model_of(desc), TERMS).microseconds(blocks_work(desc)) + pre_pass_us(desc)
-    dense = _model(DENSE, DENSE_TERMS).microseconds(dense_work(desc)) * unaligned_factor(desc)
+    dense = _model(DENSE, DENSE_TERMS).microseconds(dense_work(desc)) + dense_copies_us(desc)
     if blocks <= constants("packed_choice")["most_of_dense"] * dense:
         return None
     return f"would take about {blocks:.1f} us, a dense copy {dense:.1f} us"
