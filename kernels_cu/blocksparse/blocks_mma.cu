@@ -76,9 +76,6 @@ struct WorkTile {
   }
 };
 
-__device__ __forceinline__ u32 lower_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
-__device__ __forceinline__ u32 upper_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
-
 struct Mainloop {
   const BlocksMmaParams& p;
   const Bits *values, *x;  // this lane's first cells of block 0 and of block column 0, in the warp's unit

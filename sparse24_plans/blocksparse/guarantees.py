@@ -112,6 +112,11 @@ def blocks_mma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     return blocks_mma_any(problem).model_copy(update={"batch_invariant": False})
 
 
+def sdd_mma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
+    # A result's products are summed in a few steps of the tensor cores, in an order that n alone determines.
+    return tensor_cores(problem).model_copy(update={"nonfinite": "skips_pruned"})
+
+
 def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # A 64-row tile has one block row, and the tensor cores choose the cells of X by the metadata.
     return _of_pattern(problem, tensor_cores(problem))

@@ -52,8 +52,14 @@ class MatmulEntry(BlockSparseEntry):
     inners: tuple[InnerPattern, ...] = (InnerPattern.DENSE,)
     packed: tuple[bool, ...] = (False, True)
     """Whether the kernel serves operands that plans have not packed, and those that they have."""
+    code: str = ""
+    """The module of ``backends/`` that has the kernel, if not that of the backend's name."""
     invariant: bool = False
     """Whether the kernel takes the same order of sums for every ``n``, if it has several."""
+
+    @property
+    def module(self) -> str:
+        return self.code or self.backend
 
     def refusal(self, descriptor: BlockSparseMatmulDescriptor) -> str | None:
         served: dict[str, tuple[Any, ...]] = {
@@ -87,6 +93,15 @@ _BLOCKS_MMA = MatmulEntry(
     limits=limits.blocks_mma,
     min_workspace=limits.transposed_bytes,
     ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
+)
+_SDD_MMA = replace(
+    _BLOCKS_MMA,
+    name="sdd_mma",
+    guarantee=guarantees.sdd_mma,
+    limits=limits.sdd_mma,
+    min_workspace=lambda problem: 0,
+    ops=(BlockSparseOp.SDD,),
+    code="sdd_mma",
 )
 _BLOCKS_WGMMA = with_wgmma(
     MatmulEntry(
@@ -139,6 +154,7 @@ _INFLATE_CUBLAS = MatmulEntry(
 )
 MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
     _BLOCKS_MMA,
+    _SDD_MMA,
     _BLOCKS_WGMMA,
     _BLOCKS_STRICT,
     _BLOCKS_WGMMA_SP,
@@ -160,13 +176,14 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         elements=MATMUL_ELEMENTS,
         limits=limits.blocks_strict_any,
     ),
-    # This entry serves if the preference names it, or rules the others out.
+    # These entries serve if the preference names them, or rules the others out.
     replace(
         _BLOCKS_MMA,
         name="blocks_mma_any",
         guarantee=guarantees.blocks_mma_any,
         limits=limits.blocks_mma_any,
     ),
+    replace(_SDD_MMA, name="sdd_mma_any", limits=limits.sdd_mma_any),
     MatmulEntry(
         "host_blas", *_HOST, guarantees.host_blas_matmul, MATMUL_ELEMENTS, inners=tuple(InnerPattern)
     ),

@@ -20,6 +20,7 @@ from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, transposed_x
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
 from .schedules.packed import packed_dense_wins
+from .schedules.sdd_mma import MOST_TERMS, SddMmaSchedule
 from .schedules.softmax import softmax_teams
 
 _MOST = 2**31
@@ -63,6 +64,21 @@ def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
         return reason
     # No other schedule has more CTAs than the one for a device that is never busy.
     return grid_limit_refusal(BlocksMmaSchedule.of(problem, _MOST).ctas(problem))
+
+
+def sdd_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
+    """The kernel's limits, and a preference for what it does faster than every other kernel."""
+    most = constants("blocks_mma")["most_sdd_n"]
+    if not 0 < problem.n <= most:
+        return f"is preferred for sums of 1 to {most} products, not {problem.n}"
+    return sdd_mma_any(problem)
+
+
+def sdd_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
+    if problem.n > MOST_TERMS:
+        return f"serves sums of up to {MOST_TERMS} products, not {problem.n}"
+    # No other schedule has more warps than the one for a device that is never busy.
+    return _beyond({"warps": SddMmaSchedule.of(problem, _MOST).warps(problem)})
 
 
 def transposed_bytes(problem: BlockSparseMatmulDescriptor) -> int:

@@ -1,6 +1,7 @@
-"""Which cells the lanes of ``blocks_mma`` load and multiply: a NumPy model of the kernel and of mma.
+"""Which cells the lanes of ``blocks_mma`` and ``sdd_mma`` load and multiply: a NumPy model of both and mma.
 
-The fragments are those of the PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
+The fragments are those of the PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type". Those of
+m16n8k8 are the same with the first two registers of A and the first of B alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule, unit_depth
+from sparse24_plans.blocksparse.schedules.sdd_mma import SddMmaSchedule
 
 from ..kernels.index_functions import Table, check_tables
 
@@ -110,8 +112,49 @@ def test_lanes_multiply_what_they_load(left_along_k, right_along_k, depth, strip
     assert np.allclose(c, s @ x)  # NaN is left where no lane has a result
 
 
+def column_of(tiles: int, column: np.ndarray, tile: int) -> np.ndarray:
+    return 2 * tiles * (column // 2) + 2 * tile + column % 2
+
+
+@pytest.mark.parametrize("left_along_k", BOTH)
+@pytest.mark.parametrize("right_along_k", BOTH)
+@pytest.mark.parametrize("strips", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [2, 4])
+@pytest.mark.parametrize("words", [1, 2, 3, 8])
+def test_lanes_of_sdd_store_whole_sectors(left_along_k, right_along_k, strips, tiles, words):
+    """A piece of C, whose lanes load neighbours of op(A) and op(B) and store neighbours of C."""
+    rng = np.random.default_rng(words)
+    a, b = rng.standard_normal((16 * strips, 8 * words)), rng.standard_normal((8 * words, 8 * tiles))
+    k = 2 * words * QUAD[:, None] + np.arange(2 * words)
+    c = np.full((16 * strips, 8 * tiles), np.nan)
+    for strip, tile in itertools.product(range(strips), range(tiles)):
+        rows = [row_of(left_along_k, strips, GROUP, strip, half) for half in range(2)]
+        left = np.stack([a[row[:, None], k].reshape(32, words, 2) for row in rows], axis=1)
+        if right_along_k:
+            right = b[k, column_of(tiles, GROUP, tile)[:, None]]
+        else:  # a lane has the columns of two groups, and takes its own
+            pair = b[k[..., None], (2 * tiles * (GROUP // 2))[:, None, None] + 2 * tile + np.arange(2)]
+            right = np.take_along_axis(pair, GROUP[:, None, None] % 2, 2)[..., 0]
+        right, sums = right.reshape(32, words, 2), np.zeros((32, 4))
+        for i in range(0, words, 2):  # a last word alone is an m16n8k8, whose other registers count as zeros
+            more = np.zeros((32, 4, 2)), np.zeros((32, 2, 2))
+            many = min(words - i, 2)
+            more[0][:, : 2 * many] = left[:, :, i : i + many].swapaxes(1, 2).reshape(32, 2 * many, 2)
+            more[1][:, :many] = right[:, i : i + many]
+            sums += mma(*more)
+        for i in range(4):
+            c[rows[i // 2], column_of(tiles, 2 * QUAD + i % 2, tile)] = sums[:, i]
+    assert np.allclose(c, a @ b)
+    stored = np.concatenate(
+        [column_of(tiles, 2 * QUAD[:4] + i, tile) for tile in range(tiles) for i in range(2)]
+    )
+    assert (np.sort(stored.reshape(2 * tiles, 4).T) == np.arange(8 * tiles).reshape(4, 2 * tiles)).all()
+
+
 def test_the_kernel_has_the_models_places():
-    tables = []
+    tables = [
+        Table(f"sampled_column<{tiles}>(i0, i1)", column_of(tiles, *np.ogrid[:8, :tiles])) for tiles in (2, 4)
+    ]
     for along_k, width in itertools.product(BOTH, (1, 2, 4, 8)):
         word = str(along_k).lower()
         group, strip, half = np.ogrid[:8, :width, :2]
@@ -157,3 +200,18 @@ def test_schedules_fit_and_warps_follow_from_the_layout_alone(block, op, k_last)
             assert 1 <= one.x_units <= one.units
             if not one.x_along_k:
                 assert n % one.n8_tiles == 0
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_schedules_of_sdd_have_every_block_once(block):
+    for blocks, n, sms in itertools.product((0, 1, 33, 4096), (0, 1, 5, 8, 24, 63, 64), (1, 132)):
+        shape = BlockSparseShape(heads=1, rows=64 * block, cols=64 * block, block=block, blocks=blocks)
+        desc = BlockSparseMatmulDescriptor(op="sdd", layout=shape, n=n, batch=3, element="bf16")
+        one = SddMmaSchedule.of(desc, sms)
+        assert block % (16 * one.strips) == 0
+        assert 2 * one.strips * one.words <= 24
+        assert 8 * one.words >= n
+        assert n % one.vector == 2 * one.words % one.vector == 0
+        assert 1 <= one.run_blocks <= 32
+        assert one.warps(desc) * 16 * one.strips == 3 * one.runs(desc) * block
+        assert 0 <= one.runs(desc) * one.run_blocks - blocks < one.run_blocks

@@ -1,4 +1,4 @@
-"""``blocks_mma``: products of few tokens against float64, edges of tiles, bits, masks; when it is chosen."""
+"""``blocks_mma`` and ``sdd_mma``: small n against float64, edges of tiles, bits, masks; when they serve."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.blocksparse.schedules import blocks_mma as schedules
+from sparse24_plans.blocksparse.schedules.sdd_mma import SddMmaSchedule
 from sparse24_plans.plan.schedule_choice import constants
 
 from ..sample_devices import A100, H200
+from ..strategies import results_of
 from ..support import same_bits
 from . import products_on_gpu as shared
-from .problems import Operands, random_operands
+from .problems import Operands, case_of, kept_of, random_operands
 from .products_on_gpu import gpu, random_check
 from .sample_layouts import random_layout
 from .test_products import check
@@ -84,10 +86,28 @@ def test_why_not():
         with pytest.raises(UnsupportedError, match=words):
             BlockSparseMatmulPlan.compile(BlockSparseMatmulDescriptor(**desc), device=H200, preference=wanted)
 
-    refused(r"blocks_mma_any: does not serve op sdd", op="sdd")
+    refused(r"sdd_mma_any: serves sums of up to 64 products, not 65", op="sdd", n=65)
+    refused(r"sdd_mma.*: serves elements f16, bf16, not f32", op="sdd", element="f32")
     refused(r"blocks_mma.*: serves elements f16, bf16, not f32", element="f32")
     refused(r"does not serve inner sparse24", inner="sparse24")
     refused(r"needs a workspace of 73728 bytes, max_workspace_bytes is 0", {"max_workspace_bytes": 0}, n=9)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=str)
+def test_it_serves_short_sums_of_sdd_up_to_the_measured_number(device, monkeypatch):
+    half = {
+        "op": "sdd",
+        "layout": SHAPE.model_copy(update={"block": 16, "blocks": 1 << 15}),
+        "device": device,
+    }
+    for n in (1, 8, 64):
+        assert chosen(n=n, **half) not in ("sdd_mma", "sdd_mma_any")
+        assert chosen(n=n, **half, preference=FORCED) == "sdd_mma_any"
+    monkeypatch.setitem(constants("blocks_mma"), "most_sdd_n", 8)
+    for n, wanted in {0: False, 1: True, 8: True, 9: False}.items():
+        assert (chosen(n=n, **half) == "sdd_mma") == wanted
+    promises = {"batch_invariant": True, "nonfinite": "skips_pruned"}
+    assert chosen(n=8, **half, preference={"require": promises}) == "sdd_mma"
 
 
 @pytest.mark.parametrize(("n", "transposed"), [(1, False), (7, False), (9, True), (12, False), (36, False)])
@@ -181,7 +201,91 @@ def test_a_line_without_a_block_beside_one_with_infinities():
         shared.a_line_without_a_block_beside_one_with_infinities(plan_of, block)
 
 
+SUMS = (0, 1, 2, 3, 5, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 63, 64)
+"""n of ``sdd``: round the k of each mma; rows that lanes can load as 16, eight, four or two bytes."""
+
+
+@gpu
+@shared.every_turn
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("element", ["f16", "bf16"])
+def test_every_sum_of_sdd(turned, block, element):
+    layout = random_layout(rows=7, cols=5, block=block)
+    for n, out in itertools.product(SUMS, results_of(element)):
+        fields = {"trans_a": turned[0], "trans_b": turned[1], "element": element, "out_element": out}
+        random_check(plan_of, layout, op="sdd", n=n, alpha=-0.75, **fields)
+
+
+@gpu
+@shared.every_edge
+@shared.every_size
+def test_layouts_of_sdd_at_their_edges(name, sizes):
+    for block in BLOCKS:
+        shared.layouts_and_sizes_at_their_edges(plan_of, "sdd", name, block, sizes)
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@shared.every_density
+def test_uneven_lines_of_sdd(block, density):
+    shared.lines_of_many_words(plan_of, "sdd", block, density)
+
+
+@gpu
+@shared.every_turn
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("n", [1, 5, 8, 31, 56])
+def test_sdd_multiplies_its_own_cells_alone(turned, block, n):
+    """Another row's, column's or head's NaN is neighbour in memory of what a lane loads."""
+    layout = random_layout(seed=n, heads=2, rows=4, cols=5, block=block)
+    plan = plan_of(layout=layout, op="sdd", n=n, trans_a=turned[0], trans_b=turned[1])
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    for name, turn, line in (("a", turned[0], np.s_[:, :, 1::2]), ("b", not turned[1], np.s_[:, :, ::3])):
+        (operands[name].swapaxes(-1, -2) if turn else operands[name])[line] = np.nan
+        operands[name][-1, -1] = np.nan
+    rows, columns = np.arange(layout.shape.rows) % 2 == 0, np.arange(layout.shape.cols) % 3 > 0
+    wanted = np.zeros((2, 2, layout.shape.rows, layout.shape.cols), bool)
+    wanted[...] = rows[:, None] & columns
+    wanted[-1, -1] = False
+    found = np.isfinite(
+        case_of(plan, operands).run()["c"].view(plan.descriptor.out_element.dtype).astype("f4")
+    )
+    assert np.array_equal(found, kept_of(layout, wanted))
+
+
 # Bits ---------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("n", [1, 5, 16, 24, 40, 63])
+def test_bits_of_sdd_do_not_depend_on_its_schedule_or_on_what_is_transposed(block, n, monkeypatch):
+    """One product in runs of any length, with each number of strips, and with A and B stored either way."""
+    layout = random_layout(seed=block, heads=2, rows=9, cols=768 // block, block=block)
+    desc = BlockSparseMatmulDescriptor(op="sdd", layout=layout, n=n, element="bf16", batch=3)
+    plain, chosen_one = random_operands(desc, layout, np.random.default_rng(n)), SddMmaSchedule.of(desc, 1)
+    found = []
+    strips = [one for one in (1, 2, 4) if one <= chosen_one.strips]
+    for number, (one, run, a_turned, b_turned) in enumerate(
+        itertools.product(strips, (1, 3, 32), (False, True), (False, True))
+    ):
+        schedule = chosen_one._replace(strips=one, run_blocks=run)
+        monkeypatch.setattr(SddMmaSchedule, "of", lambda desc, sms, schedule=schedule: schedule)
+        turned = {"a": a_turned, "b": b_turned}
+        stored = {
+            name: plain[name].swapaxes(-1, -2) if turn else plain[name] for name, turn in turned.items()
+        }
+        plan = BlockSparseMatmulPlan.select(
+            desc.model_copy(update={"trans_a": a_turned, "trans_b": b_turned}),
+            device=0,
+            preference={**FORCED, "max_workspace_bytes": number},  # of its own: plans are cached
+        )
+        operands = plain.with_(**{name: np.ascontiguousarray(cells) for name, cells in stored.items()})
+        assert f"{16 * one} rows of up to {run} blocks" in plan.explain().details
+        found.append(check(plan, operands))
+    assert all(same_bits(found[0], one) for one in found)
+    alone = plan_of(layout=layout, op="sdd", n=n, batch=1)
+    assert same_bits(check(alone, plain.batch(desc)), found[0][-1:])
 
 
 @gpu
@@ -239,7 +343,7 @@ def _turned(operands: Operands, sparse: str) -> Operands:
 
 
 @gpu
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "sdd"])
 def test_another_mask_reaches_what_was_captured(op):
     shared.another_mask_reaches_what_was_captured(plan_of, op)
 

@@ -431,9 +431,9 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
         fields["inner"] = "sparse24"
     elif fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.4:
         fields["packed"] = True
-    if element in ("f16", "bf16") and fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.3:
-        # No measurement has made it the choice for few tokens.
-        fields["n"] = _size(rng, 80)
+    if element in ("f16", "bf16") and rng.random() < 0.3:
+        # No measurement has made it the choice for small n.
+        fields["n"] = _size(rng, 64 if fields["op"] is BlockSparseOp.SDD else 80)
         preference = preference.model_copy(update={"prefer_backend": "blocks_mma"})
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)
     return BlockProblem(desc, layout, preference, data_seed)

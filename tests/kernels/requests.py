@@ -14,6 +14,7 @@ from sparse24_plans import (
     BlockSparseAttentionDescriptor,
     BlockSparseConv2dDescriptor,
     BlockSparseMatmulDescriptor,
+    BlockSparseOp,
     BlockSparsePass,
     BlockSparseShape,
     BlockSparseSoftmaxDescriptor,
@@ -399,11 +400,23 @@ def few_tokens(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:
                     yield _block_problem(op, shape, n, turned, kind), sms
 
 
+def short_sums(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:
+    """Products ``sdd`` of every form, kind, size of block and schedule, with the SMs; or a few."""
+    turns = [(False, True)] if few else itertools.product((False, True), repeat=2)
+    for block, turned in itertools.product((16, 32, 64, 128), turns):
+        shape = BlockSparseShape(heads=1, rows=64 * block, cols=64 * block, block=block, blocks=256)
+        for n, sms in itertools.product((5, 64) if few else (1, 5, 8, 12, 31, 32, 40, 63, 64), (1, 32, 132)):
+            yield _block_problem("sdd", shape, n, turned, {"element": "bf16"}), sms
+            yield _block_problem("sdd", shape, n, turned, {"element": "f16", "out_element": "f32"}), sms
+
+
 def mma_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]:
-    """Every variant on Hopper, a few elsewhere. No measurement limits the tokens."""
+    """Every variant on Hopper, a few elsewhere. No measurement limits n."""
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
-    with recorded_loads(row.kernel) as found, mock.patch.dict(constants("blocks_mma"), most_n=64):
-        for desc, sms in few_tokens(few=capability != HOPPER):
+    problems = short_sums if row.ops == (BlockSparseOp.SDD,) else few_tokens
+    limits = {"most_n": 64, "most_sdd_n": 64}
+    with recorded_loads(row.kernel) as found, mock.patch.dict(constants("blocks_mma"), limits):
+        for desc, sms in problems(few=capability != HOPPER):
             one = device.model_copy(update={"multiprocessors": sms})
             if serves(row, desc, preference, one):
                 row.kernel(Choice(desc, one, row, preference, {}))

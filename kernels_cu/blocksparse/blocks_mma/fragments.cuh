@@ -1,4 +1,4 @@
-// Which cells a lane of blocksparse/blocks_mma.cu holds. mma's fragments prescribe a lane's rows, columns and k, but a
+// Which cells a lane of blocksparse/blocks_mma.cu and sdd_mma.cu holds. mma's fragments prescribe a lane's rows, columns and k, but a
 // sum does not depend on which k of op(S) and X they are if both agree, nor a result on which row or token it is. So a
 // lane takes neighbours in memory, and loads them together.
 //
@@ -32,4 +32,10 @@ __device__ constexpr int left_word(int strip, int half, int step, int i) {
 // one k; with one tile of tokens that are contiguous it has one token.
 template <bool kAlongK, int kN8Tiles, int kDepth> __device__ constexpr int right_word(int tile, int step, int i) {
   return kAlongK ? tile * (kDepth / 8) + 2 * step + i / 2 : (4 * step + i) * ((kN8Tiles + 1) / 2) + tile / 2;
+}
+
+// sdd_mma: column of a lane's column `column` of n8 tile `tile`, among the kTiles * 8 columns of a piece. The sums of a
+// lane in one row are 2 * kTiles neighbours, and so are the columns of B that two groups of lanes read together.
+template <int kTiles> __device__ constexpr int sampled_column(int column, int tile) {
+  return 2 * kTiles * (column / 2) + 2 * tile + column % 2;
 }
