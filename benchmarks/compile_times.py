@@ -42,6 +42,7 @@ from sparse24_plans.prepare import descriptor as prepare
 from sparse24_plans.prepare import kernel_table as prepare_table
 from sparse24_plans.vocab import (
     BlockSparseConvOp,
+    BlockSparseOp,
     DeviceProperties,
     ElementKind,
     EpilogueKind,
@@ -99,10 +100,12 @@ def block_problems(row: KernelEntry) -> Iterator[Descriptor]:
     """Problems of a kernel entry for block-sparse matrices."""
     if isinstance(row, blocks_table.MatmulEntry):
         blocks = [block for block in _BLOCKS if block in row.blocks]
-        for block, element, n, epilogue in product(blocks, row.elements, (*_TOKENS, _PADDED), _EPILOGUES):
+        product_op = BlockSparseOp.DSD if BlockSparseOp.DSD in row.ops else row.ops[0]
+        epilogues = _EPILOGUES[:1] if product_op is BlockSparseOp.SDD else _EPILOGUES
+        for block, element, n, epilogue in product(blocks, row.elements, (*_TOKENS, _PADDED), epilogues):
             layout = _layout(block, (_M // block) * (_K // block) // _KEPT)
             yield BlockSparseMatmulDescriptor(
-                op="dsd", layout=layout, n=n, element=element, epilogue=epilogue, inner=row.inners[0]
+                op=product_op, layout=layout, n=n, element=element, epilogue=epilogue, inner=row.inners[0]
             )
     elif row in blocks_table.ATTENTION_ENTRIES:
         for block, element, op, causal in product(

@@ -12,6 +12,7 @@
 //   role   threads    what it does
 //   Run    all warps  loads op(B) of kAhead pieces ahead, multiplies, rounds and stores pieces
 //
+//   barriers   none
 //   registers  op(A): 2 * kStrips * kWords, at most 24; op(B): up to 32 in flight, and 16 of the piece; 16 sums
 //
 //   tables  | blocks of the run, one a lane |
