@@ -20,8 +20,8 @@ _WORD_TERMS = 8
 """Products of a sum for which each lane has one register of an operand's row: four lanes have two each."""
 _VECTORS = (8, 4, 2, 1)
 """Neighbouring cells of 16 bits that a lane can load together."""
-_RUN_CELLS, _RUN_BLOCKS = 8192, 32
-"""Most results of a warp, and most blocks, which its lanes look up."""
+_RUN_CELLS = 4096
+"""Most results of a warp that has several blocks, of which each lane looks up one."""
 _BUSY_WARPS, _ENOUGH_WARPS = 16, 32
 """Warps for each SM below which a warp gets fewer strips, and those that runs are shortened for."""
 
@@ -46,7 +46,7 @@ class SddMmaSchedule(NamedTuple):
         most = min(block // _STRIP_ROWS, _LEFT_WORDS // (2 * words))
         tried = [cls(one, words, vector, 1) for one in _STRIPS if one <= most]
         found = next((one for one in tried if one.warps(desc) >= _BUSY_WARPS * multiprocessors), tried[-1])
-        longest = min(_RUN_CELLS // (found.strips * _STRIP_ROWS * block), _RUN_BLOCKS)
+        longest = _RUN_CELLS // (found.strips * _STRIP_ROWS * block)
         enough = found.warps(desc) // (_ENOUGH_WARPS * multiprocessors)
         return found._replace(run_blocks=max(min(longest, enough), 1))
 
