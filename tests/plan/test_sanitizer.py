@@ -113,16 +113,25 @@ def small_blocks(name: str, element: str, device: int | str = 0) -> int:
     return len(sizes)
 
 
-def small_inflated_blocks(op: str, element: str, device: int | str = 0) -> int:
-    """Products of an inflated matrix whose dense rows are no multiples of 16 bytes, with all copies."""
+FORCED = {
+    f"{backend} {op}": elements
+    for backend, elements in (("inflate_cublas", "bf16,f32"), ("blocks_mma", "bf16,f16"))
+    for op in ("sdd", "dsd", "dds")
+}
+"""Elements of each backend and op of products whose dense rows are no multiples of 16 bytes."""
+
+
+def small_ragged_blocks(name: str, element: str, device: int | str = 0) -> int:
+    """Products by a backend and op of FORCED, with all copies of dense operands."""
     from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseMatmulPlan
 
     from ..blocksparse.problems import random_operands
     from ..blocksparse.sample_layouts import random_layout
     from ..blocksparse.test_products import check
 
-    layout, sizes = random_layout(rows=5, cols=3), (2, 9, 63, 391)
-    preference = {} if device == "host" else {"prefer_backend": "inflate_cublas"}
+    backend, op = name.split()
+    layout, sizes = random_layout(rows=5, cols=3), (2, 9, 63, 391 if backend == "inflate_cublas" else 40)
+    preference = {} if device == "host" else {"prefer_backend": backend}
     for n, turned in itertools.product(sizes, (False, True)):
         for epilogue in ("identity",) if op == "sdd" else ("identity", "bias"):
             fields = {"op": op, "n": n, "trans_a": turned, "trans_b": turned, "epilogue": epilogue}
@@ -212,9 +221,9 @@ def test_products_of_blocks(name, tool, request):
 
 @pytest.mark.gpu
 @tools
-@pytest.mark.parametrize("op", ["sdd", "dsd", "dds"])
-def test_products_of_inflated_blocks(op, tool):
-    run_under(tool, SANITIZED.format(function="small_inflated_blocks", more=""), op, "bf16,f32")
+@pytest.mark.parametrize("name", FORCED)
+def test_products_of_ragged_blocks(name, tool):
+    run_under(tool, SANITIZED.format(function="small_ragged_blocks", more=""), name, FORCED[name])
 
 
 def test_what_is_sanitized_runs_at_all():
@@ -225,4 +234,4 @@ def test_what_is_sanitized_runs_at_all():
     assert all(small_softmaxes(name, "bf16", "host") == 4 for name in SOFTMAX)
     assert all(small_convolutions(name, "bf16", "host") == 3 for name in CONVOLUTIONS)
     assert all(small_blocks(name, "bf16", "host") == 4 for name in BLOCKS)
-    assert all(small_inflated_blocks(op, "bf16", "host") == 4 for op in ("sdd", "dsd", "dds"))
+    assert all(small_ragged_blocks(name, "bf16", "host") == 4 for name in FORCED)
