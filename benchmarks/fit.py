@@ -45,6 +45,7 @@ from sparse24_plans.gemm.schedules.wgmma_cost_model import (
 )
 from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
 from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule, schedules_for, schedules_in
+from sparse24_plans.plan import schedule_choice
 from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
@@ -228,6 +229,15 @@ STREAM_K = "wgmma_sp_stream_k"
 FITTED = [STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS, DENSITY, *PACKED_MODELS]
 
 
+OF_CHOICES = {DENSITY, *PACKED_MODELS}
+"""Models of the times of what other models choose, after which they are fitted."""
+
+
+def choose_by(models: Mapping[str, Constants]) -> None:
+    """Let this process choose schedules by these models, and not by the data file that they will be in."""
+    schedule_choice.models(schedule_choice.REFERENCE_GPU).update(models)
+
+
 def family_of(model: str) -> str:
     """The measured problems of a model."""
     if model in PACKED_MODELS:
@@ -281,8 +291,11 @@ def file_text(gpu: str, only: Sequence[str]) -> str:
     if len(wanted) < len(measured):
         kept = json.loads(path.read_text())["models"]
         models |= {one: kept[one] for one in measured if one not in wanted}
-    with ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1) or 1) as pool:
-        models |= dict(zip(wanted, pool.map(entry, wanted, [gpu] * len(wanted)), strict=True))
+    for late in (False, True):
+        stage = [one for one in wanted if (one in OF_CHOICES) == late]
+        processes = min(len(stage), os.cpu_count() or 1) or 1
+        with ProcessPoolExecutor(processes, initializer=choose_by, initargs=(models,)) as pool:
+            models |= dict(zip(stage, pool.map(entry, stage, [gpu] * len(stage)), strict=True))
     ordered = {name: models[name] for name in (*FITTED, *given)}
     return json.dumps({"gpu": gpu, "models": ordered}, indent=1) + "\n"
 

@@ -21,14 +21,15 @@ S = TypeVar("S")
 
 
 @cache
-def _models(gpu: str) -> dict[str, Any]:
-    models: dict[str, Any] = json.loads((FOLDER / f"{gpu}.json").read_text())["models"]
-    return models
+def models(gpu: str) -> dict[str, Any]:
+    """The models of a GPU's data file, by name."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{gpu}.json").read_text())["models"]
+    return found
 
 
 def constants(model: str) -> Any:
     """The fitted constants of one cost model, as its file names them."""
-    return _models(REFERENCE_GPU)[model]["constants"]
+    return models(REFERENCE_GPU)[model]["constants"]
 
 
 def fastest(

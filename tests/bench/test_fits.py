@@ -40,7 +40,9 @@ def test_every_model_is_fitted_or_says_why_not():
             assert (one["constants"], one["reason"]) == (GIVEN[name]["constants"], GIVEN[name]["reason"])
 
 
-@pytest.mark.parametrize("model", [fit.STREAM_K, *block_fits.SMALL_MODELS[:1]])
+@pytest.mark.parametrize(
+    "model", [fit.STREAM_K, *block_fits.SMALL_MODELS[:1], block_fits.DENSITY, *block_fits.PACKED_MODELS[:1]]
+)
 def test_the_script_writes_what_is_committed(model):
     """``python -m benchmarks.fit --check`` does it for all models, in minutes."""
     assert fit.entry(model, GPU) == FILE[model]
@@ -165,6 +167,7 @@ def test_models_of_float32_are_fitted_to_measured_times(monkeypatch):
 def test_models_without_measured_problems_keep_what_is_given(monkeypatch, capsys):
     monkeypatch.setattr(fit, "is_measured", lambda model, gpu: model not in fit.F32_MODELS)
     monkeypatch.setattr(fit, "entry", lambda model, gpu: {"constants": {}, "measured": {"file": model}})
+    monkeypatch.setattr(fit, "choose_by", lambda models: None)
     monkeypatch.setattr(fit, "ProcessPoolExecutor", ThreadPoolExecutor)
     models = json.loads(fit.file_text(GPU, ()))["models"]
     assert models["f32_split_2_few"] == {**GIVEN["f32_split_2_few"], "measured": None}
@@ -172,6 +175,21 @@ def test_models_without_measured_problems_keep_what_is_given(monkeypatch, capsys
     with pytest.raises(SystemExit):
         fit.main(["--only", "f32_split_2_few"])
     assert "f32_split_2_few: h200-f32-times.jsonl is missing" in capsys.readouterr().err
+
+
+def test_models_of_choices_are_fitted_to_the_new_choices(monkeypatch):
+    """So one run of the script gives the file, whatever it held before."""
+    chosen_by = []
+    first, late = block_fits.SMALL_MODELS[0], block_fits.DENSITY
+    monkeypatch.setattr(
+        fit, "entry", lambda model, gpu: {"constants": {}, "measured": dict(chosen_by[-1].get(first) or {})}
+    )
+    monkeypatch.setattr(fit, "choose_by", lambda models: chosen_by.append(dict(models)))
+    monkeypatch.setattr(fit, "ProcessPoolExecutor", ThreadPoolExecutor)
+    models = json.loads(fit.file_text(GPU, (first, late)))["models"]
+    assert first not in chosen_by[0]
+    assert models[late]["measured"] == models[first]
+    assert models[block_fits.SMALL_MODELS[1]] == FILE[block_fits.SMALL_MODELS[1]]
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
