@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSpar
 from sparse24_plans.blocksparse.limits import density_limits
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
+from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 
 from .blocks import Cell
 from .descent import Array, Choices, Constants, Fit, descend, file_of, given_models, lines_of, plain, summary
@@ -58,15 +60,18 @@ def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
 def density_entry(gpu: str) -> Constants:
     """The densities beyond which the inflated product is faster, for each kind that has enough problems."""
     found: Constants = copy.deepcopy(given_models()[DENSITY]["constants"])
-    kinds: dict[tuple[int, str], tuple[dict[str, float], list[tuple[float, float]]]] = {}
+    measured = []
     for row in beside_inflated(gpu):
         desc = described(row)
-        gain = np.log(row["inflate_us"] / chosen_us((desc, row["us"])))
-        limits, block = density_limits(found, desc), str(row["block"])
-        _, pairs = kinds.setdefault((id(limits), block), (limits, []))
-        pairs.append((desc.layout.density, gain))
+        measured.append((desc, np.log(row["inflate_us"] / chosen_us((desc, row["us"])))))
     losses: list[float] = []
-    for (_, block), (limits, pairs) in kinds.items():
+    kinds = (found["sdd"], *found["few"].values(), *found["many"].values())
+    for limits, block in itertools.product(kinds, BLOCK_SIZES):
+        pairs = [
+            (desc.layout.density, gain)
+            for desc, gain in measured
+            if density_limits(found, desc) is limits and desc.layout.block == block
+        ]
         if len(pairs) < LEAST_PAIRS:
             continue
         density, gain = np.array(pairs).T
@@ -76,15 +81,12 @@ def density_entry(gpu: str) -> Constants:
 
         most = max(np.arange(101) / 100, key=lambda most: (-lost(most).mean(), most))
         losses += np.exp(lost(most)).tolist()
-        limits.pop(block, None)
+        limits.pop(str(block), None)
         if most < density.max():
-            limits[block] = float(most)
-    measured = {
-        "file": file_of(gpu, "block-times"),
-        "problems": len(losses),
-        "loss": summary(np.array(losses)),
-    }
-    return {"constants": found, "measured": measured}
+            limits[str(block)] = float(most)
+    file = file_of(gpu, "block-times")
+    loss = {"problems": len(losses), "loss": summary(np.array(losses))}
+    return {"constants": found, "measured": {"file": file, **loss}}
 
 
 def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ..tuning.data import Matrix
 from ..vocab import ElementKind, EpilogueKind
-from .gemm import Row, rounded
-from .own import contender
-from .steady import MANY_TOKENS, time_alone
+from .gemm import Row
+from .own import contender, rows_beside
 
 SHAPE = (28672, 4096)
 """(M, K) of gate and up of Llama-3.1-8B."""
@@ -24,14 +23,5 @@ def measured(matrix: Matrix, n: int, sources: set[str]) -> list[Row]:
     """The rows of one shape and n. Adds to ``sources`` what was timed."""
     kinds = (EpilogueKind.IDENTITY, *EPILOGUES)
     plain, *others = (contender(matrix, n, kind.value, sources, epilogue=kind) for kind in kinds)
-    times = time_alone([plain, *others])
     about = {"m": matrix.m, "k": matrix.k, "n": n, "element": matrix.element.value}
-    identity = times[plain.name]
-    rows = []
-    for one in others:
-        row = {**about, "epilogue": one.name, "us": rounded(times[one.name].us)}
-        row["identity_us"] = rounded(identity.us)
-        if n >= MANY_TOKENS:
-            row |= times[one.name].fields() | identity.fields("identity_us")
-        rows.append(row)
-    return rows
+    return rows_beside(plain, others, about, "epilogue", "identity_us")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,9 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..tuning.data import Matrix, Problem, random_bits, typed, widened
 from ..tuning.timing import Contender
+from .gemm import Row, rounded
 from .record import sources_of
+from .steady import MANY_TOKENS, time_alone
 
 _WORST_ERROR = 0.02
 _CHECKED = 4
@@ -51,6 +54,23 @@ def contender(matrix: Matrix, n: int, name: str, sources: set[str], **fields: An
         raise UnsupportedError(f"{name} {desc}: relative error {error:.3g}, not recorded")
     sources.update(sources_of(plan))
     return Contender(name, [one.launch for one in bound])
+
+
+def rows_beside(plain: Contender, others: Sequence[Contender], about: Row, name: str, peer: str) -> list[Row]:
+    """A row of each of ``others``, called ``name``, with the time of ``plain`` as ``peer``, each alone."""
+    times = time_alone([plain, *others])
+    rows = []
+    for one in others:
+        row = {
+            **about,
+            name: one.name,
+            "us": rounded(times[one.name].us),
+            peer: rounded(times[plain.name].us),
+        }
+        if about["n"] >= MANY_TOKENS:
+            row |= times[one.name].fields() | times[plain.name].fields(peer)
+        rows.append(row)
+    return rows
 
 
 def _arguments(problem: Problem, packed: Any, bias: Any, c: Any) -> Any:

@@ -6,10 +6,9 @@ from typing import Any
 
 from ..tuning.data import Matrix
 from ..vocab import ElementKind
-from .gemm import Row, rounded
-from .own import contender
+from .gemm import Row
+from .own import contender, rows_beside
 from .scope import LLAMA_8B
-from .steady import MANY_TOKENS, time_alone
 
 SHAPES = LLAMA_8B
 TOKENS = (64, 256, 2048, 8192)
@@ -22,13 +21,5 @@ def measured(matrix: Matrix, n: int, sources: set[str]) -> list[Row]:
     """The rows of one shape and n. Adds to ``sources`` what was timed."""
     plain = contender(matrix, n, "plain", sources)
     others = [contender(matrix, n, name, sources, **fields) for name, fields in VARIANTS.items()]
-    times = time_alone([plain, *others])
     about = {"m": matrix.m, "k": matrix.k, "n": n, "element": matrix.element.value}
-    rows = []
-    for one in others:
-        row = {"variant": one.name, **about, "us": rounded(times[one.name].us)}
-        row["plain_us"] = rounded(times[plain.name].us)
-        if n >= MANY_TOKENS:
-            row |= times[one.name].fields() | times[plain.name].fields("plain_us")
-        rows.append(row)
-    return rows
+    return rows_beside(plain, others, about, "variant", "plain_us")

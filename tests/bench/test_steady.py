@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.bench import gemm, power, steady
-from sparse24_plans.bench.steady import BLOCK_US, SHORT_BLOCK_US, Steady, Work
+from sparse24_plans.bench import gemm, own, power, steady
+from sparse24_plans.bench.steady import BLOCK_US, MANY_TOKENS, SHORT_BLOCK_US, Steady, Work
 from sparse24_plans.tuning import timing
+from sparse24_plans.tuning.timing import Contender
 
 
 class Device:
@@ -276,3 +277,17 @@ def test_names_of_one_kernel_share_a_time_and_others_are_scaled_by_auto(gpu, mon
         assert all((one["dense_us"], one["cusparselt_us"]) == (15.0, 30.0) for one in rows.values())
         assert ("dense_sm_mhz" in rows["auto"]) == ("sm_mhz" in rows["auto"]) == (n == 2048)
         assert sources == {"gemm/mma_sp.cu"}
+
+
+@pytest.mark.parametrize("n", [16, MANY_TOKENS])
+def test_variants_stand_beside_the_plain_product_with_power_for_many_tokens(monkeypatch, n):
+    times = {"plain": Steady(2.0, 1500.0, 600.0), "beta": Steady(3.0, 1400.0, 700.0)}
+    monkeypatch.setattr(
+        own, "time_alone", lambda contenders: {one.name: times[one.name] for one in contenders}
+    )
+    plain, beta = (Contender(name, []) for name in times)
+    (row,) = own.rows_beside(plain, [beta], {"n": n}, "variant", "plain_us")
+    expected = {"n": n, "variant": "beta", "us": 3.0, "plain_us": 2.0}
+    if n >= MANY_TOKENS:
+        expected |= {"sm_mhz": 1400, "watts": 700, "plain_sm_mhz": 1500, "plain_watts": 600}
+    assert row == expected
