@@ -236,7 +236,9 @@ def block_cells(rng: random.Random) -> Iterator[blocks.Cell]:
         block = rng.choice((16, 32, 64, 128) if op is BlockSparseOp.SDD else (16, 32))
         pattern = "random" if op is BlockSparseOp.SDD else rng.choice(blocks.PATTERNS)
         m, k = (128 * int(2 ** rng.uniform(2, 6.5)) for _ in range(2))
-        yield blocks.Cell(op, m, k, 8 * int(2 ** rng.uniform(2, 10)), block, rng.uniform(0.02, 0.6), pattern)
+        few = op is BlockSparseOp.SDD and rng.random() < 0.5
+        n = int(2 ** rng.uniform(0, 6)) if few else 8 * int(2 ** rng.uniform(2, 10))
+        yield blocks.Cell(op, m, k, n, block, rng.uniform(0.02, 0.6), pattern)
 
 
 def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
@@ -246,14 +248,14 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
             return
         problem = blocks.Problem(cell)
         contenders = [problem.dense()]
-        try:
-            wanted = {"prefer_backend": "inflate_cublas"}
-            contenders.append(
-                problem.ours(BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted))
-            )
-            contenders[-1].name = "inflate"
-        except Sparse24Error:
-            pass  # a library that isn't there
+        backends = {"inflate": "inflate_cublas"}
+        if cell.op is BlockSparseOp.SDD and cell.n <= FEW_TOKENS:
+            backends["mma"] = "blocks_mma"
+        for name, backend in backends.items():
+            wanted = {"prefer_backend": backend}
+            plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted)
+            contenders.append(problem.ours(plan))
+            contenders[-1].name = name
         for schedule in schedules_by_density(problem.desc):
             spare += 1
             preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
@@ -265,8 +267,8 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
             contenders.append(ours)
         times = time_contenders(contenders, rounds=5, round_ms=0.7)
         us = {name: round(one, 1) for name, one in times.items()}
-        dense, inflate = us.pop("dense"), us.pop("inflate", None)
-        yield {**asdict(cell), "dense_us": dense, "inflate_us": inflate, "us": us}
+        others = {f"{name}_us": us.pop(name, None) for name in ("dense", "inflate", "mma")}
+        yield {**asdict(cell), **others, "us": us}
         free_memory()
 
 
@@ -279,9 +281,12 @@ def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
 
 
 def packed_times(problem: blocks.Problem) -> dict[str, float]:
-    """Microseconds of a packed product by its kept blocks, and as a dense copy."""
+    """Microseconds of a packed product by its kept blocks, by either kernel, and as a dense copy."""
     contenders = []
-    for name, backend in (("us", "blocks_wgmma"), ("dense_us", "inflate_cublas")):
+    backends = {"us": "blocks_wgmma", "dense_us": "inflate_cublas"}
+    if problem.desc.n <= FEW_TOKENS:
+        backends["mma_us"] = "blocks_mma"
+    for name, backend in backends.items():
         wanted = {"prefer_backend": backend}
         plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted)
         contenders.append(problem.ours(plan))
@@ -314,6 +319,8 @@ FILES = {
     "f32": "f32-times",
     "blocks": "block-times",
 }
+FEW_TOKENS = 64
+"""Most tokens that ``blocks_mma`` is timed with."""
 MOST_CELLS = 1 << 27
 """Cells of a matrix for packed operands, whose tables the host makes quickly."""
 KINDS: Mapping[str, Sequence[Mapping[str, Any]]] = {

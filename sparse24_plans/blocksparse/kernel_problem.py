@@ -42,18 +42,24 @@ class Prepared(NamedTuple):
     matrices: Matrices
     """The operand as the caller stores it."""
     transposes: bool
-    """Whether the copy is transposed. Otherwise its rows are padded to multiples of 16 bytes."""
+    """Whether the copy is transposed. Otherwise each of its rows has zeros at its end."""
+    sides: tuple[int, int]
+    """Rows and columns of a matrix of the copy."""
 
     @classmethod
     def of(cls, operand: Operand, *, transposes: bool) -> Prepared:
+        """A copy that is transposed, or whose rows are padded to multiples of 16 bytes."""
         *outer, rows, columns = operand.shape
-        return cls(operand.name, Matrices(rows, columns, operand.element.itemsize, prod(outer)), transposes)
+        size = operand.element.itemsize
+        sides = (columns, rows) if transposes else (rows, padded(columns, size))
+        return cls(operand.name, Matrices(rows, columns, size, prod(outer)), transposes, sides)
 
-    @property
-    def sides(self) -> tuple[int, int]:
-        """Rows and columns of a matrix of the copy."""
-        one = self.matrices
-        return (one.columns, one.rows) if self.transposes else (one.rows, padded(one.columns, one.itemsize))
+    @classmethod
+    def with_rows(cls, operand: Operand, rows: int) -> Prepared:
+        """A copy that has more rows, behind the operand's."""
+        *outer, before, columns = operand.shape
+        whole = Matrices(1, before * columns, operand.element.itemsize, prod(outer))
+        return cls(operand.name, whole, transposes=False, sides=(1, rows * columns))
 
     @property
     def nbytes(self) -> int:
@@ -120,17 +126,21 @@ class KernelProblem:
 
     @property
     def aligned_operands(self) -> tuple[Prepared, ...]:
-        """Copies of dense operands of 16 bits whose rows of tokens are no multiples of 16 bytes, for cuBLAS.
+        """Copies of dense operands of 16 bits for cuBLAS, if rows of n elements are no multiples of 16 bytes.
 
-        For ``dsd`` they are padded, which pads C, too. Otherwise the operand is transposed: the rows of the
-        copy are whole blocks, and no size is padded.
+        For ``dsd`` n is padded, which pads C, too. Otherwise an operand with such rows is transposed: rows
+        of the copy are whole blocks, and no size is padded.
         """
         desc = self.desc
         size, dense = desc.element.itemsize, {self.left, self.right} - {desc.sparse}
+        factors = [one for one in desc.operands() if one.name in dense]
+        if desc.op is BlockSparseOp.DSD and desc.trans_b:
+            pads = self.product_tokens != desc.n
+            return tuple(Prepared.with_rows(one, self.product_tokens) for one in factors if pads)
         return tuple(
             Prepared.of(one, transposes=desc.op is not BlockSparseOp.DSD)
-            for one in desc.operands()
-            if one.name in dense and self._wants_aligned_rows and padded(one.shape[-1], size) != one.shape[-1]
+            for one in factors
+            if self._wants_aligned_rows and padded(one.shape[-1], size) != one.shape[-1]
         )
 
     @property

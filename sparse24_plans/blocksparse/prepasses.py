@@ -47,4 +47,5 @@ class PrePasses:
             assert self._transpose is not None
             return self._transpose.bind(matrices, source, target)
         assert self._pad is not None
-        return self._pad.bind(matrices.batch * matrices.rows, matrices.columns, source, target)
+        rows, width = matrices.batch * matrices.rows, one.sides[1]
+        return self._pad.bind(rows, matrices.columns, width, source, target)

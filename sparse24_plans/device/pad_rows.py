@@ -35,9 +35,12 @@ class PadRows:
         self._itemsize = itemsize
         self._function = load(SOURCE, "pad_rows", _THREADS, device, {"BYTES": itemsize})
 
-    def bind(self, rows: int, columns: int, source: int, target: int) -> Launch:
-        """A launch that writes the matrix [rows, columns] at ``source``, padded, to ``target``."""
-        row_vectors = padded(columns, self._itemsize) * self._itemsize // _VECTOR_BYTES
+    def bind(self, rows: int, columns: int, width: int, source: int, target: int) -> Launch:
+        """A launch that writes the matrix [rows, columns] at ``source`` to ``target``, as [rows, width].
+
+        Rows of ``width`` elements are multiples of 16 bytes.
+        """
+        row_vectors = width * self._itemsize // _VECTOR_BYTES
         parameters = PadRowsParams(
             matrix=source, out=target, rows=rows, columns=columns, row_vectors=row_vectors
         )

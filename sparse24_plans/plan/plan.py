@@ -31,6 +31,8 @@ from .operands import Args, Operand, OperandChecks, Views, fields_of
 from .preference import PlanPreference
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
+_SOME_WORKSPACE = 1 << 12
+"""The address that stands in for the workspace where ``can_implement`` asks a kernel: null is refused."""
 
 
 class Tuning(Protocol):
@@ -292,7 +294,7 @@ class Plan:
     def can_implement(self, args: Any) -> Verdict:
         """Whether ``run`` would take these operands, given a workspace. Touches no memory."""
         try:
-            self._kernel.launcher(self._check(args), 0)
+            self._kernel.launcher(self._check(args), _SOME_WORKSPACE)
         except Sparse24Error as error:
             return Verdict(error)
         return Verdict()

@@ -73,7 +73,7 @@ A_TRANSPOSED, B_TRANSPOSED = "; a is transposed first", "; b is transposed first
         ({"batch": 3, "n": 9}, 6 * 512 * 16 * 2, 6 * 1024 * 16 * 2, 4, B_PADDED + C_PADDED.format(16)),
         ({"trans_a": True}, 2 * 1024 * 392 * 2, 2 * 512 * 392 * 2, 4, B_PADDED + C_PADDED.format(392)),
         ({"epilogue": "bias"}, 2 * 512 * 392 * 2, 2 * 1024 * 392 * 4, 4, B_PADDED + C_PADDED.format(392)),
-        ({"trans_b": True}, 0, 2 * 1024 * 392 * 2, 3, C_PADDED.format(392)),
+        ({"trans_b": True}, 2 * 512 * 392 * 2, 2 * 1024 * 392 * 2, 4, B_PADDED + C_PADDED.format(392)),
         ({"trans_b": True, "out_element": "f32", "n": 12}, 0, 0, 2, ""),
         ({"trans_b": True, "epilogue": "bias", "n": 12}, 0, 2 * 1024 * 12 * 4, 3, ""),
         ({"out_element": "f32", "n": 12}, 2 * 512 * 32, 2 * 1024 * 64, 4, B_PADDED + C_PADDED.format(16)),
@@ -240,7 +240,7 @@ class Models:
         if desc.n > 1:
             widths = {a.leading, b.leading, k if a.transposed else a.size, b.size if b.transposed else k}
             assert desc.element == "f32" or not any(one * desc.element.itemsize % 16 for one in widths)
-            assert desc.element == "f32" or leading * out.itemsize % 16 == 0
+            assert desc.element == "f32" or not any(one * out.itemsize % 16 for one in (leading, a.size))
         return self
 
     def bind(self, left: int, right: int, result: int, scratch: int) -> Any:

@@ -422,7 +422,7 @@ def test_a_weight_that_overflows_the_grid_of_the_inflate_kernel_is_unsupported(k
 @pytest.mark.gpu
 class TestWorkspaceLimits:
     def test_limit_at_selection(self):
-        desc = GemmSparse24Descriptor(n=6, m=16, k=32, element="f32")
+        desc = GemmSparse24Descriptor(n=600, m=16, k=4096, element="f32")
         none = PlanPreference(max_workspace_bytes=0)
         assert GemmSparse24Plan.select(desc, device=0, preference=none).sku.backend == "inflate_strict"
         forced = none.model_copy(update={"prefer_backend": "inflate_cublas"})

@@ -234,9 +234,9 @@ def test_on_a_gpu_the_kernels_run_on_the_callers_stream(element, monkeypatch):
 def test_on_a_gpu_packing_is_the_plans_kernel_on_the_callers_stream(element, monkeypatch):
     import cupy
 
-    right = Sparse24Weight.prune_compress(dense_of(element))
+    right = Sparse24Weight.prune_compress(dense_of(element, shape=(65, 272)))
     weight = right.to(0)
-    plan = GemmSparse24Plan.select(GemmSparse24Descriptor(n=1, m=65, k=264, element=element), device=0)
+    plan = GemmSparse24Plan.select(GemmSparse24Descriptor(n=1, m=65, k=272, element=element), device=0)
     used: list[int] = []
     launch = plans.launch_on
     monkeypatch.setattr(plans, "launch_on", lambda *given: (used.append(given[2]), launch(*given))[1])

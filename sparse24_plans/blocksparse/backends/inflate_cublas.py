@@ -113,14 +113,14 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
 
     def _product(self) -> Matmul:
         """The pinned product. Row-major operands are column-major transposes: C^T = op(B)^T @ op(A)^T."""
-        desc, (rows, cols, k) = self.descriptor, self._sizes
+        desc, (rows, _, k) = self.descriptor, self._sizes
         trans_a, trans_b = (
             transposed != (name in self._transposed)
             for name, transposed in (("a", desc.trans_a), ("b", desc.trans_b))
         )
+        # The tokens of b are padded with those of the product.
         width = self._product_columns
-        # The rows of b are padded with those of the product.
-        a = Factor(cols, True, k) if trans_b else Factor(width, False, width)
+        a = Factor(width, trans_b, k if trans_b else width)
         b = Factor(rows, trans_a, rows if trans_a else k)
         return self._find_matmul(a, b, width, self._product_element, desc.batch * desc.layout.heads)
 

@@ -101,8 +101,7 @@ class _Chunk(WgmmaKernel):
         desc, x = self.descriptor, views["source"]
         if self._split is None:
             return self._multiply(self._product(views, x, workspace))
-        # can_implement asks without a workspace, so the address of X stands in for it.
-        terms = TensorView(workspace or x.address, (self.entry.split_terms * desc.n, desc.k), BF16, x.device)
+        terms = TensorView(workspace, (self.entry.split_terms * desc.n, desc.k), BF16, x.device)
         split = self._split.bind(
             -(-desc.n * desc.k // SPLIT_CTA_ELEMENTS),
             F32SplitParams(x=x.address, terms=workspace, n=desc.n, k=desc.k, x_stride=x.strides[0]),

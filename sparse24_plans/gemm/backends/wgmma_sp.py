@@ -48,8 +48,7 @@ class Kernel(WgmmaKernel):
         x = views["source"]
         if self._transpose is None:
             return self._multiply(self._parameters(views, x, workspace))
-        # can_implement asks without a workspace, so some aligned address stands in for it.
-        at = workspace + self._schedule.workspace_bytes() if workspace else x.address & -256
+        at = workspace + self._schedule.workspace_bytes()
         rows = TensorView(at, x.shape, x.element, x.device)
         n, k = x.shape
         matrices, stride = (
