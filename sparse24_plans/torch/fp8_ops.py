@@ -6,15 +6,13 @@ it. So the scale of the next step can be computed without another pass over the 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidProblemError
-from ..gemm.descriptor import GemmSparse24Descriptor
-from .gemm_call import Call, check_devices, describe, fake_result, scale_kind
+from .gemm_call import Call, check_devices, fake_result
 from .gemm_dispatch import CheckedProduct, about
 from .library import define
 from .plan_cache import plans
@@ -63,30 +61,12 @@ class Fp8(NamedTuple):
         )
 
 
-class _CheckedFp8(CheckedProduct):
-    """The plan of one form of the op's operands."""
-
-    def __init__(self, given: Fp8) -> None:
-        self._given = given
-        super().__init__(given.product, None)
-        del self._given
-
-    def _describe(self, call: Call, n: int, m: int, k: int, **orders: Any) -> GemmSparse24Descriptor:
-        scale_y, amax = scale_kind(self._given.scale_y), self._given.amax is not None
-        return describe(call, n, m, k, scale_y=scale_y, amax=amax, **orders)
-
-    def _args(self, call: Call, weight: Any, rows: Tensor, y: Tensor) -> Any:
-        given = self._given.scale_y, self._given.amax
-        scale_y, amax = (None if one is None else one.reshape(-1) for one in given)
-        return replace(super()._args(call, weight, rows, y), scale_y=scale_y, amax=amax)
-
-
 def _fp8_linear(*args: Any, **kwargs: Any) -> Tensor:
     given = Fp8(*args, **kwargs)
     form = (Fp8, *(about(one) if isinstance(one, Tensor) else one for one in given))
     found = plans.get(form)
     if found is None:
-        found = plans.keep(form, _CheckedFp8(given))
+        found = plans.keep(form, CheckedProduct(given.product, None, given.scale_y, given.amax))
     others = given.bias, given.scale_x, given.scale_w, given.scale_y, given.amax
     y: Tensor | None = found.run(given.x, given.weight, given.meta, others, None)
     return _fp8_linear(given.x.clone(), *given[1:]) if y is None else y

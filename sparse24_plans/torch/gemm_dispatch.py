@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOperandError, UnsupportedError
 from ..gemm.args import DgradSparse24Args, GemmSparse24Args
-from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.launches import Caller
 from ..vocab import FP8, ElementKind, MatrixOrder
 from . import packed_weight_cache
 from .elements import DTYPE_OF, allocation, element_of, plan_device
-from .gemm_call import OPERANDS, Call, describe, sizes
+from .gemm_call import OPERANDS, Call, describe, scale_kind, sizes
 from .plan_cache import CheckedCall, PlanCache, Refusal, plans, preference_of
 
 # Checked calls ------------------------------------------------------------------------------------
@@ -26,7 +26,10 @@ from .plan_cache import CheckedCall, PlanCache, Refusal, plans, preference_of
 class CheckedProduct(CheckedCall):
     """The plan of one form of a product's operands."""
 
-    def __init__(self, call: Call, out: Tensor | None) -> None:
+    def __init__(
+        self, call: Call, out: Tensor | None, scale_y: Tensor | None = None, amax: Tensor | None = None
+    ) -> None:
+        """``scale_y`` and ``amax`` are those of a product whose result is fp8."""
         x = call.x
         m, k = sizes(call)
         shape = x.shape[:-1]
@@ -38,13 +41,15 @@ class CheckedProduct(CheckedCall):
         if rows is None:
             self._copied, rows = True, _rows(x.contiguous())
         assert rows is not None
-        self._desc = desc = self._describe(
+        self._desc = desc = describe(
             call,
             rows.shape[0],
             m,
             k,
             x_order=MatrixOrder.COLUMN if self.in_columns else MatrixOrder.ROW,
             y_order=MatrixOrder.COLUMN if call.turned else MatrixOrder.ROW,
+            scale_y=scale_kind(scale_y),
+            amax=amax is not None,
         )
         plan = GemmSparse24Plan.select(desc, preference=preference_of(call.preference), device=plan_device(x))
         self.plan, self._m, self._k = plan, desc.m, desc.k
@@ -55,12 +60,9 @@ class CheckedProduct(CheckedCall):
         self._has_scales = call.scales is not None
         self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
         self._check_out(out)
-        super().__init__(plan, self._first_caller(call, rows, out), x.device)
+        super().__init__(plan, self._first_caller(call, rows, out, scale_y, amax), x.device)
         self.alignment = self._caller.alignment("dy" if call.dgrad else "x")
         """The address of x must be a multiple of this number of bytes."""
-
-    def _describe(self, call: Call, n: int, m: int, k: int, **orders: MatrixOrder) -> GemmSparse24Descriptor:
-        return describe(call, n, m, k, **orders)
 
     def _check_out(self, out: Tensor | None) -> None:
         if out is None:
@@ -73,18 +75,20 @@ class CheckedProduct(CheckedCall):
         if not out.is_contiguous():
             raise InvalidProblemError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 
-    def _first_caller(self, call: Call, rows: Tensor, out: Tensor | None) -> Caller:
+    def _first_caller(
+        self, call: Call, rows: Tensor, out: Tensor | None, scale_y: Tensor | None, amax: Tensor | None
+    ) -> Caller:
         """The plan's caller, for which the first call's tensors are checked in full."""
         y = self._empty() if out is None else out
         y = y.t() if call.turned else y.view(rows.shape[0], self._desc.outputs)
-        weight = self._weight(call)
+        args = partial(_args, call, self._weight(call), y, scale_y, amax)
         try:
-            return self.plan.caller(self._args(call, weight, rows, y))
+            return self.plan.caller(args(rows))
         except MisalignedOperandError as error:
             if self._copied or out is not None or error.argument.split()[0] not in ("x", "dy"):
                 raise
         self._copied = True
-        return self.plan.caller(self._args(call, weight, _aligned(rows, self.in_columns), y))
+        return self.plan.caller(args(_aligned(rows, self.in_columns)))
 
     def _weight(self, call: Call) -> Any:
         if self._as_it_is:
@@ -92,13 +96,6 @@ class CheckedProduct(CheckedCall):
                 self.plan, call.weight, call.meta, self._m, self._k, call.scales
             )
         return packed_weight_cache.converted(self.plan, call.weight, call.meta, self._m, self._k, call.scales)
-
-    def _args(self, call: Call, weight: Any, rows: Tensor, y: Tensor) -> Any:
-        if call.dgrad:
-            return DgradSparse24Args(weight, rows, y)
-        scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
-        c = None if call.residual is None else _rows(call.residual)
-        return GemmSparse24Args(weight, rows, y, call.bias, scale_x, scale_w, c)
 
     def run(
         self,
@@ -143,6 +140,18 @@ class CheckedProduct(CheckedCall):
     def with_aligned_x(self, call: tuple[Any, ...]) -> Call:
         """The call with a copy of x."""
         return Call(_aligned(call[0], self.in_columns), *call[1:])
+
+
+def _args(
+    call: Call, weight: Any, y: Tensor, scale_y: Tensor | None, amax: Tensor | None, rows: Tensor
+) -> Any:
+    """The plan's operands: ``rows`` of x, or of dy, and the result ``y`` as a matrix."""
+    if call.dgrad:
+        return DgradSparse24Args(weight, rows, y)
+    scales = {"scale_x": call.scale_x, "scale_w": call.scale_w, "scale_y": scale_y, "amax": amax}
+    given = {name: one.reshape(-1) for name, one in scales.items() if one is not None}
+    c = None if call.residual is None else _rows(call.residual)
+    return GemmSparse24Args(weight, rows, y, bias=call.bias, c=c, **given)
 
 
 def _rows(x: Tensor) -> Tensor | None:
