@@ -6,8 +6,8 @@
 // its k, a lane has the values of two k in two words, and exchanges their halves.
 //
 // A work tile is kStrips * 16 rows of a block row and up to kN8Tiles * 8 tokens. A team of warps computes it: they take
-// the shares of the block row, blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone. A CTA
-// is one team, or has several with a work tile each. If one of these is much longer, all take it together first.
+// the shares of the block row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
+// A CTA is one team, or has several with a work tile each. If one of these is much longer, all take it together first.
 //
 //   role       threads         what it does
 //   Mainloop   warps           loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; adds the sums of

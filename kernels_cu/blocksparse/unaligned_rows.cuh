@@ -5,7 +5,7 @@
 // 32 bytes: what lies behind the last one goes with the next step, for which a staged row begins with a margin. So each
 // row of a tile has two ends, however many steps it has.
 //
-//   staged row   | margin: 32 bytes before the step | bytes of the step | 16 bytes, which keep rows in different banks |
+//   staged row   | margin: 32 bytes before the step | bytes of the step | 16 bytes: rows begin in different banks |
 #pragma once
 #include "ptx/async.cuh"
 
