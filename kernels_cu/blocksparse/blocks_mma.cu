@@ -5,63 +5,68 @@
 // memory: blocksparse/blocks_mma/fragments.cuh says which cells. If an operand's rows or tokens are contiguous, and not
 // its k, a lane has the values of two k in two words, and exchanges their halves.
 //
-// A CTA computes kStrips * 16 rows of a block row and up to kN8Tiles * 8 tokens. A unit is the kDepth k of a block that
-// a warp multiplies at a time. The warps take the units of the block row in turns. Each warp adds its own in increasing
-// k; then the upper half of the warps is added to the lower half, and these are added from the first to the last. So
-// the bits of a result depend on its block row and kWarps alone, and kWarps follows from the layout's shape.
+// A work tile is kStrips * 16 rows of a block row and up to kN8Tiles * 8 tokens. A team of warps computes it: they take
+// the shares of the block row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
+// A CTA is one team, or has several with a work tile each. If one of these is much longer, all take it together first.
 //
-//   role       threads     what it does
-//   Mainloop   all warps   loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead
-//   store_sums all warps   the upper half of the warps to shared memory, and the lower half adds them to its own
-//   write      all threads adds the sums of warps, epilogue, store
+//   role       threads         what it does
+//   Mainloop   warps           loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; adds the sums of
+//                              a share to those in shared memory when the next one begins
+//   write      team's threads  adds the sums of slots, epilogue, store
 //
-//   barriers   two __syncthreads, round the sums of the upper half
+//   barriers   a team's: round the sums of the upper half of the shares, if no warp has several
 //   registers  4 * kStrips * kN8Tiles accumulators, at most 32; op(S) of kUnits and X of kXUnits, up to 32 words each
 //
 //   table   | blocks of 32 units |                    one load a lane; the next 32 are prefetched to L2
 //   load    |                    | 0 .. kUnits - 1 | kUnits | ..  each takes the registers of a multiplied unit
 //   mma     |                                      | 0      | 1 | ..
 #include "blocksparse/blocks_mma/fragments.cuh"
+#include "blocksparse/blocks_mma/shares.cuh"
 #include "blocksparse/params/blocks_mma.cuh"
 #include "common/epilogue.cuh"
 #include "gemm/split_k.cuh"
 #include "ptx/async.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/tma.cuh"
 
 // All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
-  static constexpr int kBlock = S24_BLOCK, kWarps = S24_WARPS, kStrips = S24_STRIPS, kN8Tiles = S24_N8_TILES;
+  static constexpr int kBlock = S24_BLOCK, kWarps = S24_WARPS, kTeams = S24_TEAMS, kStrips = S24_STRIPS,
+                       kN8Tiles = S24_N8_TILES;
   static constexpr int kUnits = S24_UNITS, kXUnits = S24_X_UNITS;
   // Whether k is contiguous in op(S), and in X; otherwise rows or tokens are.
   static constexpr bool kLeftAlongK = S24_LEFT_ALONG_K, kRightAlongK = S24_RIGHT_ALONG_K;
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows are
 
   static constexpr int kDepth = S24_DEPTH, kSteps = kDepth / 16, kLaneK = kDepth / 4;  // k of a unit, and of a lane
-  static constexpr int kBlockUnits = kBlock / kDepth, kBlockWarps = kWarps / kBlockUnits;
-  static constexpr int kThreads = 32 * kWarps, kSlots = kWarps / 2;
+  static constexpr int kBlockUnits = kBlock / kDepth;
+  static constexpr int kThreads = 32 * kWarps, kTeamWarps = kWarps / kTeams;
   // Resident warps of an SM, which bound a thread's registers. More fit if a unit has few rows, and X is not loaded as
   // single tokens, each of which takes a register.
-  static constexpr int kResidentWarps = kN8Tiles == 1 && kStrips < 4 && (kRightAlongK || kStrips > 1) ? 24 : 16;
+  static constexpr bool kSingleTokens = !kRightAlongK && kN8Tiles == 1;
+  static constexpr int kResidentWarps = kN8Tiles > 1 || kStrips == 4 || (kSingleTokens && kStrips == 1) ? 16
+                                        : kSingleTokens                                                 ? 20
+                                                                                                        : 24;
   static constexpr int kTileM = 16 * kStrips, kTileN = 8 * kN8Tiles, kRowTiles = kBlock / kTileM;
   // Words of a lane's loads: of a unit, and of one load.
   static constexpr int kLeftWords = kStrips * kLaneK, kLeftLoad = kLeftAlongK ? kLaneK / 2 : kStrips;
   static constexpr int kRightLoad = kRightAlongK ? kLaneK / 2 : (kN8Tiles + 1) / 2;
   static constexpr int kRightWords = kRightLoad * (kRightAlongK ? kN8Tiles : kLaneK);
-  static_assert(kWarps % kBlockUnits == 0, "a warp's units have the same place in their blocks");
+  static_assert(kTeamWarps % kBlockUnits == 0, "a warp's units have the same place in their blocks");
   static_assert(32 % kUnits == 0 && kUnits % kXUnits == 0, "units of a round have the same registers in each");
 };
 using Bits = Config::In::Bits;
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kTokensContiguous>;
-constexpr int kStrips = Config::kStrips, kN8Tiles = Config::kN8Tiles, kSlots = Config::kSlots;
+constexpr int kStrips = Config::kStrips, kN8Tiles = Config::kN8Tiles;
+using Accumulators = float[kStrips][kN8Tiles][4];
 
-// The work tile of a CTA. CTAs with the same values follow each other, so that L2 has them.
+// A work tile. Those with the same values follow each other, so that L2 has them.
 struct WorkTile {
   u32 block_row, head, batch, token;  // block_row: among all heads; token: the tile's first
   int row;                            // the tile's first, in the block row
   int first, count;                   // entries of the block row
 
-  __device__ __forceinline__ explicit WorkTile(const BlocksMmaParams& p) {
-    u32 at = blockIdx.x;
+  __device__ __forceinline__ WorkTile(const BlocksMmaParams& p, u32 at) {
     token = at % p.n_tiles * Config::kTileN, at /= p.n_tiles;
     row = at % Config::kRowTiles * Config::kTileM, at /= Config::kRowTiles;
     block_row = at % p.block_rows, batch = at / p.block_rows;
@@ -76,18 +81,57 @@ struct WorkTile {
   }
 };
 
-struct Mainloop {
+// Calls `visit(sum, place in a buffer)` for the sums of a thread.
+template <class Visit> __device__ __forceinline__ void visit_sums(Accumulators& acc, Visit visit) {
+  const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip)
+#pragma unroll
+    for (int tile = 0; tile < kN8Tiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = fragment_row<Config::kLeftAlongK, kStrips>(group, strip, i / 2);
+        const int token = fragment_token<Config::kRightAlongK, kN8Tiles>(2 * quad + i % 2, tile);
+        visit(acc[strip][tile][i], Buffer::offset(token, row) / 4);
+      }
+}
+__device__ __forceinline__ void clear(Accumulators& acc) {
+  visit_sums(acc, [](float& sum, int) { sum = 0.0f; });
+}
+
+// The slots of a team in shared memory.
+struct Slots {
+  float* buffers;
+  int count;  // half of the row's shares
+
+  __device__ __forceinline__ float* of(int share) const {
+    return buffers + (share < count ? share : share - count) * (Buffer::kBytes / 4);
+  }
+  __device__ __forceinline__ void store(Accumulators& acc, int share) const {
+    float* const slot = of(share);
+    visit_sums(acc, [&](float& sum, int at) { slot[at] = sum; });
+  }
+  // Adds the sums of the other share with the same slot.
+  __device__ __forceinline__ void add(Accumulators& acc, int share) const {
+    float* const slot = of(share);
+    visit_sums(acc, [&](float& sum, int at) { slot[at] = sum + slot[at]; });
+  }
+};
+
+// The mainloop of a warp of a team of kTeamWarps.
+template <int kTeamWarps> struct Mainloop {
   const BlocksMmaParams& p;
+  WarpShares<kTeamWarps, Config::kBlockUnits> mine;
   const Bits *values, *x;  // this lane's first cells of block 0 and of block column 0, in the warp's unit
-  int entry, units;        // entry of the warp's first unit; number of its units
   bool inside[Config::kRightAlongK ? kN8Tiles : 1];  // whether the lane's token of each tile, or all, exist
 
-  int column, place;            // block column, and index in the values, of unit lane of a round of 32
+  int column, place;            // block column, or -1, and index in the values, of unit lane of a round of 32
   int columns[Config::kUnits];  // block column of each unit in flight, or -1
   u32 left[Config::kUnits][Config::kLeftWords], right[Config::kXUnits][Config::kRightWords];
 
-  __device__ __forceinline__ Mainloop(const BlocksMmaParams& p, const WorkTile& work) : p(p) {
-    const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4;
+  __device__ __forceinline__ Mainloop(const BlocksMmaParams& p, const WorkTile& work, int warp)
+      : p(p), mine(work.first, work.count, warp) {
+    const int group = threadIdx.x % 32 / 4;
     const int k = warp % Config::kBlockUnits * Config::kDepth + fragment_k<Config::kDepth>(threadIdx.x % 4, 0, 0);
     const int row = work.row + fragment_row<Config::kLeftAlongK, kStrips>(group, 0, 0);
     constexpr int kPitch = Config::kBlock;
@@ -98,32 +142,28 @@ struct Mainloop {
         (Config::kRightAlongK ? token * p.x_stride + k : k * p.x_stride + token);
 #pragma unroll
     for (int tile = 0; tile < (Config::kRightAlongK ? kN8Tiles : 1); ++tile) inside[tile] = token + 8 * tile < p.tokens;
-    const int skipped = warp / Config::kBlockUnits;  // blocks before the warp's first
-    entry = work.first + skipped;
-    units = max(0, (work.count - skipped + Config::kBlockWarps - 1) / Config::kBlockWarps);
   }
 
-  // Begins a round: finds the blocks of units first + lane, and prefetches the tables of the next round.
-  __device__ __forceinline__ void look_up(int first) {
-    const int unit = first + threadIdx.x % 32, at = entry + unit * Config::kBlockWarps;
-    if (unit < units) {
+  // Begins a round: finds the blocks of units `begin` + lane, and prefetches the tables of the next round. op(S) has k
+  // contiguous if it is not transposed, and then its entries are in the order of the values.
+  __device__ __forceinline__ void look_up(int begin) {
+    const int unit = begin + threadIdx.x % 32, at = mine.entry_of(unit), next = mine.entry_of(unit + 32);
+    column = -1, place = at;
+    if (at >= 0) {
       column = p.columns[at];
       if constexpr (!Config::kLeftAlongK) place = p.value_index[at];
     }
-    if (unit + 32 < units) {
-      prefetch_l2(p.columns + at + 32 * Config::kBlockWarps);
-      if constexpr (!Config::kLeftAlongK) prefetch_l2(p.value_index + at + 32 * Config::kBlockWarps);
+    if (next >= 0) {
+      prefetch_l2(p.columns + next);
+      if constexpr (!Config::kLeftAlongK) prefetch_l2(p.value_index + next);
     }
   }
 
   // Loads op(S) of a unit, and finds its block column.
   __device__ __forceinline__ void load_left(int slot, int unit) {
-    const int found = __shfl_sync(~0u, column, unit % 32);
-    const bool exists = unit < units;
-    columns[slot] = exists ? found : -1;
-    // op(S) has k contiguous if it is not transposed, and then its entries are in the order of the values.
-    i64 at = entry + unit * Config::kBlockWarps;
-    if constexpr (!Config::kLeftAlongK) at = __shfl_sync(~0u, place, unit % 32);
+    columns[slot] = __shfl_sync(~0u, column, unit % 32);
+    const i64 at = __shfl_sync(~0u, place, unit % 32);
+    const bool exists = columns[slot] >= 0;
     const Bits* const from = values + at * (Config::kBlock * Config::kBlock);
 #pragma unroll
     for (int i = 0; i < Config::kLeftWords / Config::kLeftLoad; ++i)
@@ -163,7 +203,7 @@ struct Mainloop {
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&acc)[kStrips][kN8Tiles][4], int slot) const {
+  __device__ __forceinline__ void multiply(Accumulators& acc, int slot) const {
 #pragma unroll
     for (int step = 0; step < Config::kSteps; ++step)
 #pragma unroll
@@ -179,84 +219,120 @@ struct Mainloop {
       }
   }
 
-  __device__ __forceinline__ void run(float (&acc)[kStrips][kN8Tiles][4]) {
+  // Sums the warp's shares. If it has several, their sums are in the slots then.
+  __device__ __forceinline__ void run(Accumulators& acc, const Slots& slots, int warp) {
     constexpr int kUnits = Config::kUnits, kXUnits = Config::kXUnits;
-    column = place = 0;
+    int end = mine.has_several() ? mine.length() : mine.units + 1;  // of the units of a share
     look_up(0);
 #pragma unroll
     for (int slot = 0; slot < kUnits; ++slot) load_left(slot, slot);
 #pragma unroll
     for (int slot = 0; slot < kXUnits; ++slot) load_right(slot, slot);
-    for (int unit = 0, next = kUnits; unit < units; unit = next, next += kUnits) {
+    for (int unit = 0, next = kUnits; unit < mine.units; unit = next, next += kUnits) {
       if (next % 32 == 0) look_up(next);
 #pragma unroll
       for (int slot = 0; slot < kUnits; ++slot) {
-        if (unit + slot >= units) break;
+        if (unit + slot >= mine.units) break;
         multiply(acc, slot);
         load_left(slot, next + slot);
         load_right(slot % kXUnits, (slot + kXUnits) % kUnits);
+        if (mine.kMayHaveSeveral && unit + slot + 1 == end) {
+          const int share = warp + mine.shares_before(unit + slot) * kTeamWarps;
+          if (share < slots.count) slots.store(acc, share);
+          else slots.add(acc, share);
+          clear(acc), end += mine.length();
+        }
       }
     }
   }
 };
 
-// Calls `visit(sum, place in a buffer)` for the sums of a thread.
-template <class Visit> __device__ __forceinline__ void visit_sums(float (&acc)[kStrips][kN8Tiles][4], Visit visit) {
-  const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
-#pragma unroll
-  for (int strip = 0; strip < kStrips; ++strip)
-#pragma unroll
-    for (int tile = 0; tile < kN8Tiles; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = fragment_row<Config::kLeftAlongK, kStrips>(group, strip, i / 2);
-        const int token = fragment_token<Config::kRightAlongK, kN8Tiles>(2 * quad + i % 2, tile);
-        visit(acc[strip][tile][i], Buffer::offset(token, row) / 4);
-      }
-}
+// Where the results of a work tile lie: elements of C and of the bias before the first, and tokens of the tile. Shared
+// memory keeps it during the mainloop, which needs the registers.
+struct ResultTile {
+  i64 out, bias;
+  u32 tokens;
 
-// Stores the sums of the lower half of the warps, each with those of a warp of the upper half added.
-__device__ __forceinline__ void store_sums(float* buffers, float (&acc)[kStrips][kN8Tiles][4]) {
-  const int warp = threadIdx.x / 32;
-  float* const mine = buffers + warp % kSlots * (Buffer::kBytes / 4);
-  if (warp >= kSlots) visit_sums(acc, [&](float& sum, int at) { mine[at] = sum; });
-  __syncthreads();
-  if (warp < kSlots) visit_sums(acc, [&](float& sum, int at) { mine[at] = sum + mine[at]; });
-  __syncthreads();
-}
+  __device__ __forceinline__ void set(const BlocksMmaParams& p, const WorkTile& work) {
+    const i64 row = work.first_row(p);
+    out = work.matrix(p) * p.out_matrix + row * p.out_row + work.token * p.out_token;
+    bias = (i64)work.head * p.head_block_rows * Config::kBlock + row;
+    tokens = p.tokens - work.token;
+  }
+};
 
-__device__ __forceinline__ void write(const BlocksMmaParams& p, const WorkTile& work, const float* buffers) {
-  const i64 rows = (i64)p.head_block_rows * Config::kBlock;
-  for (int i = threadIdx.x; i < Config::kTileM * Config::kTileN; i += Config::kThreads) {
+__device__ __forceinline__ void write(const BlocksMmaParams& p, const ResultTile& tile, const Slots& slots, int thread,
+                                      int threads) {
+  for (int i = thread; i < Config::kTileM * Config::kTileN; i += threads) {
     const int token = Config::kTokensContiguous ? i % Config::kTileN : i / Config::kTileM;
-    const i64 n = work.token + token;
-    if (n >= p.tokens) continue;
-    const int tile_row = Config::kTokensContiguous ? i / Config::kTileN : i % Config::kTileM;
+    if (token >= tile.tokens) continue;
+    const int row = Config::kTokensContiguous ? i / Config::kTileN : i % Config::kTileM;
     float v[kSlots];
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot)
-      v[slot] = buffers[(slot * Buffer::kBytes + Buffer::offset(token, tile_row)) / 4];
+      v[slot] = slot < slots.count ? slots.of(slot)[Buffer::offset(token, row) / 4] : 0.0f;
     reduce_in_order(v);
-    const i64 row = work.first_row(p) + tile_row;
-    const float bias = p.bias ? bias_at<Config>(p.bias, work.head * rows + row) : 0.0f;
-    const i64 at = work.matrix(p) * p.out_matrix + row * p.out_row + n * p.out_token;
-    ((Config::Out::Bits*)p.out)[at] = Config::Out::from_float(epilogue<Config, FastMath>(v[0], p.alpha, bias));
+    const float bias = p.bias ? bias_at<Config>(p.bias, tile.bias + row) : 0.0f;
+    ((Config::Out::Bits*)p.out)[tile.out + row * p.out_row + token * p.out_token] =
+        Config::Out::from_float(epilogue<Config, FastMath>(v[0], p.alpha, bias));
   }
+}
+
+// Computes a work tile by the kTeamWarps warps of a team.
+template <int kTeamWarps>
+__device__ __forceinline__ void compute(const BlocksMmaParams& p, const WorkTile& work, float* buffers, int team) {
+  constexpr int kThreads = 32 * kTeamWarps;
+  __shared__ ResultTile tiles[Config::kWarps / kTeamWarps];
+  const int thread = threadIdx.x - team * kThreads, warp = thread / 32;
+  const auto sync = [team] {
+    if constexpr (kTeamWarps == Config::kWarps) __syncthreads();
+    else named_barrier_sync(1 + team, kThreads);
+  };
+  if (thread == 0) tiles[team].set(p, work);
+  Accumulators acc;
+  clear(acc);
+  Mainloop<kTeamWarps> mainloop(p, work, warp);
+  const int shares = mainloop.mine.shares;
+  const Slots slots{buffers, shares / 2};
+  mainloop.run(acc, slots, warp);
+  if (!mainloop.mine.has_several()) {
+    if (warp >= slots.count && warp < shares) slots.store(acc, warp);
+    sync();
+    if (warp < slots.count) slots.add(acc, warp);
+  }
+  sync();
+  write(p, tiles[team], slots, thread, kThreads);
+}
+
+// Computes the work tiles of all teams: those that are as many CTAs apart as there are. Each is found anew after a tile
+// that all warps take together, whose mainloop needs the registers.
+__device__ __forceinline__ void compute_of_teams(const BlocksMmaParams& p, float* buffers) {
+  constexpr int kTeams = Config::kTeams, kTeamWarps = Config::kTeamWarps;
+  __shared__ int counts[kTeams];
+  const int team = threadIdx.x / (32 * kTeamWarps);
+  const u32 mine = blockIdx.x + team * gridDim.x;
+  if (threadIdx.x % (32 * kTeamWarps) == 0) counts[team] = mine < p.tiles ? WorkTile(p, mine).count : 0;
+  __syncthreads();
+  int longest = 0, most = 0, second = 0;
+#pragma unroll
+  for (int one = 0; one < kTeams; ++one) {
+    const int units = counts[one] * Config::kBlockUnits;
+    if (units > most) second = most, most = units, longest = one;
+    else second = max(second, units);
+  }
+  if (!takes_together(most, second, Config::kWarps, kTeamWarps, Config::kUnits)) longest = -1;
+  if (longest >= 0) {
+    compute<Config::kWarps>(p, WorkTile(p, blockIdx.x + longest * gridDim.x), buffers, 0);
+    __syncthreads();
+  }
+  if (team != longest && mine < p.tiles)
+    compute<kTeamWarps>(p, WorkTile(p, mine), buffers + team * kSlots * (Buffer::kBytes / 4), team);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResidentWarps / Config::kWarps)
     blocks_mma(const __grid_constant__ BlocksMmaParams p) {
   extern __shared__ __align__(16) float buffers[];
-  float acc[kStrips][kN8Tiles][4];
-#pragma unroll
-  for (int strip = 0; strip < kStrips; ++strip)
-#pragma unroll
-    for (int tile = 0; tile < kN8Tiles; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[strip][tile][i] = 0.0f;
   launch_dependents_and_wait();
-  const WorkTile work(p);
-  Mainloop(p, work).run(acc);
-  store_sums(buffers, acc);
-  write(p, work, buffers);
+  if constexpr (Config::kTeams > 1) compute_of_teams(p, buffers);
+  else compute<Config::kWarps>(p, WorkTile(p, blockIdx.x), buffers, 0);
 }

@@ -413,10 +413,13 @@ struct ConsumerMainloop : BlockMainloop<Config, ConsumerMainloop, Config::kClaim
 
 // Epilogue --------------------------------------------------------------------------------------------
 
+constexpr StoredBy kStoredBy = Config::kSampled && Config::kSmall ? StoredBy::Threads
+                               : Config::kUnalignedRows           ? StoredBy::Warps
+                                                                  : StoredBy::Tma;
+
 // Stores the results of one warpgroup: 64 rows x kWarpgroupN tokens. For sdd with small blocks threads store the kept
-// blocks, and with kStoresElements single results.
-struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Config::kTokensContiguous,
-                                    (Config::kSampled && Config::kSmall) || Config::kStoresElements> {
+// blocks.
+struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Config::kTokensContiguous, kStoredBy> {
   template <class Sums>
   __device__ __forceinline__ void write(const Sums& sums, const WorkTile& work, u32 warpgroup_m, u32 warpgroup_n) {
     const u32 row0 = work.row() + warpgroup_m * 64, token0 = work.token + warpgroup_n * Config::kWarpgroupN;
@@ -433,8 +436,6 @@ struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Co
       const i64 place = work.first + token / Config::kBlock + (i64)work.batch * p.blocks;
       tma_store(&p.out_map, token % Config::kBlock, (u32)place * Config::kBlock + warpgroup_m * 64, buffer);
       tma_store_commit();
-    } else if constexpr (Config::kStoresElements) {
-      store_elements(buffer, row, token, work.matrix(p), p.head_block_rows * Config::kBlock, p.tokens);
     } else {
       store_boxes(buffer, row, token, work.matrix(p));
     }

@@ -45,7 +45,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBuffers = S24_BUFFERS;                      // buffers of a staging area
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // major dimension of X; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
-  static constexpr bool kStoresElements = S24_STORES_ELEMENTS;      // threads store C, whose rows TMA cannot address
+  static constexpr bool kUnalignedRows = S24_UNALIGNED_ROWS;        // rows of C begin where TMA cannot store them
 
   static constexpr int kWarpgroups = 2, kConsumerThreads = 128 * kWarpgroups, kThreads = kConsumerThreads + 128;
   static constexpr int kHalves = kBlock / 64;                  // stages of X for one block
@@ -340,16 +340,14 @@ struct ConsumerMainloop {
 // Epilogue --------------------------------------------------------------------------------------------
 
 // Stores the results of one warpgroup: 64 rows x kTileN.
-struct EpilogueStore
-    : TileEpilogue<EpilogueStore, Config, BlocksWgmmaSpParams, Config::kTokensContiguous, Config::kStoresElements> {
+struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaSpParams, Config::kTokensContiguous,
+                                    Config::kUnalignedRows ? StoredBy::Warps : StoredBy::Tma> {
   __device__ __forceinline__ void write(const AccumulatorTile& sums, const WorkTile& work, u32 warpgroup_m) {
     const u32 row0 = work.row() + warpgroup_m * 64, rows = p.head_block_rows * Config::kBlock;
     write_tile(sums, work, row0, rows, (i64)work.head * rows + row0, work.token, p.tokens);
   }
   __device__ __forceinline__ void store(u32 buffer, const WorkTile& work, u32 row, u32 token) const {
-    if constexpr (Config::kStoresElements)
-      store_elements(buffer, row, token, work.matrix(p), p.head_block_rows * Config::kBlock, p.tokens);
-    else store_boxes(buffer, row, token, work.matrix(p));
+    store_boxes(buffer, row, token, work.matrix(p));
   }
 };
 
@@ -375,7 +373,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) init_barriers(barriers);
   if (threadIdx.x == Config::kConsumerThreads && p.blocks) {  // without blocks only C has a tensor map
     prefetch_tensor_map(&p.values_map), prefetch_tensor_map(&p.right_map);
-    if constexpr (!Config::kStoresElements) prefetch_tensor_map(&p.out_map);
+    if constexpr (!Config::kUnalignedRows) prefetch_tensor_map(&p.out_map);
   }
   __syncthreads();
   if constexpr (Config::kClusterN > 1) cluster_sync_relaxed();

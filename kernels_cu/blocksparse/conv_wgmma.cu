@@ -380,7 +380,8 @@ struct ConsumerMainloop : BlockMainloop<Config, ConsumerMainloop> {
 // Epilogue --------------------------------------------------------------------------------------------
 
 // Stores the results of one warpgroup: 64 rows x kWarpgroupN. With phases threads store the pixels.
-struct EpilogueStore : TileEpilogue<EpilogueStore, Config, ConvWgmmaParams, Config::kWgrad, Config::kPhases> {
+struct EpilogueStore : TileEpilogue<EpilogueStore, Config, ConvWgmmaParams, Config::kWgrad,
+                                    Config::kPhases ? StoredBy::Threads : StoredBy::Tma> {
   __device__ __forceinline__ void write(const AccumulatorTile& sums, const WorkTile& work, u32 warpgroup_m,
                                         u32 warpgroup_n) {
     const u32 row0 = work.row() + warpgroup_m * 64, column0 = work.pixel + warpgroup_n * Config::kWarpgroupN;

@@ -1,5 +1,6 @@
-// The epilogue of a consumer warpgroup: results are staged in shared memory and stored by TMA.
+// The epilogue of a consumer warpgroup: results are staged in shared memory and stored by TMA, or by threads.
 #pragma once
+#include "blocksparse/unaligned_rows.cuh"
 #include "common/epilogue.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma_cache_hint.cuh"
@@ -13,14 +14,21 @@ template <class Load> __device__ __forceinline__ auto sums_from(const Load& load
   return load(first);
 }
 
+// Whether the sums are accumulators.
+template <class Sums> constexpr bool kAreHeld = false;
+template <class Sum, int kCount> constexpr bool kAreHeld<Sum[kCount]> = true;
+
+// Who stores staged results: one thread that requests TMA stores, all threads of the warpgroup together, or each warp
+// its own rows, which begin anywhere.
+enum class StoredBy { Tma, Threads, Warps };
+
 // Stores 64 rows x kWarpgroupN results of one warpgroup, kStepColumns at a time, through one of kBuffers buffers.
 // EpilogueStore derives from it and has `store(buffer, work, row, column)`, which stores a buffer whose results start
-// at (row, column) of the work tile.
+// at (row, column) of the work tile. With StoredBy::Warps it needs none.
 //
 // A buffer holds one or more TMA boxes, one behind the other, each with some rows of kStagedColumns cells. kStageByRow:
-// staged rows are rows of the result; otherwise they are columns. kThreadsStore: all threads store; otherwise one
-// thread requests TMA stores.
-template <class EpilogueStore, class Config, class Params, bool kStageByRow, bool kThreadsStore> struct TileEpilogue {
+// staged rows are rows of the result; otherwise they are columns.
+template <class EpilogueStore, class Config, class Params, bool kStageByRow, StoredBy kStoredBy> struct TileEpilogue {
   using Out = typename Config::Out;
 
   const Params& p;
@@ -31,9 +39,18 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, boo
   static constexpr int kOutBytes = Config::kOutBytes, kStep = Config::kStepColumns;
   static constexpr int kStagedColumns = kOutBytes == 1 ? 64 : 128 / kOutBytes, kPitchBytes = kStagedColumns * kOutBytes;
   static constexpr int kStagedRows = kStageByRow ? 64 : kStep, kBoxes = kStageByRow ? 1 : 64 / kStagedColumns;
+  static constexpr bool kWarpsStore = kStoredBy == StoredBy::Warps;
+  using Rows = UnalignedRows<kOutBytes, kStep * kOutBytes>;
+  // Whether the epilogue needs few registers.
+  static constexpr bool kIsShort = Config::kEpilogue == EpilogueKind::IDENTITY ||
+                                   Config::kEpilogue == EpilogueKind::BIAS ||
+                                   Config::kEpilogue == EpilogueKind::BIAS_RELU;
+  static_assert(!kWarpsStore || (kStageByRow && 4 * Rows::kWarpBytes <= Config::kBuffers * Config::kBufferBytes),
+                "rows of C are contiguous, and the warps' parts take the place of the buffers");
 
   // Shared-memory address of a result relative to its buffer, under TMA's swizzle.
   static __device__ __forceinline__ u32 staged_at(int row, int column) {
+    if constexpr (kWarpsStore) return Rows::staged_at(row, column);
     const int staged_row = kStageByRow ? row : column, across = kStageByRow ? column : row;
     const int in = across % kStagedColumns * kOutBytes;
     const int swizzled = kPitchBytes == 128 ? staged_row % 8 : staged_row / 2 % 4;
@@ -46,27 +63,59 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, boo
   template <class Sums, class WorkTile, class Row>
   __device__ __forceinline__ void write_tile(const Sums& sums, const WorkTile& work, u32 row0, u32 rows, Row bias_row,
                                              u32 first, u32 end) {
-    if (row0 >= rows) return;
+    if (row0 + (kWarpsStore ? warp_row() : 0) >= rows) return;
     float bias[2] = {0.0f, 0.0f};
     if (p.bias) {
       const i64 row = bias_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
       bias[0] = bias_at<Config>(p.bias, row), bias[1] = bias_at<Config>(p.bias, row + 8);
     }
+    if constexpr (kWarpsStore) {
+      write_rows(sums, work, bias, row0, rows, first, end);
+    } else {
+#pragma unroll
+      for (int step = 0; step < Config::kWarpgroupN / kStep; ++step) {
+        const u32 column = first + step * kStep;
+        if (column >= end) break;
+        const auto* const mine = sums_from(sums, step * kStep / 2);
+        const u32 buffer = staging + next_buffer * Config::kBufferBytes;
+        if (++next_buffer == Config::kBuffers) next_buffer = 0;
+        if (kStoredBy == StoredBy::Tma && is_storing_thread())
+          tma_store_wait_read<Config::kBuffers - 1>();  // the previous store from this buffer has been read
+        named_barrier_sync(barrier, 128);
+        static_cast<const EpilogueStore&>(*this).fill(buffer, mine, bias);
+        if constexpr (kStoredBy == StoredBy::Tma) async_proxy_fence();
+        named_barrier_sync(barrier, 128);
+        if (kStoredBy != StoredBy::Tma || is_storing_thread())
+          static_cast<const EpilogueStore&>(*this).store(buffer, work, row0, column);
+      }
+    }
+  }
+
+  // First row of this warp among those of its warpgroup.
+  static __device__ __forceinline__ u32 warp_row() { return threadIdx.x % 128 / 32 * Rows::kWarpRows; }
+
+  // Writes this warp's rows of C [matrices, rows, columns], from column `first` on.
+  template <class Sums, class WorkTile>
+  __device__ __forceinline__ void write_rows(const Sums& sums, const WorkTile& work, const float (&bias)[2], u32 row0,
+                                             u32 rows, u32 first, u32 columns) const {
+    if (first >= columns) return;
+    const i64 row = (i64)work.matrix(p) * rows + row0 + warp_row(), pitch = (i64)columns * kOutBytes;
+    u8* to = (u8*)p.out + row * pitch + (i64)first * kOutBytes;
 #pragma unroll
     for (int step = 0; step < Config::kWarpgroupN / kStep; ++step) {
-      const u32 column = first + step * kStep;
-      if (column >= end) break;
-      const auto* const mine = sums_from(sums, step * kStep / 2);
-      const u32 buffer = staging + next_buffer * Config::kBufferBytes;
-      if (++next_buffer == Config::kBuffers) next_buffer = 0;
-      if (!kThreadsStore && is_storing_thread())
-        tma_store_wait_read<Config::kBuffers - 1>();  // the previous store from this buffer has been read
-      named_barrier_sync(barrier, 128);
-      static_cast<const EpilogueStore&>(*this).fill(buffer, mine, bias);
-      if constexpr (!kThreadsStore) async_proxy_fence();
-      named_barrier_sync(barrier, 128);
-      if (kThreadsStore || is_storing_thread())
-        static_cast<const EpilogueStore&>(*this).store(buffer, work, row0, column);
+      const int left = (int)(columns - first) - step * kStep;
+      if (left <= 0) break;
+      const bool last = step + 1 == Config::kWarpgroupN / kStep || left <= kStep;
+      // The compiler keeps the places of pieces for all steps where registers are left, and else computes them anew.
+      if constexpr (!kIsShort || !kAreHeld<Sums>) asm volatile("" : "+l"(to));
+      const Rows mine(to, pitch, staging + warp_row() * Rows::kPitch);
+      u32 rest[4];
+      if (step > 0) mine.load_rest(rest);
+      __syncwarp();  // all lanes have read the step before
+      if (step > 0) mine.store_rest(rest);
+      static_cast<const EpilogueStore&>(*this).fill(staging, sums_from(sums, step * kStep / 2), bias);
+      __syncwarp();
+      mine.template store<typename Out::Bits>(step * kStep * kOutBytes, last, min(left, kStep) * kOutBytes);
     }
   }
 
@@ -106,19 +155,5 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, boo
       else tma_store(&p.out_map, row + box * kStagedColumns, column, matrix, from, Config::kOutPolicy);
     }
     tma_store_commit();
-  }
-
-  // Stores a buffer's results at (row, column) and on of C [matrices, rows, columns] one by one, by all threads of the
-  // warpgroup: neighbours of a row by neighbouring threads.
-  __device__ __forceinline__ void store_elements(u32 buffer, u32 row, u32 column, u32 matrix, u32 rows,
-                                                 u32 columns) const {
-    static_assert(kStageByRow && kThreadsStore, "rows of C are contiguous");
-    using Bits = typename Out::Bits;
-    Bits* const to = (Bits*)p.out + ((i64)matrix * rows + row) * columns + column;
-    for (int at = threadIdx.x % 128; at < 64 * kStep; at += 128) {
-      const int down = at / kStep, across = at % kStep;
-      if (row + down < rows && column + across < columns)
-        to[(i64)down * columns + across] = load_shared_as<Bits>(buffer + staged_at(down, across));
-    }
   }
 };

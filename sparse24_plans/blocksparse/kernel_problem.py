@@ -175,8 +175,8 @@ class KernelProblem:
         )
 
     @property
-    def stores_elements(self) -> bool:
-        """Whether rows of C begin where TMA cannot store them, so that threads do."""
+    def unaligned_rows(self) -> bool:
+        """Whether rows of C begin where TMA cannot store them, so that warps do."""
         row_bytes = self.desc.n * self.desc.out_element.itemsize
         return self.tokens_contiguous and not self.sampled and row_bytes % TMA_BYTES != 0
 

@@ -20,6 +20,7 @@ from ..kernels.index_functions import Table, check_tables
 LANE = np.arange(32)
 GROUP, QUAD = LANE // 4, LANE % 4
 BOTH = (False, True)
+WARPS = (4, 8, 16)
 HEADER = "blocksparse/blocks_mma/fragments.cuh"
 
 
@@ -179,27 +180,32 @@ def test_the_kernel_has_the_models_places():
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("op", ["dsd", "dds"])
 @pytest.mark.parametrize("k_last", BOTH)
-def test_schedules_fit_and_warps_follow_from_the_layout_alone(block, op, k_last):
-    """Registers hold what is in flight, and units of a round keep their registers."""
+def test_schedules_fit(block, op, k_last):
+    """Registers hold what is in flight, shared memory the sums, and units of a round keep their registers."""
     turned = {"trans_b" if op == "dsd" else "trans_a": k_last == (op == "dsd")}
-    for rows, cols, density in itertools.product((1, 40, 640), (1, 40, 640), (0.0, 0.05, 0.3, 1.0)):
+    tokens, sms, longest = (1, 7, 8, 9, 24, 33, 64, 4096), (1, 132), (0, 640)
+    teams = set()
+    for rows, cols, density in itertools.product((1, 40, 640), (1, 640), (0.0, 0.05, 1.0)):
         blocks = int(rows * cols * density)
         shape = BlockSparseShape(heads=1, rows=rows * block, cols=cols * block, block=block, blocks=blocks)
-        desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=1, element="bf16", **turned)
-        tried = {
-            n: BlocksMmaSchedule.of(desc.model_copy(update={"n": n}), sms)
-            for n, sms in itertools.product((1, 2, 7, 8, 9, 24, 32, 33, 63, 64, 65, 4096), (1, 132))
-        }
-        assert len({one.warps for one in tried.values()}) == 1
-        for n, one in tried.items():
+        desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=1, element="bf16", packed=True, **turned)
+        for n, many, panel in itertools.product(tokens, sms, longest):
+            desc = desc.model_copy(update={"n": n, "longest_panel": panel})
+            one = BlocksMmaSchedule.of(desc, many)
+            teams.add(one.teams)
             assert one.depth == unit_depth(block)
             assert block % one.rows == 0
-            assert one.warps % (block // one.depth) == 0
+            assert one.warps % one.teams == 0
+            assert one.warps // one.teams in WARPS
+            assert one.warps // one.teams % (block // one.depth) == 0
             assert one.strips * one.depth // 4 * one.units <= 32
             assert 32 % one.units == one.units % one.x_units == 0
             assert 1 <= one.x_units <= one.units
+            assert one.shared_bytes(desc) <= 98 << 10
+            assert 0 <= one.ctas(desc) * one.teams - one.tiles(desc) < one.teams
             if not one.x_along_k:
                 assert n % one.n8_tiles == 0
+    assert teams == {1, 4}
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])

@@ -19,6 +19,7 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.blocksparse.schedules import blocks_mma as schedules
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.sdd_mma import SddMmaSchedule
 from sparse24_plans.plan.schedule_choice import constants
 
@@ -173,7 +174,7 @@ def test_lines_of_many_words(block, density):
 @shared.every_turn
 @pytest.mark.parametrize("block", BLOCKS)
 def test_long_and_uneven_lines(op, turned, block):
-    """Lines of several rounds of each warp, or of none; with 16, eight and four warps; CTAs in many waves."""
+    """Lines of several rounds of each warp, or of none; 16, eight and four warps; CTAs in many waves."""
     sizes = (3, 12288 // block), (3, 1024 // block), (33600 // block, 9)
     for seed, (lines, across) in enumerate(sizes):
         kept = np.random.default_rng(seed).random((1, lines, across)) < 1 / np.arange(1, lines + 1)[:, None]
@@ -335,6 +336,89 @@ def test_bits_do_not_depend_on_strips_or_on_what_is_transposed(op, block, n, mon
         )
         found.append(check(plan, operands))
     assert all(same_bits(found[0], one) for one in found)
+
+
+def of_lengths(block: int, seed: int, *, turned: bool) -> BlockSparseLayout:
+    """Block rows of op(S) with lengths round those at which the number of shares changes, and a long one."""
+    lengths = (0, 1, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 47, 64, 65, 600)
+    rng = np.random.default_rng(seed)
+    kept = np.zeros((1, len(lengths), 10240 // block + 8), bool)
+    for row, length in enumerate(lengths):
+        kept[0, row, rng.permutation(kept.shape[2])[: max(length * 16 // block, min(length, 1))]] = True
+    return BlockSparseLayout(kept.transpose(0, 2, 1) if turned else kept, block)
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("op", OPS)
+@shared.every_turn
+@pytest.mark.parametrize("n", [1, 12, 28, 64])
+def test_bits_do_not_depend_on_warps_or_teams(op, block, turned, n, monkeypatch):
+    layout = of_lengths(block, n, turned=turned[op == "dds"] != (op == "dds"))
+    desc = BlockSparseMatmulDescriptor(
+        op=op, layout=layout, n=n, trans_a=turned[0], trans_b=turned[1], element="bf16", batch=2
+    )
+    operands = random_operands(desc, layout, np.random.default_rng(block))
+    chosen_one, found = BlocksMmaSchedule.of(desc, 132), []
+    for number, (warps, teams) in enumerate(((4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4))):
+        schedule = chosen_one._replace(warps=warps, teams=teams)
+        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda desc, sms, schedule=schedule: schedule)
+        spare = {**FORCED, "max_workspace_bytes": (1 << 31) + number}  # of its own: plans are cached
+        plan = BlockSparseMatmulPlan.select(desc, device=0, preference=spare)
+        assert f"{warps // teams} warps a block row" in plan.explain().details
+        assert (f"{teams} teams of" in plan.explain().details) == (teams > 1)
+        found.append(check(plan, operands))
+    assert all(same_bits(found[0], one) for one in found)
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+def test_bits_of_a_row_depend_on_its_own_blocks_alone(block):
+    """The other rows change how many warps share it."""
+    kept = np.random.default_rng(block).random((1, 9, 2048 // block)) < 0.4
+    results = []
+    for density in (0.0, 0.05, 1.0):
+        kept[0, 1:] = np.random.default_rng(1).random(kept[0, 1:].shape) < density
+        layout = BlockSparseLayout(kept.copy(), block)
+        plan = plan_of(op="dsd", layout=layout, n=24, batch=1)
+        first = random_operands(
+            plan.descriptor.model_copy(update={"layout": layout.shape}), layout, np.random.default_rng(2)
+        )
+        values, x = first["a"].copy(), np.random.default_rng(3).standard_normal(first["b"].shape)
+        own = np.count_nonzero(kept[0, 0])
+        values[0, :own] = np.random.default_rng(4).standard_normal(values[0, :own].shape).astype(values.dtype)
+        operands = first.with_(a=values, b=x.astype(first["b"].dtype))
+        results.append(check(plan, operands)[..., :block, :].copy())
+    assert all(same_bits(results[0], one) for one in results)
+
+
+@gpu
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_packed_operand_with_a_long_row_is_multiplied_by_teams(block):
+    """Its bits are those of a plan that knows of no long row."""
+    import cupy
+
+    kept = np.random.default_rng(block).random((1, 600, 16384 // block)) < 0.01
+    kept[0, 7] = True
+    layout, results = BlockSparseLayout(kept, block), []
+    rng = cupy.random.default_rng(3)
+    values = rng.standard_normal((1, layout.shape.blocks, block, block)).astype(np.float16)
+    x = rng.standard_normal((1, 1, layout.shape.cols, 16)).astype(np.float16)
+    for packed in (False, True):
+        plan = plan_of(op="dsd", layout=layout, n=16, batch=1, element="f16", packed=packed)
+        assert ("teams of" in plan.explain().details) == packed
+        y = cupy.full((1, 1, layout.shape.rows, 16), np.nan, np.float16)
+        own = (
+            {"layout": None, "a": plan.pack(layout, values)}
+            if packed
+            else {"layout": plan.pack(layout), "a": values}
+        )
+        args = BlockSparseMatmulArgs(b=x, c=y, **own)
+        space = cupy.empty(max(plan.workspace_size(), 1), np.uint8)
+        plan.run(args, workspace=space)
+        results.append(y.get())
+    assert np.isfinite(results[0]).all()
+    assert same_bits(*results)
 
 
 def _turned(operands: Operands, sparse: str) -> Operands:

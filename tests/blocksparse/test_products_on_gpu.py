@@ -226,6 +226,20 @@ def test_8_bits_on_tensor_cores(element, block, op):
 
 
 @gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("element", ["f16", "bf16", *OF_8_BITS])
+def test_rows_of_c_may_begin_anywhere(block, element):
+    """With every result, as many steps as a tile has, and each place of a sector: rows, heads, a batch."""
+    if block < 32 and element in OF_8_BITS:
+        return
+    layout = random_layout(seed=block, heads=2, rows=192 // block + 1, cols=5, block=block)
+    fields = {"op": "dsd", "element": element, **(K_LAST if element in OF_8_BITS else {})}
+    for out, n in itertools.product(results_of(element), (1, 2, 5, 15, 34, 65, 98, 127, 190, 227, 257, 391)):
+        random_check(wgmma, layout, n=n, out_element=out, alpha=0.01, **fields)
+    random_check(wgmma, layout, n=211, epilogue="bias_gelu", alpha=0.01, **fields)
+
+
+@gpu
 @pytest.mark.parametrize("element", ROWS["blocks_strict"])
 @pytest.mark.parametrize("op", OPS)
 def test_the_strict_kernel_has_the_bits_of_the_oracle(op, element):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 from unittest import mock
@@ -378,7 +378,7 @@ def _block_problems(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
 
 
 def _block_problem(
-    op: str, shape: BlockSparseShape, n: int, turned: tuple[bool, bool], kind: dict[str, str]
+    op: str, shape: BlockSparseShape, n: int, turned: tuple[bool, bool], kind: Mapping[str, object]
 ) -> BlockSparseMatmulDescriptor:
     return BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, trans_a=turned[0], trans_b=turned[1], **kind)
 
@@ -399,6 +399,10 @@ def few_tokens(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:
                 yield _block_problem(op, shape, n, turned, {"element": "bf16"}), sms
                 for kind in plain if n == 16 and across == 20 and sms == 4 else ():
                     yield _block_problem(op, shape, n, turned, kind), sms
+                if across >= 64:  # one block row is much longer than the others
+                    uneven = shape.model_copy(update={"blocks": 2 * across})
+                    one = {"element": "bf16", "packed": True, "longest_panel": across}
+                    yield _block_problem(op, uneven, n, turned, one), sms
 
 
 def short_sums(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:

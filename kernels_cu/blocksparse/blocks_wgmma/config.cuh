@@ -23,7 +23,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr Major kSparseMajor = Major(S24_SPARSE_MAJOR);    // major dimension of op(S) within a block
   static constexpr Major kDenseMajor = Major(S24_DENSE_MAJOR);      // major dimension of X; MN: tokens are contiguous
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
-  static constexpr bool kStoresElements = S24_STORES_ELEMENTS;      // threads store C, whose rows TMA cannot address
+  static constexpr bool kUnalignedRows = S24_UNALIGNED_ROWS;        // rows of C begin where TMA cannot store them
   static constexpr Slices kSlices = Slices(S24_SLICES);
   static constexpr bool kCuts = kSlices == Slices::Apart || kSlices == Slices::InTurn;
   static constexpr bool kClaims = kSlices == Slices::Apart || kSlices == Slices::LongFirst;  // if a panel is long

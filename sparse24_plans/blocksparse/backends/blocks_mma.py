@@ -39,6 +39,7 @@ class BlocksMmaParams(KernelParams):
     out_token = field("i64", "Elements from one token in C to the next.")
     blocks = field("i64", "Number of kept blocks of a batch element.")
     tokens = field("u32", "Number of columns of X.")
+    tiles = field("u32", "Number of work tiles.")
     n_tiles = field("u32", "Number of token tiles of a block row.")
     block_rows = field("u32", "Number of block rows of all heads.")
     head_block_rows = field("u32", "Number of block rows of a head.")
@@ -60,11 +61,13 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self.launches = 1 + len(self._prepasses)
         schedule = BlocksMmaSchedule.of(desc, device.multiprocessors)
         self._ctas = schedule.ctas(desc)
-        # The longest block rows come first if not all CTAs run at once.
-        self._ordered = self._ctas * schedule.warps > _RESIDENT_WARPS * device.multiprocessors
+        # The longest block rows come first if not all CTAs run at once, and teams of a CTA have unequal ones.
+        waits = self._ctas * schedule.warps > _RESIDENT_WARPS * device.multiprocessors
+        self._ordered = schedule.teams > 1 or waits
+        teams = f"{schedule.teams} teams of " if schedule.teams > 1 else ""
         self.details = (
             f"{self._ctas} CTAs of {schedule.rows} rows x {schedule.tokens} tokens, "
-            f"{schedule.warps} warps a block row{self._prepasses.details}"
+            f"{teams}{schedule.warps // schedule.teams} warps a block row{self._prepasses.details}"
         )
         self._overlapping = device.compute_capability >= OVERLAPS
         self._function = load(
@@ -84,6 +87,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             out_token=1 if problem.tokens_contiguous else rows,
             blocks=one.blocks,
             tokens=desc.n,
+            tiles=schedule.tiles(desc),
             n_tiles=schedule.n_tiles(desc),
             block_rows=block_rows(desc),
             head_block_rows=max(problem.head_block_rows, 1),
@@ -114,6 +118,7 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> d
         **type_defines(desc),
         "BLOCK": desc.layout.block,
         "WARPS": schedule.warps,
+        "TEAMS": schedule.teams,
         "STRIPS": schedule.strips,
         "N8_TILES": schedule.n8_tiles,
         "DEPTH": schedule.depth,

@@ -189,7 +189,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         wide = min(_LINE_BYTES // out.element.itemsize, _TILE)  # what the kernel's staging area holds
         if problem.sampled:
             return found + (_NO_MAP if problem.small else rows_map(out, (_TILE, wide)))
-        if problem.stores_elements:
+        if problem.unaligned_rows:
             return found + _NO_MAP
         return found + matrices_map(out, (_TILE if problem.tokens_contiguous else wide, wide))
 
@@ -233,7 +233,7 @@ def defines(
         "SPARSE_MAJOR": majors[0],
         "DENSE_MAJOR": majors[1],
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
-        "STORES_ELEMENTS": int(problem.stores_elements),
+        "UNALIGNED_ROWS": int(problem.unaligned_rows),
         "SAMPLED": int(problem.sampled),
         "SLICES": slices,
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),

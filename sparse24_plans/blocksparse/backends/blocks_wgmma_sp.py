@@ -116,7 +116,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             lines = schedule.tokens if problem.right_major == K_MAJOR else _STEP
             found += matrices_map(views[problem.right], (lines, _STEP))
         out = views["c"]
-        if problem.stores_elements:
+        if problem.unaligned_rows:
             return found + bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
         wide = _LINE_BYTES // out.element.itemsize  # the kernel's staging area has 64 lines of 128 bytes
         return found + matrices_map(out, (_STEP if problem.tokens_contiguous else wide, wide))
@@ -135,5 +135,5 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSpSchedule) 
         "BUFFERS": schedule.buffers,
         "DENSE_MAJOR": problem.right_major,
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
-        "STORES_ELEMENTS": int(problem.stores_elements),
+        "UNALIGNED_ROWS": int(problem.unaligned_rows),
     }

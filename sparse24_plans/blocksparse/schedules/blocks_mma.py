@@ -1,4 +1,4 @@
-"""How ``blocksparse/blocks_mma.cu`` cuts a problem. Bits depend on the number of warps alone."""
+"""How ``blocksparse/blocks_mma.cu`` cuts a problem. No bit depends on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, Prepared
-from .blocks_wgmma import MULTIPROCESSORS
+from .blocks_wgmma import MULTIPROCESSORS, has_long_panel
 
 STRIP_ROWS, TILE_TOKENS = 16, 8
 """Rows and tokens of an mma."""
@@ -24,13 +24,23 @@ _MANY_TILES, _FEW_TILES = 6 * MULTIPROCESSORS, MULTIPROCESSORS
 """Row tiles from which CTAs of four warps keep the H200 busy, and below which 16 warps share a block row."""
 _LONG_UNITS = 512
 """Units of a full block row beyond which four warps would take too long for it."""
+_MOST_WARPS, _TEAMS = 16, 4
+"""Warps of a CTA at most; its teams where block rows are very uneven."""
+_MOST_TEAM_TILES = 2
+"""Most tiles of eight tokens of a CTA with teams: with more of them it would need too many registers."""
+SLOTS = 8
+"""Places of a team for the sums of shares of a block row."""
+_ROUND_US, _BYTES_PER_US = 0.9, 3.5e6
+"""Time from a warp's loads to their values, and bytes that memory delivers in a microsecond."""
 
 
 class BlocksMmaSchedule(NamedTuple):
     """Everything that the kernel is compiled with beyond the problem's types."""
 
     warps: int
-    """Warps of a CTA, which share the units of a block row."""
+    """Warps of a CTA."""
+    teams: int
+    """Teams of a CTA's warps. Each computes a tile of its own, whose units its warps share."""
     strips: int
     """Strips of 16 rows of a CTA's tile."""
     n8_tiles: int
@@ -42,13 +52,29 @@ class BlocksMmaSchedule(NamedTuple):
 
     @classmethod
     def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksMmaSchedule:
-        """The schedule with the most strips that keeps the device busy."""
+        """The schedule with the most strips that keeps the device busy.
+
+        If a long block row would take longer than all others, CTAs have teams, which help with such a row.
+        """
         x_along_k = _reads_along_k(desc) or bool(transposed_x(desc))
-        shared = _warps(desc), n8_tiles_of(desc), unit_depth(desc.layout.block), x_along_k
-        most = min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[shared[1]])
-        tried = [cls(shared[0], one, *shared[1:]) for one in _STRIPS if one <= most]
-        busy = (one for one in tried if one.ctas(desc) >= _BUSY_CTAS * multiprocessors)
-        return next(busy, tried[-1])
+        shared = n8_tiles_of(desc), unit_depth(desc.layout.block), x_along_k
+        most = min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[shared[0]])
+        strips = [one for one in _STRIPS if one <= most]
+        tried = [cls(_warps(desc), 1, one, *shared) for one in strips]
+        found = next((one for one in tried if one.ctas(desc) >= _BUSY_CTAS * multiprocessors), tried[-1])
+        if not found.waits_for_a_long_row(desc):
+            return found
+        teams = (_TEAMS, 1) if found.n8_tiles <= _MOST_TEAM_TILES else (1,)
+        tried = [cls(_MOST_WARPS, many, one, *shared) for many in teams for one in strips]
+        return next((one for one in tried if one.ctas(desc) >= multiprocessors), tried[-1])
+
+    def waits_for_a_long_row(self, desc: BlockSparseMatmulDescriptor) -> bool:
+        """Whether the longest block row is known to take longer than all values from memory."""
+        if not has_long_panel(desc):
+            return False
+        values = 2 * desc.layout.blocks * desc.layout.block**2
+        units = desc.longest_panel * (desc.layout.block // self.depth)
+        return units / (self.warps * self.units) * _ROUND_US > values / _BYTES_PER_US
 
     @property
     def rows(self) -> int:
@@ -76,18 +102,22 @@ class BlocksMmaSchedule(NamedTuple):
         """Token tiles of a result."""
         return -(-desc.n // self.tokens)
 
-    def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """CTAs of the launch."""
+    def tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """Work tiles of a result."""
         return desc.batch * block_rows(desc) * (desc.layout.block // self.rows) * self.n_tiles(desc)
 
+    def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """CTAs of the launch."""
+        return -(-self.tiles(desc) // self.teams)
+
     def shared_bytes(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Shared memory for the sums of half of the warps, padded as ``gemm/split_k.cuh`` pads them."""
+        """Shared memory for the slots of all teams, padded as ``gemm/split_k.cuh`` pads them."""
         rows, tokens = self.rows, self.tokens
         if KernelProblem(desc).tokens_contiguous:
             padded = rows * (tokens + (8 if tokens % 16 == 0 else 0))
         else:
             padded = tokens * (rows + 4)
-        return 4 * padded * self.warps // 2
+        return 4 * padded * SLOTS * self.teams
 
 
 def block_rows(desc: BlockSparseMatmulDescriptor) -> int:
@@ -123,7 +153,7 @@ def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
 
 
 def _warps(desc: BlockSparseMatmulDescriptor) -> int:
-    """Warps that share a block row. They follow from the layout's shape alone, because they decide bits.
+    """Warps that share a block row, if each CTA has one.
 
     The fewer share it, the more units each has, and the less of a CTA's time is the wait for its first ones.
     """

@@ -194,7 +194,7 @@ class Cut(NamedTuple):
         CTAs without a long panel take more of the others.
         """
         problem, alike = KernelProblem(desc), desc.model_copy(update={"longest_panel": 0})
-        whole = best_schedule(desc if _has_long_panel(desc) else alike, multiprocessors)
+        whole = best_schedule(desc if has_long_panel(desc) else alike, multiprocessors)
         if problem.slicing is None:
             return cls(whole)
         one = _with_long_panels(desc, multiprocessors)
@@ -219,11 +219,11 @@ def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -
     alike, limits = desc.model_copy(update={"longest_panel": 0}), constants("blocks_tiles")
     waves = panel_count(desc) * -(-desc.n // _TOKENS[0]) / multiprocessors
     is_large = desc.layout.block >= NARROW_PANEL_ROWS
-    narrower = is_large and _has_long_panel(desc) and waves < limits["wide_waves"]
+    narrower = is_large and has_long_panel(desc) and waves < limits["wide_waves"]
     return best_schedule(alike, multiprocessors, _HELD_CELLS if narrower else None)
 
 
-def _has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
+def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
     """Whether a panel is known to be much longer than the mean."""
     return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * _mean_panel(desc))
 
@@ -289,7 +289,7 @@ def uneven_tokens(desc: BlockSparseMatmulDescriptor, tokens: int, multiprocessor
         waves = panel_count(desc) * -(-desc.n // one) / multiprocessors
         return max(waves * mean, float(desc.longest_panel)) * float(step[str(one)])
 
-    return min(tried, key=time) if _has_long_panel(desc) else tokens
+    return min(tried, key=time) if has_long_panel(desc) else tokens
 
 
 def small_time(
