@@ -77,8 +77,8 @@ def test_a_gpu_is_as_right(row):
     )
     plan = plan_of_row(row).select(desc, device=device_of_row(row))
     data = random_data(rng, desc)
-    case = case_of(plan, replace(data, dense=0 * data.dense, x=0 * data.x, bias=v))
-    got = case.run()[0]
+    zeros = {name: np.zeros_like(getattr(data, name)) for name in ("dense", "x")}
+    got = case_of(plan, replace(data, **zeros, bias=v)).run()[0]
     positive = np.where(v == 0, np.float32(0), v)  # the sum is +0, and so is its sum with -0
     with np.errstate(invalid="ignore"):
         check(positive, got)
