@@ -22,7 +22,8 @@ IN_STEPS = tuple(
     for kind in EpilogueKind
     if kind.activation in (EpilogueKind.IDENTITY, EpilogueKind.RELU, EpilogueKind.RELU2)
 )
-"""Epilogues that all kernels round step by step. GELU and SiLU of kernels that aren't strict are CUDA's."""
+"""Epilogues that all kernels round step by step. GELU and SiLU of kernels that aren't strict take the
+hardware's approximate functions."""
 UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
 """Epilogues that make one result of each sum."""
 NO_BOUNDS = 0.0, float("inf")

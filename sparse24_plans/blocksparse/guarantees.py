@@ -138,7 +138,7 @@ def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee
     if problem.element is not ElementKind.S8:
         return tensor_cores(problem)
     # Sums of integers are exact in any order. The epilogue is rounded step by step as on the host, except for
-    # the activations of CUDA's math library.
+    # the activations of approximate functions.
     if problem.epilogue in IN_STEPS:
         return strict_matmul(problem)
     return strict(problem).model_copy(update={"bit_stable_across_hardware": False})

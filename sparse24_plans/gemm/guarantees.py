@@ -57,7 +57,7 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
 
 def wgmma_sp_s8(problem: GemmSparse24Descriptor) -> PrecisionGuarantee:
     # Sums of integers are exact in any order. The other steps are rounded one by one, as the host does; only
-    # the activations of CUDA's math library differ from it.
+    # the activations of approximate functions differ from it.
     name = named(problem, EXACT_SUM)
     same = {"bit_stable_across_hardware": name is not None, "arithmetic": name}
     return strict(problem).model_copy(update=same)

@@ -31,6 +31,7 @@ from sparse24_plans.arithmetic.fma32 import fma_f32
 from sparse24_plans.gemm import guarantees
 from sparse24_plans.plan import tolerance
 
+from ..gemm.fast_math import APPROXIMATE, fast_gelu
 from ..support import activate, rows_of_gates, saturated, tanh_exponent
 
 U, TINY = 2.0**-24, 2.0**-149
@@ -162,7 +163,7 @@ def test_a_subnormal_gate_of_a_large_value_is_within_the_tolerance(kind, kernel,
 
 
 def cuda_activation(v: np.ndarray, kind: EpilogueKind, rng: np.random.Generator) -> np.ndarray:
-    """FastMath of common/epilogue.cuh, with functions that are as wrong as CUDA may make them."""
+    """FastMath of common/epilogue.cuh, with functions that are as wrong as the hardware may make them."""
     f32 = np.float32
 
     def off(value: np.ndarray, places: int) -> np.ndarray:
@@ -176,11 +177,7 @@ def cuda_activation(v: np.ndarray, kind: EpilogueKind, rng: np.random.Generator)
             powers = off(np.exp(-v.astype(np.float64)), 2)
             return np.where(v < -120, f32(-0.0), v / (f32(1) + powers))
         if kind.activation in ("gelu", "geglu"):
-            z = f32(-0.70710678) * v
-            tails = off(
-                np.array([math.erfc(one) for one in z.astype(np.float64).ravel()]).reshape(v.shape), 4
-            )
-            return np.where(v < -15, f32(-0.0), v * (f32(0.5) * tails))
+            return fast_gelu(v, *rng.choice([-APPROXIMATE, APPROXIMATE], (2, *v.shape)))
         if kind.activation in ("gelu_tanh", "geglu_tanh"):
             c = _constants()
             linear, cubic = (f32(c[name][0]) for name in ("GELU_TANH_LINEAR", "GELU_TANH_CUBIC"))

@@ -34,8 +34,8 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
   static constexpr int kBoxBytes = kBoxOutputs * kOutBytes, kBoxes = Config::kMTileOutputs / kBoxOutputs;
 
   // The most groups of eight tokens whose results are computed together, as registers allow, and how many are.
-  static constexpr bool kFewRegisters = Config::kWarpgroups == 3 || Config::kKChunks > 1 || kLongActivation<Config>;
-  static constexpr int kMostTogether = Config::kHasC ? (kFewRegisters ? 1 : 4) : kLongActivation<Config> ? 2 : 1;
+  static constexpr bool kFewRegisters = Config::kWarpgroups == 3 || Config::kKChunks > 1;
+  static constexpr int kMostTogether = Config::kHasC && !kFewRegisters ? 4 : 1;
   static constexpr int kStepGroups = Config::kStepTokens / 8;
   static constexpr int kTogether = kStepGroups % kMostTogether == 0 ? kMostTogether : kStepGroups % 2 == 0 ? 2 : 1;
 

@@ -63,7 +63,7 @@ _BIAS, _FIELD, _FRACTION = 1023, 0x7FF, 52  # of a float64
 
 
 def named(problem: GemmSparse24Descriptor, arithmetic: str) -> str | None:
-    """Return the arithmetic of a GPU kernel, or None if CUDA's math library computes the activation."""
+    """Return the arithmetic of a GPU kernel, or None if the activation takes approximate functions."""
     return arithmetic if problem.epilogue in IN_STEPS else None
 
 
