@@ -117,7 +117,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
   static constexpr bool kActivates = kEpilogue != EpilogueKind::IDENTITY && kEpilogue != EpilogueKind::BIAS &&
                                      kEpilogue != EpilogueKind::BIAS_RELU && kEpilogue != EpilogueKind::BIAS_RELU2;
   static constexpr bool kIsGelu = kEpilogue == EpilogueKind::BIAS_GELU || kEpilogue == EpilogueKind::BIAS_GEGLU;
-  static constexpr int kHeldGroups = (kIsGelu ? 8 : kStepTokens < 32 ? 10 : 14) - (kScaleX || kScaleW ? 6 : 0);
+  static constexpr int kHeldGroups = (kIsGelu ? 8 : kStepTokens < 32 ? 10 : 14) - (kScaleX || kScaleW ? 8 : 0);
   static constexpr bool kDefers = kTermsAhead && kActivates && !kHasC && sizeof(Out::Bits) == 2;
   static constexpr int kDeferredGroups = !kDefers ? 0 : (kTileN / 16 < kHeldGroups ? kTileN / 16 : kHeldGroups) / 2 * 2;
   static_assert(!kJointStages || kXStages == 2 * kWeightStages, "a K tile of W is multiplied with two boxes of X");
