@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
-from sparse24_plans.blocksparse.limits import density_limits
-from sparse24_plans.blocksparse.schedules import blocks_wgmma, packed
+from sparse24_plans.blocksparse.limits import few_tokens_limits
+from sparse24_plans.blocksparse.schedules import blocks_wgmma, dense_product
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 
 from .blocks import Cell
-from .descent import Array, Choices, Constants, Fit, descend, file_of, given_models, lines_of, plain, summary
+from .descent import (
+    Array,
+    Choices,
+    Constants,
+    Fit,
+    descend,
+    file_of,
+    given_models,
+    lines_of,
+    plain,
+    summary,
+)
 
+Number = TypeVar("Number", int, float)
 PACKED = "packed-times"
 DENSITY = "blocks_density_limits"
+FEW_TOKENS = "blocks_mma"
 LEAST_PAIRS = 8
-"""Problems of a kind from which a limit of density is fitted."""
+"""Problems of a kind from which a limit is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 PACKED_BOUNDS = {
     "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
@@ -33,7 +46,7 @@ SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
 SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
 PACKED_MODELS = [
-    packed.DENSE,
+    dense_product.DENSE,
     *(f"packed_blocks_{kind}_last_{block}" for kind in ("k", "n") for block in (16, 32, 64, 128)),
 ]
 
@@ -46,47 +59,115 @@ def described(row: Mapping[str, Any]) -> BlockSparseMatmulDescriptor:
     return BlockSparseMatmulDescriptor(op=op, layout=shape, n=row["n"], element="bf16")
 
 
+def block_lines(gpu: str) -> list[Mapping[str, Any]]:
+    """Measured products of block-sparse matrices, without short sums, which have a kernel of their own."""
+    return [row for row in lines_of(gpu, "block-times") if "mma_us" not in row]
+
+
 def block_problems(op: str, block: int, gpu: str) -> list[Any]:
     """Descriptors of measured products of block-sparse matrices, and times by a schedule's first sizes."""
-    rows = (row for row in lines_of(gpu, "block-times") if (row["op"], row["block"]) == (op, block))
+    rows = (row for row in block_lines(gpu) if (row["op"], row["block"]) == (op, block))
     return [(described(row), row["us"]) for row in rows]
 
 
 def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
     """Lines whose inflated product was measured, too."""
-    return [row for row in lines_of(gpu, "block-times") if row.get("inflate_us") is not None]
+    return [row for row in block_lines(gpu) if row.get("inflate_us") is not None]
 
 
 def density_entry(gpu: str) -> Constants:
-    """The densities beyond which the inflated product is faster, for each kind that has enough problems."""
+    """The densities beyond which an inflated ``sdd`` is faster, for each size of a block."""
     found: Constants = copy.deepcopy(given_models()[DENSITY]["constants"])
-    measured = []
-    for row in beside_inflated(gpu):
-        desc = described(row)
-        measured.append((desc, np.log(row["inflate_us"] / chosen_us((desc, row["us"])))))
+    measured = [(described(row), row) for row in beside_inflated(gpu) if row["op"] == BlockSparseOp.SDD]
     losses: list[float] = []
-    kinds = (found["sdd"], *found["few"].values(), *found["many"].values())
-    for limits, block in itertools.product(kinds, BLOCK_SIZES):
+    for block in BLOCK_SIZES:
         pairs = [
-            (desc.layout.density, gain)
-            for desc, gain in measured
-            if density_limits(found, desc) is limits and desc.layout.block == block
+            (desc.layout.density, np.log(row["inflate_us"] / chosen_us((desc, row["us"]))))
+            for desc, row in measured
+            if desc.layout.block == block
         ]
         if len(pairs) < LEAST_PAIRS:
             continue
-        density, gain = np.array(pairs).T
+        most, lost = best_limit(pairs, (np.arange(101) / 100).tolist())
+        losses += lost
+        found["sdd"].pop(str(block), None)
+        if most < max(density for density, _ in pairs):
+            found["sdd"][str(block)] = most
+    return limits_entry(found, losses, file_of(gpu, "block-times"))
 
-        def lost(most: float, density: Array = density, gain: Array = gain) -> Array:
-            return np.where(density > most, np.maximum(0, gain), np.maximum(0, -gain))
 
-        most = max(np.arange(101) / 100, key=lambda most: (-lost(most).mean(), most))
-        losses += np.exp(lost(most)).tolist()
-        limits.pop(str(block), None)
-        if most < density.max():
-            limits[str(block)] = float(most)
-    file = file_of(gpu, "block-times")
+def inflating_entry(gpu: str) -> Constants:
+    """The time in which an operand is inflated, and for which densities and predicted times it is chosen.
+
+    What is chosen depends on all other models.
+    """
+    lines = [row for row in beside_inflated(gpu) if row["op"] != BlockSparseOp.SDD]
+    problems = [described(row) for row in lines]
+    inflated = np.array([row["inflate_us"] for row in lines])
+    kept = np.array([chosen_us((desc, row["us"])) for desc, row in zip(problems, lines, strict=True)])
+    blocks, dense = np.array([dense_product.times_of(desc) for desc in problems]).T
+    product = dense - np.array([dense_product.inflating_us(desc) for desc in problems])
+    work = np.array([(1.0, dense_product.inflated_bytes(desc)) for desc in problems])
+    launch, each = np.linalg.lstsq(work / inflated[:, None], (inflated - product) / inflated, rcond=None)[0]
+    ratio = blocks / (product + work @ (launch, each))
+    density = np.array([desc.layout.density for desc in problems])
+
+    def lost(limits: tuple[float, float]) -> Array:
+        inflates = (density > limits[0]) & (ratio > limits[1])
+        return np.where(inflates, inflated, kept) / np.minimum(inflated, kept)
+
+    tried = itertools.product((np.arange(11) / 20).tolist(), (np.arange(8, 21) / 10).tolist())
+    best = min(tried, key=lambda limits: np.log(lost(limits)).mean())
+    found = {"launch": plain(float(f"{launch:.4g}")), "bytes": plain(float(f"{each:.4g}"))}
+    found |= dict(zip(("least_density", "most_of_dense"), best, strict=True))
+    return limits_entry(found, lost(best).tolist(), file_of(gpu, "block-times"))
+
+
+def few_tokens_entry(gpu: str) -> Constants:
+    """The n up to which the kernels of few tokens are the fastest, by kind of product and size of a block."""
+    found: Constants = copy.deepcopy(given_models()[FEW_TOKENS]["constants"])
+    measured = [
+        (desc, np.log(min(row["us"], row.get("dense_us", np.inf)) / row["mma_us"]))
+        for row, desc in packed_lines(gpu)
+        if "mma_us" in row
+    ]
+    for row in lines_of(gpu, "block-times"):
+        if "mma_us" in row:
+            desc = described(row)
+            others = min(row["inflate_us"], chosen_us((desc, row["us"])))
+            measured.append((desc, np.log(others / row["mma_us"])))
+    losses: list[float] = []
+    for limits, block in itertools.product((found["sdd"], found["k_last"], found["n_last"]), BLOCK_SIZES):
+        pairs = [
+            (desc.n, gain)
+            for desc, gain in measured
+            if few_tokens_limits(found, desc) is limits and desc.layout.block == block
+        ]
+        if len(pairs) < LEAST_PAIRS:
+            continue
+        limits[str(block)], lost = best_limit(pairs, range(0, max(n for n, _ in pairs) + 8, 8))
+        losses += lost
+    files = ", ".join(file_of(gpu, family) for family in (PACKED, "block-times"))
+    return limits_entry(found, losses, files)
+
+
+def best_limit(pairs: Sequence[tuple[float, float]], tried: Iterable[Number]) -> tuple[Number, list[float]]:
+    """The limit that loses least, the greatest of equals, and what each problem loses by it, as a factor.
+
+    ``pairs`` has of each problem what is limited, and the logarithm of what is gained within the limit.
+    """
+    limited, gain = np.array(pairs).T
+
+    def lost(most: Number) -> Array:
+        return np.where(limited > most, np.maximum(0, gain), np.maximum(0, -gain))
+
+    most = max(tried, key=lambda most: (-lost(most).mean(), most))
+    return most, np.exp(lost(most)).tolist()
+
+
+def limits_entry(constants: Constants, losses: Sequence[float], file: str) -> Constants:
     loss = {"problems": len(losses), "loss": summary(np.array(losses))}
-    return {"constants": found, "measured": {"file": file, **loss}}
+    return {"constants": constants, "measured": {"file": file, **loss}}
 
 
 def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:
@@ -174,38 +255,41 @@ def block_fit(model: str, gpu: str) -> Fit:
     return fit._replace(choices=small_choices, bounds=small_bounds(int(block)), steps=3000, descents=8)
 
 
+def packed_lines(gpu: str) -> Iterator[tuple[Mapping[str, Any], BlockSparseMatmulDescriptor]]:
+    """Measured lines of packed operands, each with its problem."""
+    for row in lines_of(gpu, PACKED):
+        about = {"heads": 1, "rows": row["m"], "cols": row["k"], "block": row["block"]}
+        yield (
+            row,
+            BlockSparseMatmulDescriptor(
+                op=row["op"],
+                layout=BlockSparseShape(**about, blocks=row["blocks"]),
+                n=row["n"],
+                element=row["element"],
+                trans_a="a" in row["transposed"],
+                trans_b="b" in row["transposed"],
+                packed=True,
+                longest_panel=row["longest_panel"],
+            ),
+        )
+
+
 def packed_problems(model: str, gpu: str) -> list[Any]:
     """Descriptors of measured products of packed operands, each with the time that the model predicts.
 
-    The model of a dense product is fitted to products without copies alone: the others were measured before
-    cuBLAS was given aligned rows.
+    Lines from before cuBLAS was given aligned rows have no ``dense_us`` if theirs were not aligned.
     """
-    found = []
-    for row in lines_of(gpu, PACKED):
-        about = {"heads": 1, "rows": row["m"], "cols": row["k"], "block": row["block"]}
-        desc = BlockSparseMatmulDescriptor(
-            op=row["op"],
-            layout=BlockSparseShape(**about, blocks=row["blocks"]),
-            n=row["n"],
-            element=row["element"],
-            trans_a="a" in row["transposed"],
-            trans_b="b" in row["transposed"],
-            packed=True,
-            longest_panel=row["longest_panel"],
-        )
-        if model == packed.DENSE:
-            if not packed.dense_copies_us(desc):
-                found.append((desc, row["dense_us"]))
-        elif model == packed.model_of(desc):
-            found.append((desc, row["us"]))
-    return found
+    if model == dense_product.DENSE:
+        return [(desc, row["dense_us"]) for row, desc in packed_lines(gpu) if "dense_us" in row]
+    return [(desc, row["us"]) for row, desc in packed_lines(gpu) if model == dense_product.model_of(desc)]
 
 
 def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
     """Each problem has one candidate: what is fitted are times, which two models are compared by."""
-    count = packed.dense_work if dense else packed.blocks_work
+    count = dense_product.dense_work if dense else dense_product.blocks_work
     work = np.array([count(desc) for desc, _ in problems])
-    before = np.array([0.0 if dense else packed.pre_pass_us(desc) for desc, _ in problems])
+    copies = dense_product.dense_copies_us if dense else dense_product.pre_pass_us
+    before = np.array([copies(desc) for desc, _ in problems])
     taken = np.array([us for _, us in problems])
 
     def predict(constants: Array) -> Array:
@@ -218,8 +302,8 @@ def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
 
 def packed_entry(model: str, gpu: str) -> Constants:
     """The entry of a model of packed operands, with its errors in place of losses."""
-    dense, problems = model == packed.DENSE, packed_problems(model, gpu)
-    terms = packed.DENSE_TERMS if dense else packed.TERMS
+    dense, problems = model == dense_product.DENSE, packed_problems(model, gpu)
+    terms = dense_product.DENSE_TERMS if dense else dense_product.TERMS
     bounds = {"launch": (1, 8), "exponent": (1.05, 8), **{term: PACKED_BOUNDS[term] for term in terms}}
     fit = Fit(
         problems,

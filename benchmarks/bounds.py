@@ -268,7 +268,7 @@ _RANDOM = [
         least_mean(
             f"{element} over dense", ratios("gemm", "dense_us", element=element, backend="auto"), least
         )
-        for element, least in (("bf16", 1.45), ("f16", 1.45), ("s8", 2.0), ("fp8_e4m3", 1.3))
+        for element, least in (("bf16", 1.45), ("f16", 1.45), ("s8", 2.0), ("fp8_e4m3", 1.3), ("f32", 1.0))
     ),
     *(_over("dense_us", f"{element} over dense", element, {FEW: 1.6})[0] for element in ("bf16", "f16")),
     *(
@@ -277,7 +277,7 @@ _RANDOM = [
     ),
     *(
         bound
-        for element in _ELEMENTS
+        for element in (*_ELEMENTS, "f32")
         for bound in (
             Bound(
                 f"{element} over dense, each",

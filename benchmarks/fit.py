@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans import GemmSparse24Descriptor
+from sparse24_plans.blocksparse.schedules.dense_product import INFLATING
 from sparse24_plans.gemm.schedules import f32_split_heuristics as f32_split
 from sparse24_plans.gemm.schedules.wgmma_cost_model import (
     CLASSES,
@@ -50,6 +51,7 @@ from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
     DENSITY,
+    FEW_TOKENS,
     PACKED,
     PACKED_MODELS,
     SDD_MODELS,
@@ -57,6 +59,8 @@ from .block_fits import (
     beside_inflated,
     block_fit,
     density_entry,
+    few_tokens_entry,
+    inflating_entry,
     packed_entry,
     small_constants,
 )
@@ -226,11 +230,14 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
 GEMM_MODELS = [f"wgmma_sp_{kind}_{size}" for kind in ("16bit", "8bit", "quantized") for size in CLASSES]
 F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
 STREAM_K = "wgmma_sp_stream_k"
-FITTED = [STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS, DENSITY, *PACKED_MODELS]
-
-
-OF_CHOICES = {DENSITY, *PACKED_MODELS}
-"""Models of the times of what other models choose, after which they are fitted."""
+BLOCK_LIMITS = {DENSITY: density_entry, FEW_TOKENS: few_tokens_entry, INFLATING: inflating_entry}
+STAGES = (
+    (STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS),
+    (DENSITY, FEW_TOKENS, *PACKED_MODELS),
+    (INFLATING,),
+)
+"""The models, each behind those whose choices it is fitted to."""
+FITTED = [model for stage in STAGES for model in stage]
 
 
 def choose_by(models: Mapping[str, Constants]) -> None:
@@ -244,21 +251,21 @@ def family_of(model: str) -> str:
         return PACKED
     if model in F32_MODELS:
         return F32
-    return "block-times" if model in (*SMALL_MODELS, *SDD_MODELS, DENSITY) else gemm_family(model)
+    return "block-times" if model in (*SMALL_MODELS, *SDD_MODELS, *BLOCK_LIMITS) else gemm_family(model)
 
 
 def is_measured(model: str, gpu: str) -> bool:
     """Whether problems of the model have been measured on the GPU. Else its given constants stay."""
     exists = (SCHEDULES / file_of(gpu, family_of(model))).is_file()
-    return exists and (model != DENSITY or bool(beside_inflated(gpu)))
+    return exists and (model not in BLOCK_LIMITS or bool(beside_inflated(gpu)))
 
 
 def entry(model: str, gpu: str) -> Constants:
     """The data file's entry of a fitted model."""
     if model == STREAM_K:
         return stream_k_entry(gpu)
-    if model == DENSITY:
-        return density_entry(gpu)
+    if model in BLOCK_LIMITS:
+        return BLOCK_LIMITS[model](gpu)
     if model in PACKED_MODELS:
         return packed_entry(model, gpu)
     gemm = model in GEMM_MODELS
@@ -291,8 +298,7 @@ def file_text(gpu: str, only: Sequence[str]) -> str:
     if len(wanted) < len(measured):
         kept = json.loads(path.read_text())["models"]
         models |= {one: kept[one] for one in measured if one not in wanted}
-    for late in (False, True):
-        stage = [one for one in wanted if (one in OF_CHOICES) == late]
+    for stage in ([one for one in wanted if one in stage] for stage in STAGES):
         processes = min(len(stage), os.cpu_count() or 1) or 1
         with ProcessPoolExecutor(processes, initializer=choose_by, initargs=(models,)) as pool:
             models |= dict(zip(stage, pool.map(entry, stage, [gpu] * len(stage)), strict=True))

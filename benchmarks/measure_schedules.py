@@ -13,7 +13,8 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
   ``<gpu>-packed-times.jsonl``.
 
 A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
-Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix, for the density limits.
+Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix, and those of few tokens
+``mma_us``, of the kernel for few tokens.
 """
 
 from __future__ import annotations

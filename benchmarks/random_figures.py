@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from statistics import geometric_mean
 from typing import Any
 
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
 from sparse24_plans.bench.record import Record
+from sparse24_plans.blocksparse.kernel_problem import KernelProblem
 
 TOKENS = ((1, 64), (65, 512), (513, 8192))
 BLOCK_TOKENS = ((1, 200), (201, 8192))
-_ALIGNED_CELLS = 8
-"""Cells of 16 bits in 16 bytes: cuBLAS is slow for rows of other lengths."""
 Cell = tuple[str, int, int, int, str]
 
 
@@ -78,10 +78,17 @@ def random_summary(record: Record) -> list[dict[str, Any]]:
 
 
 def is_aligned(row: dict[str, Any]) -> bool:
-    """Whether rows of a product's dense matrices are multiples of 16 bytes, or those of ``n`` have one."""
-    turned = row["transposed"]
-    rows_of_n = {"dsd": True, "dds": "a" in turned, "sdd": "a" not in turned or "b" in turned}
-    return row["n"] == 1 or row["n"] % _ALIGNED_CELLS == 0 or not rows_of_n[row["op"]]
+    """Whether cuBLAS is fast for the rows of a product's dense matrices as they are."""
+    desc = BlockSparseMatmulDescriptor(
+        op=row["op"],
+        layout=BlockSparseShape(heads=1, rows=row["m"], cols=row["k"], block=row["block"], blocks=0),
+        n=row["n"],
+        element=row["element"],
+        trans_a="a" in row["transposed"],
+        trans_b="b" in row["transposed"],
+    )
+    problem = KernelProblem(desc)
+    return not problem.aligned_operands and problem.product_tokens == desc.n
 
 
 def block_summary(record: Record) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from .kernel_problem import TMA_BYTES, KernelProblem, Prepared, prepared_bytes
 from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, transposed_x
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
-from .schedules.packed import packed_dense_wins
+from .schedules.dense_product import dense_wins
 from .schedules.sdd_mma import MOST_TERMS, SddMmaSchedule
 from .schedules.softmax import softmax_teams
 
@@ -52,10 +52,24 @@ def _beyond(counts: dict[str, int]) -> str | None:
 
 def blocks_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than every other kernel."""
-    most = constants("blocks_mma")["most_n"]
-    if not 0 < problem.n <= most:
-        return f"is preferred for 1 to {most} tokens, not {problem.n}"
-    return blocks_mma_any(problem) or _dense_is_faster(problem)
+    densest = constants("blocks_mma")["most_packed_density"]
+    if problem.packed and problem.layout.density > densest:
+        return f"is preferred for up to {100 * densest:g}% of packed blocks, not {problem.layout.density:.1%}"
+    return _many_tokens(problem) or blocks_mma_any(problem)
+
+
+def _many_tokens(problem: BlockSparseMatmulDescriptor) -> str | None:
+    """The reason why another kernel is faster than one for few tokens, or None."""
+    block = problem.layout.block
+    most = few_tokens_limits(constants("blocks_mma"), problem)[str(block)]
+    return None if 0 < problem.n <= most else f"is preferred for n up to {most} here, not {problem.n}"
+
+
+def few_tokens_limits(limits: dict[str, Any], problem: BlockSparseMatmulDescriptor) -> dict[str, int]:
+    """By size of a block, the n up to which such a problem is served by a kernel for few tokens."""
+    dense = "k_last" if problem.dense_k_last else "n_last"
+    found: dict[str, int] = limits["sdd" if problem.op is BlockSparseOp.SDD else dense]
+    return found
 
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -68,10 +82,7 @@ def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 def sdd_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than every other kernel."""
-    most = constants("blocks_mma")["most_sdd_n"]
-    if not 0 < problem.n <= most:
-        return f"is preferred for sums of 1 to {most} products, not {problem.n}"
-    return sdd_mma_any(problem)
+    return _many_tokens(problem) or sdd_mma_any(problem)
 
 
 def sdd_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -93,23 +104,13 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 def _dense_is_faster(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The reason why a dense product is faster than ``blocks_wgmma``, or None."""
-    if problem.packed:
-        return packed_dense_wins(problem)
+    if problem.op is not BlockSparseOp.SDD:
+        return dense_wins(problem)
     one = problem.layout
-    most = density_limits(constants("blocks_density_limits"), problem).get(str(one.block), 1.0)
+    most = constants("blocks_density_limits")["sdd"].get(str(one.block), 1.0)
     if problem.element.itemsize > 1 and one.density > most:
         return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
     return None
-
-
-def density_limits(limits: dict[str, Any], problem: BlockSparseMatmulDescriptor) -> dict[str, float]:
-    """By size of a block, the density up to which such a problem is served. No entry means any density."""
-    of_size = limits["few" if problem.n <= limits["few_n"] else "many"]
-    is_sdd = problem.op is BlockSparseOp.SDD
-    found: dict[str, float] = (
-        limits["sdd"] if is_sdd else of_size["k_last" if problem.dense_k_last else "n_last"]
-    )
-    return found
 
 
 def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:

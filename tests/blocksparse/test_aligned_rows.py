@@ -26,7 +26,7 @@ from sparse24_plans import (
 from sparse24_plans.blocksparse.backends import inflate_cublas
 from sparse24_plans.blocksparse.kernel_table import MATMUL_ENTRIES
 from sparse24_plans.blocksparse.limits import inflated_regions
-from sparse24_plans.blocksparse.schedules import packed as choice
+from sparse24_plans.blocksparse.schedules import dense_product as choice
 from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.plan.cublaslt import Factor
 from sparse24_plans.plan.kernel import Choice

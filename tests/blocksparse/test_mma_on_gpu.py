@@ -51,17 +51,26 @@ chosen = partial(shared.chosen, layout=SHAPE)
 
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_it_serves_few_tokens_up_to_the_measured_number(device, op, monkeypatch):
-    for n in (1, 8, 64):
-        assert chosen(op=op, n=n, device=device) != "blocks_mma"
-    monkeypatch.setitem(constants("blocks_mma"), "most_n", 8)
+@pytest.mark.parametrize("k_last", [False, True])
+def test_it_serves_few_tokens_up_to_the_measured_number(device, op, k_last, monkeypatch):
+    limits = {**constants("blocks_mma")["k_last" if k_last else "n_last"], "64": 8}
+    monkeypatch.setitem(constants("blocks_mma"), "k_last" if k_last else "n_last", limits)
     wanted = {0: False, 1: True, 8: True, 9: False}
+    form = {"trans_b": True} if op == "dsd" and k_last else {"trans_a": op == "dds" and not k_last}
     for n, packed in itertools.product(wanted, (False, True)):
-        found = chosen(op=op, n=n, device=device, packed=packed, trans_b=op == "dds")
+        found = chosen(op=op, n=n, device=device, packed=packed, **form)
         assert (found == "blocks_mma") == wanted[n]
     # Kernels that serve more tokens have other bits.
     wanted_bits = {"require": {"batch_invariant": True}}
-    assert chosen(op=op, n=8, device=device, preference=wanted_bits) != "blocks_mma"
+    assert chosen(op=op, n=8, device=device, preference=wanted_bits, **form) != "blocks_mma"
+
+
+@pytest.mark.parametrize(
+    ("packed", "kept", "serves"), [(False, 0.9, True), (True, 0.6, True), (True, 0.7, False)]
+)
+def test_denser_packed_operands_may_be_faster_as_a_dense_copy(packed, kept, serves):
+    layout = SHAPE.model_copy(update={"blocks": int(kept * 64 * 64)})
+    assert (chosen(op="dsd", n=4, layout=layout, packed=packed, device=H200) == "blocks_mma") == serves
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
@@ -100,10 +109,9 @@ def test_it_serves_short_sums_of_sdd_up_to_the_measured_number(device, monkeypat
         "layout": SHAPE.model_copy(update={"block": 16, "blocks": 1 << 15}),
         "device": device,
     }
+    monkeypatch.setitem(constants("blocks_mma"), "sdd", {**constants("blocks_mma")["sdd"], "16": 8})
     for n in (1, 8, 64):
-        assert chosen(n=n, **half) not in ("sdd_mma", "sdd_mma_any")
-        assert chosen(n=n, **half, preference=FORCED) == "sdd_mma_any"
-    monkeypatch.setitem(constants("blocks_mma"), "most_sdd_n", 8)
+        assert chosen(n=n, **half, preference=FORCED) == ("sdd_mma" if n <= 8 else "sdd_mma_any")
     for n, wanted in {0: False, 1: True, 8: True, 9: False}.items():
         assert (chosen(n=n, **half) == "sdd_mma") == wanted
     promises = {"batch_invariant": True, "nonfinite": "skips_pruned"}

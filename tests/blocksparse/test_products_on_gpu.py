@@ -66,7 +66,8 @@ def test_what_is_chosen():
     assert chosen(element="f32", layout=most) == "inflate_cublas"
     assert chosen(element="f32", layout=most, preference=EXACT) == "blocks_strict_any"
     for op in OPS:
-        for n in (1, 63, 4097):
+        assert chosen(op=op, n=1) == ("sdd_mma" if op == "sdd" else "blocks_mma")
+        for n in (63, 4097):
             assert chosen(op=op, n=n) == "blocks_wgmma"
             wanted = "blocks_wgmma" if op == "sdd" else "blocks_wgmma_any"  # with the same slices for every n
             assert chosen(op=op, n=n, preference={"require": {"batch_invariant": True}}) == wanted
@@ -85,10 +86,9 @@ def test_what_is_chosen():
     assert chosen(layout=many) == "blocks_wgmma"
     assert chosen(layout=many, n=256) == "blocks_wgmma"
     many = many.model_copy(update={"blocks": 40960})  # five of eight
-    assert chosen(layout=many, n=256, **K_LAST) == "inflate_cublas"
-    assert chosen(layout=many, **K_LAST) == "inflate_cublas"
+    assert chosen(layout=many, n=4096, **K_LAST) == "inflate_cublas"
     every = {"preference": {"require": {"batch_invariant": True}}, **K_LAST}
-    assert chosen(layout=many, **every) == "blocks_wgmma_any"
+    assert chosen(layout=many, n=4096, **every) == "blocks_wgmma_any"
     assert chosen(device=A100, preference={"max_workspace_bytes": 1 << 20}) == "blocks_strict_any"
 
 

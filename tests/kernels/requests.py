@@ -29,6 +29,7 @@ from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
+from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
 from sparse24_plans.gemm.backends import f32_split, wgmma_sp, wgmma_sp_grouped
@@ -414,7 +415,7 @@ def mma_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]
     """Every variant on Hopper, a few elsewhere. No measurement limits n."""
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     problems = short_sums if row.ops == (BlockSparseOp.SDD,) else few_tokens
-    limits = {"most_n": 64, "most_sdd_n": 64}
+    limits = dict.fromkeys(("k_last", "n_last", "sdd"), dict.fromkeys(map(str, BLOCK_SIZES), 64))
     with recorded_loads(row.kernel) as found, mock.patch.dict(constants("blocks_mma"), limits):
         for desc, sms in problems(few=capability != HOPPER):
             one = device.model_copy(update={"multiprocessors": sms})

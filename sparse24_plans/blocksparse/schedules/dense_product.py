@@ -1,4 +1,4 @@
-"""Whether a packed operand is multiplied by its kept blocks or as a dense copy: the faster by a cost model.
+"""Whether a sparse operand is multiplied by its kept blocks or as a dense matrix: the faster by a cost model.
 
 The constants are those of the H200 on every device, because the choice decides guarantees.
 """
@@ -18,6 +18,8 @@ from .blocks_wgmma import APART, IN_TURN, MULTIPROCESSORS, Cut, panel_count
 
 DENSE = "packed_dense"
 """The name of the model of the dense copy."""
+INFLATING = "inflate_blocks"
+"""The name of the model of inflating."""
 TERMS = ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave")
 """The work that takes time in a product of kept blocks, as :func:`blocks_work` counts it."""
 DENSE_TERMS = ("weight_bytes", "token_bytes", "cells")
@@ -110,16 +112,40 @@ def _model(name: str, terms: tuple[str, ...]) -> Model:
     return Model(found["launch"], found["exponent"], tuple(found[term] for term in terms))
 
 
-@lru_cache(maxsize=4096)
-def packed_dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
-    """The reason why a dense copy of a packed operand serves better than its kept blocks, or None.
+def inflated_bytes(desc: BlockSparseMatmulDescriptor) -> int:
+    """Bytes that are moved to inflate an operand: its kept blocks are read, a dense matrix is written."""
+    one = desc.layout
+    cells = one.blocks * one.block**2 + one.heads * one.rows * one.cols
+    return desc.batch * cells * desc.element.itemsize
 
+
+def inflating_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Microseconds in which an operand is inflated."""
+    given = constants(INFLATING)
+    return float(given["launch"] + given["bytes"] * inflated_bytes(desc))
+
+
+def times_of(desc: BlockSparseMatmulDescriptor) -> tuple[float, float]:
+    """Predicted microseconds of the product by kept blocks, and as a dense product."""
+    blocks = _model(model_of(desc), TERMS).microseconds(blocks_work(desc)) + pre_pass_us(desc)
+    dense = _model(DENSE, DENSE_TERMS).microseconds(dense_work(desc)) + dense_copies_us(desc)
+    return blocks, dense + (0.0 if desc.packed else inflating_us(desc))
+
+
+@lru_cache(maxsize=4096)
+def dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
+    """The reason why a dense product of ``dsd`` or ``dds`` is faster than kept blocks, or None.
+
+    A packed operand has a dense copy, any other one is inflated first. Blocks of such a layout may lie close
+    to each other, which no descriptor says and which makes kept blocks faster: few are never inflated.
     Tensor cores multiply 8-bit elements by kept blocks alone.
     """
     if desc.element.itemsize == 1 or not desc.n or not desc.batch:
         return None
-    blocks = _model(model_of(desc), TERMS).microseconds(blocks_work(desc)) + pre_pass_us(desc)
-    dense = _model(DENSE, DENSE_TERMS).microseconds(dense_work(desc)) + dense_copies_us(desc)
-    if blocks <= constants("packed_choice")["most_of_dense"] * dense:
+    packed, given = desc.packed, constants("packed_choice" if desc.packed else INFLATING)
+    if not packed and desc.layout.density <= given["least_density"]:
         return None
-    return f"would take about {blocks:.1f} us, a dense copy {dense:.1f} us"
+    blocks, dense = times_of(desc)
+    if blocks <= given["most_of_dense"] * dense:
+        return None
+    return f"would take about {blocks:.1f} us, {'a dense copy' if packed else 'inflating'} {dense:.1f} us"
