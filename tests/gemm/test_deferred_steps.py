@@ -78,7 +78,7 @@ def test_nothing_is_deferred_where_registers_or_time_are_short(schedule, problem
 CUTS = [
     WgmmaSpSchedule(2, 1, tokens, cluster_m, stream_k=stream_k)
     for (tokens, cluster_m), stream_k in itertools.product(
-        [(256, 1), (256, 2), (208, 2), (144, 1), (80, 1)], (0, 7)
+        [(256, 1), (256, 2), (208, 2), (144, 1), (80, 1)], (0, 11)
     )
 ]
 """Persistent clusters, each with several work tiles; by stream-K also with pieces of two."""
@@ -134,7 +134,7 @@ def test_deferred_results_of_groups(monkeypatch, epilogue, element):
     monkeypatch.setattr(wgmma_sp_grouped, "best_schedule", lambda _: WgmmaSpSchedule(2, 1, 128))
     row = "wgmma_sp_grouped" if element == "bf16" else "wgmma_sp_grouped_fp8"
     desc = GemmSparse24Descriptor(
-        n=3000, m=1072, k=1040, groups=30, element=element, out_element="bf16", epilogue=epilogue, alpha=7 / 8
+        n=3000, m=1088, k=1040, groups=30, element=element, out_element="bf16", epilogue=epilogue, alpha=7 / 8
     )
     tokens = [0, 1, 127, 128, 129, 300, 5, 0, 64, 260] * 2 + [77] * 10
     case = grouped_case(plan_of_row(row).select(desc, device=0), np.cumsum([0, *tokens]).tolist())
@@ -147,7 +147,7 @@ def test_deferred_results_of_batches(monkeypatch, epilogue):
     monkeypatch.setattr(wgmma_sp, "batched_schedule", lambda *_: WgmmaSpSchedule(2, 1, 128))
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: UNCUT)
     desc = GemmSparse24Descriptor(
-        n=300, m=1072, k=1040, batches=9, element="bf16", epilogue=epilogue, alpha=13 / 16
+        n=300, m=1088, k=1040, batches=9, element="bf16", epilogue=epilogue, alpha=13 / 16
     )
     case = batched_case(plan_of_row("wgmma_sp").select(desc, device=0))
     got = case.run()
