@@ -50,7 +50,9 @@ template <class Config> struct SplitRegistersMainloop : ConsumerPipeline {
 
   BlockedSum blocked_sum;
 
-  __device__ __forceinline__ void multiply(Accumulators& totals, const TileScheduler& scheduler, u32 slice) {
+  template <class Deferred> __device__ __forceinline__ void multiply(Accumulators& totals,
+                                                                     const TileScheduler& scheduler, u32 slice,
+                                                                     const Deferred&) {
     static_assert(Config::kTilesPerBlockedSum % 2 == 0, "two K tiles alternate between registers for their terms");
     start(totals, scheduler);
     blocked_sum = BlockedSum(p, scheduler, warpgroup, slice);
