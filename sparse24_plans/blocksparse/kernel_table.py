@@ -91,7 +91,7 @@ _BLOCKS_MMA = MatmulEntry(
     guarantees.blocks_mma,
     HALVES,
     limits=limits.blocks_mma,
-    min_workspace=limits.transposed_bytes,
+    min_workspace=limits.prepared_x_bytes,
     ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
 )
 _SDD_MMA = replace(

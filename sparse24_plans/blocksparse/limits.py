@@ -16,7 +16,7 @@ from .descriptor import (
     BlockSparseSoftmaxDescriptor,
 )
 from .kernel_problem import TMA_BYTES, KernelProblem, Prepared, prepared_bytes
-from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, transposed_x
+from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
 from .schedules.dense_product import dense_wins
@@ -74,7 +74,7 @@ def few_tokens_limits(limits: dict[str, Any], problem: BlockSparseMatmulDescript
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     counts = {"block rows": block_rows(problem), "tokens": problem.n}
-    if (reason := _transposes(transposed_x(problem)) or _beyond(counts)) is not None:
+    if (reason := _transposes(prepared_x(problem)) or _beyond(counts)) is not None:
         return reason
     # No other schedule has more CTAs than the one for a device that is never busy.
     return grid_limit_refusal(BlocksMmaSchedule.of(problem, _MOST).ctas(problem))
@@ -92,9 +92,9 @@ def sdd_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     return _beyond({"warps": SddMmaSchedule.of(problem, _MOST).warps(problem)})
 
 
-def transposed_bytes(problem: BlockSparseMatmulDescriptor) -> int:
-    """Workspace bytes of an X that must be transposed for ``blocks_mma``."""
-    return prepared_bytes(transposed_x(problem))
+def prepared_x_bytes(problem: BlockSparseMatmulDescriptor) -> int:
+    """Workspace bytes of an X that must be copied for ``blocks_mma``."""
+    return prepared_bytes(prepared_x(problem))
 
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
-from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule, unit_depth
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule, prepared_x, unit_depth
 from sparse24_plans.blocksparse.schedules.sdd_mma import SddMmaSchedule
 
 from ..kernels.index_functions import Table, check_tables
@@ -204,7 +204,8 @@ def test_schedules_fit(block, op, k_last):
             assert one.shared_bytes(desc) <= 98 << 10
             assert 0 <= one.ctas(desc) * one.teams - one.tiles(desc) < one.teams
             if not one.x_along_k:
-                assert n % one.n8_tiles == 0
+                copies = prepared_x(desc)
+                assert (copies[0].sides[1] if copies else n) % one.n8_tiles == 0
     assert teams == {1, 4}
 
 

@@ -6,14 +6,13 @@ from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import OVERLAPS, load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
-from ...device.transpose import SOURCE as TRANSPOSE_SOURCE
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
-from ..prepasses import PrePasses
-from ..schedules.blocks_mma import BlocksMmaSchedule, block_rows, transposed_x
+from ..prepasses import SOURCES, PrePasses
+from ..schedules.blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
 
 _SOURCE = "blocksparse/blocks_mma.cu"
 _RESIDENT_WARPS = 16
@@ -50,13 +49,14 @@ class BlocksMmaParams(KernelParams):
 class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     workspace_alignment = 256
     default_alignment = Alignment(16)
-    sources = (_SOURCE, TRANSPOSE_SOURCE)
+    sources = (_SOURCE, *SOURCES)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._problem = problem = KernelProblem(desc)
-        self._prepasses = PrePasses(transposed_x(desc), desc.element.itemsize, device)
+        prepared = prepared_x(desc)
+        self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
         self.workspace_size = self._prepasses.workspace_size
         self.launches = 1 + len(self._prepasses)
         schedule = BlocksMmaSchedule.of(desc, device.multiprocessors)
@@ -79,9 +79,10 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             shared_bytes=schedule.shared_bytes(desc),
         )
         one, rows = desc.layout, problem.head_block_rows * desc.layout.block
+        tokens = prepared[0].sides[1] if prepared and not schedule.x_along_k else desc.n
         self._parameters = BlocksMmaParams(
-            x_matrix=desc.reduction * desc.n,
-            x_stride=desc.reduction if schedule.x_along_k else desc.n,
+            x_matrix=desc.reduction * tokens,
+            x_stride=desc.reduction if schedule.x_along_k else tokens,
             out_matrix=rows * desc.n,
             out_row=desc.n if problem.tokens_contiguous else 1,
             out_token=1 if problem.tokens_contiguous else rows,

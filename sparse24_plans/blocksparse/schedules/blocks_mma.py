@@ -56,7 +56,7 @@ class BlocksMmaSchedule(NamedTuple):
 
         If a long block row would take longer than all others, CTAs have teams, which help with such a row.
         """
-        x_along_k = _reads_along_k(desc) or bool(transposed_x(desc))
+        x_along_k = _reads_along_k(desc) or any(copy.transposes for copy in prepared_x(desc))
         shared = n8_tiles_of(desc), unit_depth(desc.layout.block), x_along_k
         most = min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[shared[0]])
         strips = [one for one in _STRIPS if one <= most]
@@ -136,15 +136,18 @@ def n8_tiles_of(desc: BlockSparseMatmulDescriptor) -> int:
     return next(one for one in _MOST_STRIPS if TILE_TOKENS * one >= desc.n or one == most)
 
 
-def transposed_x(desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
-    """X, if a pre-pass must transpose it.
+def prepared_x(desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
+    """X, if a pre-pass must copy it.
 
-    A lane loads as many contiguous tokens at a time as a CTA has tiles of eight, so ``n`` must be a multiple.
+    A lane loads as many contiguous tokens at a time as a CTA has tiles of eight, so rows of X must be
+    multiples. They are padded for blocks of 16, of which a transposed X would be read in pieces of 32 bytes.
+    Larger blocks read a transposed X faster.
     """
     if _reads_along_k(desc) or desc.n % n8_tiles_of(desc) == 0:
         return ()
     right = KernelProblem(desc).right
-    return (Prepared.of(next(one for one in desc.operands() if one.name == right), transposes=True),)
+    x = next(one for one in desc.operands() if one.name == right)
+    return (Prepared.of(x, transposes=desc.layout.block > STRIP_ROWS),)
 
 
 def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
