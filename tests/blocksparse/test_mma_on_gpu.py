@@ -119,7 +119,7 @@ def test_it_serves_short_sums_of_sdd_up_to_the_measured_number(device, monkeypat
     assert chosen(n=8, **half, preference={"require": promises}) == "sdd_mma"
 
 
-@pytest.mark.parametrize(("n", "copied"), [(1, False), (7, False), (9, True), (12, False), (36, False)])
+@pytest.mark.parametrize(("n", "copied"), [(1, False), (7, False), (9, True), (12, False), (40, False)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_x_is_copied_only_if_lanes_cannot_load_neighbouring_tokens(block, n, copied):
     layout = SHAPE.model_copy(update={"block": block})
