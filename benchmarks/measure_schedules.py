@@ -268,7 +268,7 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
             contenders.append(ours)
         times = time_contenders(contenders, rounds=5, round_ms=0.7)
         us = {name: round(one, 1) for name, one in times.items()}
-        others = {f"{name}_us": us.pop(name, None) for name in ("dense", "inflate", "mma")}
+        others = {f"{name}_us": us.pop(name) for name in ("dense", "inflate", "mma") if name in us}
         yield {**asdict(cell), **others, "us": us}
         free_memory()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import time
 from collections.abc import Iterator
@@ -193,13 +194,14 @@ def test_tables_that_another_version_pickled_are_refused():
 
 
 def test_tables_are_made_in_less_than_a_millisecond():
+    """Other processes may make the machine slower for some seconds."""
     layout = random_layout(heads=1, rows=256, cols=256, block=64, density=0.2)  # 16,384 x 16,384
-    tables, times = BlockSparseTables(layout), []
-    for _ in range(300):
+    tables, least, end = BlockSparseTables(layout), math.inf, time.monotonic() + 20
+    while least >= 1e-3 and time.monotonic() < end:
         begin = time.perf_counter()
         tables.update(layout)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 1e-3
+        least = min(least, time.perf_counter() - begin)
+    assert least < 1e-3
 
 
 # On a GPU -----------------------------------------------------------------------------------------
