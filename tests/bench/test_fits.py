@@ -41,9 +41,7 @@ def test_every_model_is_fitted_or_says_why_not():
             assert (one["constants"], one["reason"]) == (GIVEN[name]["constants"], GIVEN[name]["reason"])
 
 
-@pytest.mark.parametrize(
-    "model", [fit.STREAM_K, *block_fits.SMALL_MODELS[:1], block_fits.DENSITY, *block_fits.PACKED_MODELS[:1]]
-)
+@pytest.mark.parametrize("model", [fit.STREAM_K, *fit.BLOCK_LIMITS, block_fits.PACKED_MODELS[1]])
 def test_the_script_writes_what_is_committed(model):
     """``python -m benchmarks.fit --check`` does it for all models, in minutes."""
     assert fit.entry(model, GPU) == FILE[model]
