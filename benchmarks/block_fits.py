@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +22,16 @@ from .descent import (
     Choices,
     Constants,
     Fit,
+    best_limit,
     descend,
     file_of,
     given_models,
+    limits_entry,
     lines_of,
     plain,
     summary,
 )
 
-Number = TypeVar("Number", int, float)
 PACKED = "packed-times"
 DENSITY = "blocks_density_limits"
 FEW_TOKENS = "blocks_mma"
@@ -105,8 +106,8 @@ def inflating_entry(gpu: str) -> Constants:
     problems = [described(row) for row in lines]
     inflated = np.array([row["inflate_us"] for row in lines])
     kept = np.array([chosen_us((desc, row["us"])) for desc, row in zip(problems, lines, strict=True)])
-    blocks, dense = np.array([dense_product.times_of(desc) for desc in problems]).T
-    product = dense - np.array([dense_product.inflating_us(desc) for desc in problems])
+    packed = [desc.model_copy(update={"packed": True}) for desc in problems]  # nothing to inflate
+    blocks, product = np.array([dense_product.times_of(desc) for desc in packed]).T
     work = np.array([(1.0, dense_product.inflated_bytes(desc)) for desc in problems])
     launch, each = np.linalg.lstsq(work / inflated[:, None], (inflated - product) / inflated, rcond=None)[0]
     ratio = blocks / (product + work @ (launch, each))
@@ -149,25 +150,6 @@ def few_tokens_entry(gpu: str) -> Constants:
         losses += lost
     files = ", ".join(file_of(gpu, family) for family in (PACKED, "block-times"))
     return limits_entry(found, losses, files)
-
-
-def best_limit(pairs: Sequence[tuple[float, float]], tried: Iterable[Number]) -> tuple[Number, list[float]]:
-    """The limit that loses least, the greatest of equals, and what each problem loses by it, as a factor.
-
-    ``pairs`` has of each problem what is limited, and the logarithm of what is gained within the limit.
-    """
-    limited, gain = np.array(pairs).T
-
-    def lost(most: Number) -> Array:
-        return np.where(limited > most, np.maximum(0, gain), np.maximum(0, -gain))
-
-    most = max(tried, key=lambda most: (-lost(most).mean(), most))
-    return most, np.exp(lost(most)).tolist()
-
-
-def limits_entry(constants: Constants, losses: Sequence[float], file: str) -> Constants:
-    loss = {"problems": len(losses), "loss": summary(np.array(losses))}
-    return {"constants": constants, "measured": {"file": file, **loss}}
 
 
 def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:

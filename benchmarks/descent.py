@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 Array = Any
 Constants = dict[str, Any]
+Number = TypeVar("Number", int, float)
 SCHEDULES = Path(__file__).parent / "schedules"
 FOLDS = 4
 NEAR, FAR, OFF, WORST = 0.01, 0.05, 0.1, 0.2
@@ -128,6 +129,29 @@ def descent(loss: Callable[[Array], float], fit: Fit, seed: int) -> Array:
         if (found := total(trial)) < least:
             at, least = trial, found
     return np.array([float(f"{value:.4g}") for value in np.exp(at)])
+
+
+# Limits -----------------------------------------------------------------------------------------
+
+
+def best_limit(pairs: Sequence[tuple[float, float]], tried: Iterable[Number]) -> tuple[Number, list[float]]:
+    """The limit that loses least, the greatest of equals, and what each problem loses by it, as a factor.
+
+    ``pairs`` has of each problem what is limited, and the logarithm of what is gained within the limit.
+    """
+    limited, gain = np.array(pairs).T
+
+    def lost(most: Number) -> Array:
+        return np.where(limited > most, np.maximum(0, gain), np.maximum(0, -gain))
+
+    most = max(tried, key=lambda most: (-lost(most).mean(), most))
+    return most, np.exp(lost(most)).tolist()
+
+
+def limits_entry(constants: Constants, losses: Sequence[float], file: str) -> Constants:
+    """The data file's entry of limits, with what the problems lose by them."""
+    loss = {"problems": len(losses), "loss": summary(np.array(losses))}
+    return {"constants": constants, "measured": {"file": file, **loss}}
 
 
 # Files of measured problems and given constants -----------------------------------------------------

@@ -70,9 +70,11 @@ from .descent import (
     Choices,
     Constants,
     Fit,
+    best_limit,
     descend,
     file_of,
     given_models,
+    limits_entry,
     lines_of,
     plain,
     summary,
@@ -192,14 +194,9 @@ def stream_k_entry(gpu: str) -> Constants:
             whole = times.get(one._replace(stream_k=0))
             if one.stream_k and one.k_chunks == 1 and whole is not None:
                 idle = -one.work_tiles(desc.n, desc.m) % one.stream_k / one.stream_k
-                pairs.append((idle, np.log(whole / us)))
-    idle, gain = np.array(pairs).T
-    lost = {
-        step / 20: np.where(idle > step / 20, np.maximum(0, -gain), np.maximum(0, gain)) for step in range(20)
-    }
-    best = min(lost, key=lambda least: lost[least].mean())
-    measured = {"file": file_of(gpu, "times"), "problems": len(pairs), "loss": summary(np.exp(lost[best]))}
-    return {"constants": {"min_idle": best}, "measured": measured}
+                pairs.append((idle, np.log(us / whole)))
+    best, lost = best_limit(pairs, [step / 20 for step in range(20)])
+    return limits_entry({"min_idle": best}, lost, file_of(gpu, "times"))
 
 
 def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..vocab import DeviceProperties
-from .jit.launcher import OVERLAPS, load
+from .jit.launcher import load
 from .jit.structs import KernelParams, field, kernel_params
 from .streams import Launch
 
@@ -59,7 +59,6 @@ class Transpose:
 
     def __init__(self, itemsize: int, device: DeviceProperties) -> None:
         self._function = load(SOURCE, "transpose", _THREADS, device, {"BYTES": itemsize})
-        self._overlapping = device.compute_capability >= OVERLAPS
 
     def bind(self, matrices: Matrices, source: int, target: int, row_stride: int | None = None) -> Launch:
         """A launch that writes the transposes of the matrices at ``source`` to ``target``.
@@ -79,4 +78,4 @@ class Transpose:
             rows_aligned=(source | stride * matrices.itemsize) % _VECTOR_BYTES == 0,
             columns_aligned=matrices.rows * matrices.itemsize % _VECTOR_BYTES == 0,
         )
-        return self._function.bind(matrices.ctas, parameters, overlapping=self._overlapping)
+        return self._function.bind(matrices.ctas, parameters, overlapping=True)

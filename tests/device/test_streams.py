@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from sparse24_plans import Device, InvalidProblemError
+from sparse24_plans.device.jit.launcher import recording
+from sparse24_plans.device.pad_rows import PadRows
 from sparse24_plans.device.streams import stream_handle
 from sparse24_plans.device.tensors import HOST
+from sparse24_plans.device.transpose import Matrices, Transpose
 
+from ..sample_devices import A100, H200
 from .tensor_likes import CUDA
 
 gpu = pytest.mark.gpu
@@ -99,3 +103,13 @@ def test_streams_of_cupy():
     assert stream_handle(stream, CUDA) == stream.ptr
     with stream:
         assert stream_handle(None, CUDA) == stream.ptr
+
+
+@pytest.mark.parametrize(("device", "overlaps"), [(A100, False), (H200, True)], ids=str)
+def test_a_pre_pass_starts_before_its_predecessors_end_only_on_a_device_that_can(device, overlaps):
+    with recording():
+        copies = (
+            PadRows(2, device).bind(4, 9, 16, 1 << 40, 1 << 41),
+            Transpose(2, device).bind(Matrices(8, 16, 2), 1 << 40, 1 << 41),
+        )
+    assert [copy.overlapping for copy in copies] == [overlaps, overlaps]

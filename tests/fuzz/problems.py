@@ -432,7 +432,7 @@ def _block_problem_of_gpu(rng: np.random.Generator, data_seed: tuple[int, ...]) 
     elif fields["op"] is not BlockSparseOp.SDD and rng.random() < 0.4:
         fields["packed"] = True
     if element in ("f16", "bf16") and rng.random() < 0.3:
-        # No measurement has made it the choice for small n.
+        # The kernels for few tokens serve also where another one would be chosen.
         fields["n"] = _size(rng, 64 if fields["op"] is BlockSparseOp.SDD else 80)
         preference = preference.model_copy(update={"prefer_backend": "blocks_mma"})
     desc = BlockSparseMatmulDescriptor(layout=layout, batch=batch, **fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...device.jit.enum_codes import type_defines
-from ...device.jit.launcher import OVERLAPS, load
+from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, launch_in_order, nothing
@@ -69,7 +69,6 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             f"{self._ctas} CTAs of {schedule.rows} rows x {schedule.tokens} tokens, "
             f"{teams}{schedule.warps // schedule.teams} warps a block row{self._prepasses.details}"
         )
-        self._overlapping = device.compute_capability >= OVERLAPS
         self._function = load(
             _SOURCE,
             "blocks_mma",
@@ -108,7 +107,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters.out = views["c"].address
         if "bias" in views:
             parameters.bias = views["bias"].address
-        multiply = self._function.bind(self._ctas, parameters, overlapping=self._overlapping)
+        multiply = self._function.bind(self._ctas, parameters, overlapping=True)
         return launch_in_order(*prepasses, multiply) if prepasses else multiply
 
 

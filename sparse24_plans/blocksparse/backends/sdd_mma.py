@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...device.jit.enum_codes import type_defines
-from ...device.jit.launcher import OVERLAPS, load
+from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
@@ -52,7 +52,6 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             f"{self._ctas} CTAs of {WARPS} warps, each with {16 * schedule.strips} rows of up to "
             f"{schedule.run_blocks} blocks"
         )
-        self._overlapping = device.compute_capability >= OVERLAPS
         self._function = load(_SOURCE, "sdd_mma", 32 * WARPS, device, defines(desc, schedule))
         one = desc.layout
         self._parameters = SddMmaParams(
@@ -78,7 +77,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         parameters.rows, parameters.columns = found["rows"], found["columns"]
         parameters.a, parameters.b = views["a"].address, views["b"].address
         parameters.out = views["c"].address
-        return self._function.bind(self._ctas, parameters, overlapping=self._overlapping)
+        return self._function.bind(self._ctas, parameters, overlapping=True)
 
 
 def defines(desc: BlockSparseMatmulDescriptor, schedule: SddMmaSchedule) -> dict[str, int]:

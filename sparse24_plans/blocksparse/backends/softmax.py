@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...device.jit.enum_codes import ELEMENT_CODES, MASK_CODES
-from ...device.jit.launcher import OVERLAPS, load
+from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
@@ -46,7 +46,6 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
         desc = self.descriptor
         schedule = best_schedule(desc, choice.device)
         self._blocks = schedule.blocks(desc, choice.device.multiprocessors) if desc.layout.blocks else 0
-        self._overlapping = choice.device.compute_capability >= OVERLAPS
         self.details = (
             f"{softmax_teams(desc)} pieces of rows on {self._blocks * schedule.teams} teams of "
             f"{schedule.warps} warps, which hold {schedule.warps * schedule.chunks} blocks"
@@ -78,7 +77,7 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
             scale=desc.scale,
             **{parameter: views[name].address for parameter, name in places.items() if name in views},
         )
-        return self._function.bind(self._blocks, parameters, overlapping=self._overlapping)
+        return self._function.bind(self._blocks, parameters, overlapping=True)
 
 
 def _defines(desc: BlockSparseSoftmaxDescriptor, schedule: SoftmaxSchedule) -> dict[str, int]:

@@ -20,7 +20,7 @@ from ..streams import driver_error
 from .cache import CompiledKernel, compiled, cubin
 from .structs import KernelParams
 
-OVERLAPS = (9, 0)
+_OVERLAPS = (9, 0)
 """Least compute capability on which a kernel may start before its predecessors end."""
 
 
@@ -36,9 +36,10 @@ def put_maps(parameters: ctypes.Structure, make: Callable[..., bytes], *given: o
 class Function:
     """A kernel loaded on one device. Each CTA has ``threads`` threads and ``shared_bytes`` bytes."""
 
-    def __init__(self, module: Any, name: str, threads: int, shared_bytes: int) -> None:
-        self._module, self._threads, self._shared = module, threads, shared_bytes
-        self._function = module.get_function(name)  # keeps the module loaded
+    def __init__(self, module: Any, code: KernelCode) -> None:
+        self._module, self._threads, self._shared = module, code.threads, code.shared_bytes
+        self._overlaps, shared_bytes = code.overlaps, code.shared_bytes
+        self._function = module.get_function(code.name)  # keeps the module loaded
         driver = import_cupy().cuda.driver
         most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         if driver.funcGetAttribute(most, self._function.ptr) < shared_bytes:  # other plans share the kernel
@@ -51,14 +52,15 @@ class Function:
     ) -> Callable[[int], None]:
         """Return a launcher of ``blocks`` CTAs. It takes a stream handle and needs its device to be current.
 
-        An ``overlapping`` kernel waits for its predecessors itself, so it may start before they end.
+        An ``overlapping`` kernel waits for its predecessors itself, so it may start before they end where the
+        device can do that.
         """
         launch, function = self._launch, self._function.ptr
         threads, shared = self._threads, self._shared
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         address = ctypes.addressof(pointers)
         keep = (self, parameters, pointers)
-        if overlapping:
+        if overlapping and self._overlaps:
             early = self._overlapping.get(blocks)
             if early is None:
                 early = cuda_driver_abi.OverlappingLaunch(function, blocks, threads, shared)
@@ -84,7 +86,7 @@ _load_lock = threading.Lock()
 
 
 class KernelCode(NamedTuple):
-    """The arguments of :func:`load`, apart from the device."""
+    """The arguments of :func:`load`, with what the launch needs to know of the device."""
 
     source: str
     """Path below kernels_cu/."""
@@ -95,6 +97,8 @@ class KernelCode(NamedTuple):
     """The kernel's symbol."""
     threads: int
     shared_bytes: int
+    overlaps: bool
+    """Whether a kernel may start before its predecessors end."""
 
 
 _instead: ContextVar[Callable[[KernelCode], Function | None] | None] = ContextVar("instead", default=None)
@@ -192,7 +196,7 @@ class _Recorded(Function):
         self, blocks: int, parameters: ctypes.Structure, *, overlapping: bool = False
     ) -> Callable[[int], None]:
         assert isinstance(parameters, KernelParams)
-        return RecordedLaunch(self._code, blocks, parameters, overlapping)
+        return RecordedLaunch(self._code, blocks, parameters, overlapping and self._code.overlaps)
 
 
 def load(
@@ -208,15 +212,14 @@ def load(
     Raises BackendUnavailableError without CuPy or NVRTC, DriverError if the compiler or the driver refuses
     the kernel, and StorageError if the cache can't be used.
     """
+    macros, overlaps = tuple(sorted(defines.items())), device.compute_capability >= _OVERLAPS
+    code = KernelCode(source, device.cuda_arch, macros, name, threads, shared_bytes, overlaps)
     if (instead := _instead.get()) is not None:
-        code = KernelCode(
-            source, device.cuda_arch, tuple(sorted(defines.items())), name, threads, shared_bytes
-        )
         return instead(code) or _NotLoaded()
     cuda = import_cupy().cuda
     try:
         with _load_lock, cuda.Device(device.ordinal):
-            module = _module(source, device.cuda_arch, tuple(sorted(defines.items())), device.ordinal)
-            return Function(module, name, threads, shared_bytes)
+            module = _module(code.source, code.arch, code.defines, device.ordinal)
+            return Function(module, code)
     except (cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError) as error:
         raise DriverError(f"loading {name} of {source}", error.status, str(error)) from error
