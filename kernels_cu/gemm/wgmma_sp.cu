@@ -41,7 +41,6 @@
 //   produce_c          last warpgroup, thread 96        loads C into the staging buffers (kCStaged)
 //   Mainloop           each consumer warpgroup          multiplies kMTilesPerWarpgroup m64 tiles with all tokens
 //   EpilogueStore      each consumer warpgroup          without split-K: stages results and stores them by TMA
-//   DeferredSteps      each consumer warpgroup          computes the rest of an activation beside the next tile's wgmma
 //   send_to_shares     all consumer warpgroups          with split-K: sends sums to the CTAs that reduce them
 //   ClusterReduce      all consumer warpgroups          with split-K: reduces this CTA's share of the rows
 //
@@ -61,9 +60,8 @@
 //   Mainloop            | wgmma X0 | X1 | X2 | X3 | ..                   one half tile in flight while the stages of
 //                                                                        the half tile before are released
 //   EpilogueStore                                 | stage | store |      while the next work tile is loaded
-//   DeferredSteps       | piece | piece | ..                             of the work tile before, each beside a box
 #include "gemm/wgmma_sp/cluster_reduce.cuh"
-#include "gemm/wgmma_sp/deferred_steps.cuh"
+#include "gemm/wgmma_sp/epilogue_store.cuh"
 #include "gemm/wgmma_sp/mainloop_presplit.cuh"
 #include "gemm/wgmma_sp/mainloop_sparse.cuh"
 #include "gemm/wgmma_sp/mainloop_split_registers.cuh"
@@ -168,19 +166,15 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     Mainloop mainloop{{p, {}, {}, base, warpgroup, barriers.x_empty(0), barriers}};
     mainloop.begin(slice);
     Accumulators accumulators;
-    using Epilogue = EpilogueStore<Config::Out>;
-    Epilogue epilogue{{}, {}, p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
+    EpilogueStore<Config::Out> epilogue{
+        {}, {}, p, base + Config::kStagingAt + warpgroup * Config::kStagingBytes, 1 + (int)warpgroup};
     epilogue.begin(barriers);
-    DeferredSteps<Config::Out> deferred(epilogue);
-    for (TileScheduler scheduler(p, slice); deferred.more(scheduler, p); scheduler.next(p)) {
+    for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
       const WorkTile work(p, scheduler.index, m_rank);
-      Epilogue::RowTerms terms;
-      if constexpr (Config::kTermsAhead) terms = epilogue.row_terms((work.row_tile + warpgroup) * Tile::kRows, work);
-      mainloop.multiply(accumulators, scheduler, slice, deferred);
+      mainloop.multiply(accumulators, scheduler, slice);
       if constexpr (Config::kStreamK) {
         if (scheduler.stores_partials()) {
           StreamKFixup{p}.store_partials(accumulators, warpgroup);
-          deferred.forget();
           continue;
         }
       }
@@ -189,9 +183,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       if constexpr (Config::kSplitK == 1) {
 #pragma unroll
         for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
-          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work, terms);
-        if constexpr (Config::kDeferredGroups > 0)
-          deferred.hold(accumulators[0], (work.row_tile + m_tile) * Tile::kRows, work, terms);
+          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work);
       } else {
         if constexpr (kOverStages) cluster_sync_relaxed();
         else named_barrier_sync(1, Config::kConsumerThreads);  // every stage has been read

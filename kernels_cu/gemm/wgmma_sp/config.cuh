@@ -107,18 +107,6 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
   static constexpr bool kCStaged = S24_C_STAGED;
   static constexpr int kStepTokens = S24_STEP_TOKENS,  // tokens of an epilogue step
       kStagingBuffers = kCStaged ? 4 : 2;
-  // Consumer threads that have registers for it load a tile's bias and scales before they multiply it.
-  static constexpr bool kTermsAhead = kEpilogue != EpilogueKind::IDENTITY && kReallocRegisters && kTileN > 64 &&
-                                      kMTilesPerWarpgroup == 1 && kSplitK == 1 && kKChunks == 1 && !kSplitTerms &&
-                                      !kPromote && !kQuantized;
-  // The last groups of eight tokens of an activation are deferred until the next work tile is multiplied
-  // (deferred_steps.cuh): at most half of them, and no more than registers hold beside that tile's accumulators. Short
-  // steps and scales take more registers; results of 8 or 32 bits and C too many.
-  static constexpr bool kActivates = kEpilogue != EpilogueKind::IDENTITY && kEpilogue != EpilogueKind::BIAS &&
-                                     kEpilogue != EpilogueKind::BIAS_RELU && kEpilogue != EpilogueKind::BIAS_RELU2;
-  static constexpr int kHeldGroups = (kStepTokens < 32 ? 10 : 14) - (kScaleX || kScaleW ? 8 : 0);
-  static constexpr bool kDefers = kTermsAhead && kActivates && !kHasC && sizeof(Out::Bits) == 2;
-  static constexpr int kDeferredGroups = !kDefers ? 0 : (kTileN / 16 < kHeldGroups ? kTileN / 16 : kHeldGroups) / 2 * 2;
   static_assert(!kJointStages || kXStages == 2 * kWeightStages, "a K tile of W is multiplied with two boxes of X");
   static_assert(kStagingBuffers >= 2, "TMA may read the buffer of the step before");
   static constexpr int kTokenBytes = kStepTokens * sizeof(Out::Bits);  // tokens of one step of a column-major Y

@@ -39,9 +39,6 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
   static constexpr int kStepGroups = Config::kStepTokens / 8;
   static constexpr int kTogether = kStepGroups % kMostTogether == 0 ? kMostTogether : kStepGroups % 2 == 0 ? 2 : 1;
 
-  // Groups of eight tokens whose results `write` stores.
-  static constexpr int kWrittenGroups = Config::kTileN / 8 - Config::kDeferredGroups;
-
   // Completes the initialisation of the aggregate.
   __device__ __forceinline__ void begin(Barriers barriers) {
     if constexpr (Config::kCStaged) this->barriers = barriers;
@@ -70,79 +67,53 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
     else return Config::kYColumnMajor ? staged_at(token, output + lane % 8) : staged_at(token + lane % 8, output);
   }
 
-  // The bias and the scales of a thread's two rows.
-  struct RowTerms {
-    float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
-  };
-
-  // Stores an m64 tile. `terms` are those of its rows if they are loaded ahead.
-  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work, RowTerms terms) {
+  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work) {
     if (row0 >= p.m) return;
     this->begin_scale(p.scale_y);
-    if constexpr (!Config::kTermsAhead) terms = row_terms(row0, work);
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
+    const i64 output0 = row0 / Config::kRowsPerOutput;
+    float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
 #pragma unroll
-    for (int step = 0; step * kStepGroups < kWrittenGroups; ++step) {
+    for (int i = 0; i < 2; ++i) {
+      const i64 row = row0 + 16 * warp + g + 8 * i;
+      if (row >= p.m) continue;
+      if constexpr (Config::kBatched) {
+        if (p.bias)
+          bias[i] =
+              bias_at<Config>(work.of_batch<&BatchParams::bias>(p, (const typename Config::Bias::Bits*)p.bias), row);
+        scale_w[i] = scale_at<Config::kScaleW>(work.of_batch<&BatchParams::scale_w>(p, p.scale_w), row);
+      } else {
+        if (p.bias) bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
+        scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
       const i64 token = work.token + step * Config::kStepTokens;
       if (token >= work.token_end(p)) break;
-      const int groups = kWrittenGroups - step * kStepGroups;
-      const u32 buffer = take_buffer();
+      const u32 buffer = staging + next_buffer * Config::kStepBytes;
+      if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
       if constexpr (Config::kCStaged) {
         if (loads_c(p)) barrier_wait(this->barriers.c_full(barrier - 1, this->at.stage), this->at.parity);
       }
-      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, work, terms, 0, min(groups, kStepGroups));
-      if (groups >= kStepGroups) store(buffer, row0, token, work);
+      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, work, bias, scale_w);
+      if (p.y_aligned && (!Config::kGrouped || token + Config::kStepTokens <= work.token_end(p)))
+        store_box(buffer, output0, token, work);
+      else if (Config::kGrouped && p.y_aligned) store_chunks(buffer, output0, token, work);
+      else store_elements(buffer, output0, token, work);
       if constexpr (Config::kCStaged) this->stored = this->at.stage, this->at.next();
     }
     if constexpr (Config::kSplitTerms > 0) recompute_nans(sums, row0, work);
-    const i64 row = row0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    this->raise(p.amax, row < p.m, !Config::kGated && row + 8 < p.m);
+    this->raise(p.amax, row0 + 16 * warp + g < p.m, !Config::kGated && row0 + 16 * warp + g + 8 < p.m);
   }
 
-  __device__ __forceinline__ RowTerms row_terms(i64 row0, const WorkTile& work) const {
-    RowTerms terms;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const i64 row = row0 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
-      if (row >= p.m) continue;
-      if constexpr (Config::kBatched) {
-        const auto* bias = (const typename Config::Bias::Bits*)p.bias;
-        if (bias) terms.bias[i] = bias_at<Config>(work.of_batch<&BatchParams::bias>(p, bias), row);
-        terms.scale_w[i] = scale_at<Config::kScaleW>(work.of_batch<&BatchParams::scale_w>(p, p.scale_w), row);
-      } else {
-        if (p.bias) terms.bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
-        terms.scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
-      }
-    }
-    return terms;
-  }
-
-  // The staging buffer of the next step; of the step that was begun last.
-  __device__ __forceinline__ u32 take_buffer() {
-    const u32 buffer = staging + next_buffer * Config::kStepBytes;
-    if (++next_buffer == Config::kStagingBuffers) next_buffer = 0;
-    return buffer;
-  }
-  __device__ __forceinline__ u32 taken_buffer() const {
-    return staging + (next_buffer == 0 ? Config::kStagingBuffers - 1 : next_buffer - 1) * Config::kStepBytes;
-  }
-
-  // Stores the results of a step from its staging buffer.
-  __device__ __forceinline__ void store(u32 buffer, i64 row0, i64 token, const WorkTile& work) const {
-    const i64 output0 = row0 / Config::kRowsPerOutput;
-    if (p.y_aligned && (!Config::kGrouped || token + Config::kStepTokens <= work.token_end(p)))
-      store_box(buffer, output0, token, work);
-    else if (Config::kGrouped && p.y_aligned) store_chunks(buffer, output0, token, work);
-    else store_elements(buffer, output0, token, work);
-  }
-
-  // Stages the results of groups [begin, end) of eight tokens of a step. Their accumulators are `sums`.
   __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
-                                       const RowTerms& terms, int begin, int end) {
+                                       const float (&bias)[2], const float (&scale_w)[2]) {
     const int t = threadIdx.x % 4, left = (int)min(work.token_end(p) - token0, (i64)Config::kStepTokens) - 2 * t;
     const float* scales_x = p.scale_x;
     if constexpr (Config::kBatched && Config::kScaleX) scales_x = work.of_batch<&BatchParams::scale_x>(p, p.scale_x);
 #pragma unroll
-    for (int first = begin; first < end; first += kTogether) {
+    for (int first = 0; first < kStepGroups; first += kTogether) {
       CBits c[kTogether];
       if constexpr (Config::kHasC) load_c(c, buffer, row0, token0, 8 * first, work);
       float v[kTogether][4];
@@ -153,7 +124,7 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
         const float scale_x = Config::kScaleX && token < work.token_end(p)
                                   ? scale_at<Config::kScaleX>(Config::kBatched ? scales_x : p.scale_x, token)
                                   : 1.0f;
-        v[k / 4][i] = unactivated(sums[4 * (j - begin) + i], p, scale_x, terms.scale_w[i / 2], terms.bias[i / 2],
+        v[k / 4][i] = unactivated(sums[4 * j + i], p, scale_x, scale_w[i / 2], bias[i / 2],
                                   Config::kHasC ? c_value(c[k / 4], i) : 0.0f);
       }
       activate<Config, 4 / Config::kRowsPerOutput>(v);
@@ -163,13 +134,12 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
         // A NaN sum is recomputed behind the store, which leaves C for it where Y is C.
         if constexpr (Config::kSplitTerms > 0 && Config::kHasC)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            v[k][i] = sums[4 * (j - begin) + i] == sums[4 * (j - begin) + i] ? v[k][i] : c_value(c[k], i);
+          for (int i = 0; i < 4; ++i) v[k][i] = sums[4 * j + i] == sums[4 * j + i] ? v[k][i] : c_value(c[k], i);
         if constexpr (Config::kGated)
 #pragma unroll
           for (int i = 0; i < 2; ++i) v[k][i] = __fmul_rn(v[k][i], v[k][i + 2]);
         if constexpr (is_fp8(Config::kOut)) scale(v[k], left - 8 * j);
-        stage(buffer, 8 * j, sums + 4 * (j - begin), v[k]);
+        stage(buffer, 8 * j, sums + 4 * j, v[k]);
       }
     }
   }

@@ -11,8 +11,7 @@
 template <class Config> struct PresplitMainloop : ConsumerPipeline {
   using Metadata = u32[Config::kMTilesPerWarpgroup][1];
 
-  template <class Deferred>
-  __device__ __forceinline__ void multiply(Accumulators& totals, const TileScheduler& scheduler, u32, const Deferred&) {
+  __device__ __forceinline__ void multiply(Accumulators& totals, const TileScheduler& scheduler, u32) {
     static_assert(Config::kTilesPerPromotion % 2 == 0, "two K tiles alternate between registers for metadata");
     start(totals, scheduler);
     const u32 begin = scheduler.first, end = scheduler.last;

@@ -15,16 +15,13 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
 
   u32 last_weight = 0, last_x = 0;  // stages that the wgmma in flight read
 
-  template <class Deferred> __device__ __forceinline__ void multiply(Accumulators& accumulators,
-                                                                     const TileScheduler& scheduler, u32,
-                                                                     Deferred& deferred) {
+  __device__ __forceinline__ void multiply(Accumulators& accumulators, const TileScheduler& scheduler, u32) {
     const u32 tiles = scheduler.last - scheduler.first;
     if constexpr (Config::kPromote) {
       multiply_promoted(accumulators, tiles);
     } else {
       start(accumulators, scheduler);
-      if constexpr (Deferred::kTiles > 0) accumulate_beside(accumulators, tiles, deferred);
-      else if constexpr (Config::kKChunks == 1) accumulate(accumulators, tiles);
+      if constexpr (Config::kKChunks == 1) accumulate(accumulators, tiles);
       else if constexpr (Config::kStreamK) multiply_range(accumulators, scheduler);
       else multiply_k_chunks(accumulators, tiles);
     }
@@ -82,44 +79,24 @@ template <class Config> struct SparseMainloop : ConsumerPipeline {
     if constexpr (Config::kQuantized) accumulate_quantized(accumulators, tiles);
     else accumulate_elements(accumulators, tiles);
   }
-  __device__ __forceinline__ void accumulate_elements(Accumulators& accumulators, u32 tiles, u32 begin = 0) {
+  __device__ __forceinline__ void accumulate_elements(Accumulators& accumulators, u32 tiles) {
     Metadata first, second;
-    for (u32 at = begin; at < tiles; ++at) accumulate_tile(accumulators, first, second, at, [](int) {});
+    for (u32 at = 0; at < tiles; ++at) {
+      barrier_wait(barriers.weight_full(weight.stage), weight.parity);
+      multiply_half<0>(accumulators, first);
+      wgmma_wait<1>();  // only the half just issued is in flight
+      if (at > 0) release_previous();
+      last_x = x.stage, last_weight = weight.stage;
+      x.next();
+      multiply_half<1>(accumulators, second);
+      wgmma_wait<1>();
+      release_x(last_x);
+      last_x = x.stage;
+      x.next(), weight.next();
+    }
     wgmma_wait<0>();
     fence(accumulators);
     if (tiles > 0) release_previous();
-  }
-
-  // Adds the products of the K tile `at`. Calls beside(half) while the half is in flight.
-  template <class Beside> __device__ __forceinline__ void accumulate_tile(Accumulators& accumulators, Metadata& first,
-                                                                          Metadata& second, u32 at, Beside beside) {
-    barrier_wait(barriers.weight_full(weight.stage), weight.parity);
-    multiply_half<0>(accumulators, first);
-    beside(0);
-    wgmma_wait<1>();  // only the half just issued is in flight
-    if (at > 0) release_previous();
-    last_x = x.stage, last_weight = weight.stage;
-    x.next();
-    multiply_half<1>(accumulators, second);
-    beside(1);
-    wgmma_wait<1>();
-    release_x(last_x);
-    last_x = x.stage;
-    x.next(), weight.next();
-  }
-
-  // Multiplies the first K tiles beside the pieces that are deferred, if any are, and then all others.
-  template <class Deferred>
-  __device__ __forceinline__ void accumulate_beside(Accumulators& accumulators, u32 tiles, Deferred& deferred) {
-    u32 begin = 0;
-    if (deferred.pending) {
-      Metadata first, second;
-#pragma unroll
-      for (; begin < Deferred::kTiles; ++begin)
-        accumulate_tile(accumulators, first, second, begin, [&](int half) { deferred.compute(2 * (int)begin + half); });
-      deferred.pending = false;
-    }
-    accumulate_elements(accumulators, tiles, begin);
   }
 
   // While wgmma multiplies a half, the threads make the elements of the next one and load the stored values of the one

@@ -50,9 +50,7 @@ template <class Config> struct SplitRegistersMainloop : ConsumerPipeline {
 
   BlockedSum blocked_sum;
 
-  template <class Deferred> __device__ __forceinline__ void multiply(Accumulators& totals,
-                                                                     const TileScheduler& scheduler, u32 slice,
-                                                                     const Deferred&) {
+  __device__ __forceinline__ void multiply(Accumulators& totals, const TileScheduler& scheduler, u32 slice) {
     static_assert(Config::kTilesPerBlockedSum % 2 == 0, "two K tiles alternate between registers for their terms");
     start(totals, scheduler);
     blocked_sum = BlockedSum(p, scheduler, warpgroup, slice);

@@ -16,7 +16,6 @@ struct WorkTile {
   u32 group = 0;      // the group of tokens, or the batch
   u32 group_end = 0;  // the end of the group's tokens
 
-  WorkTile() = default;
   __device__ __forceinline__ WorkTile(const WgmmaSpParams& p, u32 index, u32 m_rank) {
     u32 n_tiles = p.n_tiles, group_begin = 0;
     if constexpr (Config::kGrouped) {
