@@ -37,6 +37,7 @@
 #include "blocksparse/block_mainloop.cuh"
 #include "blocksparse/blocks_wgmma/slice_sums.cuh"
 #include "blocksparse/tile_epilogue.cuh"
+#include "blocksparse/token_boxes.cuh"
 #include "ptx/stmatrix.cuh"
 
 constexpr int kSparseGroup = Config::kSCpAsync ? Config::kBlockBytes : Config::kBox64Bytes;
@@ -61,6 +62,8 @@ using Ring = PipelineState<Config::kStages>;
 
 using Barriers = StageBarriers<Config>;
 
+using Boxes = TokenBoxes<Config>;
+
 // Producer ---------------------------------------------------------------------------------------------
 
 // Loads this CTA's part of one step of a kept block, and multicasts it to the cluster.
@@ -83,15 +86,15 @@ __device__ __forceinline__ void load_sparse(const BlocksWgmmaParams& p, u32 to, 
   }
 }
 
-// Loads kBox k of kExtent rows or tokens of a dense operand: box `first`, then every `step`-th box.
+// Loads kBox k of the first `extent` of kExtent rows or tokens of a dense operand: box `first`, then every `step`-th box.
 template <Major kMajor, int kExtent, int kBox>
 __device__ __forceinline__ void load_dense(const TensorMap* map, u32 to, u32 k, u32 start, u32 matrix, u32 full,
-                                           u32 first = 0, u32 step = 1) {
+                                           u32 first = 0, u32 step = 1, u32 extent = kExtent) {
   constexpr int kWide = kExtent < 64 ? kExtent : 64, kAcross = kMajor != Major::K ? kWide
                                                                : kExtent <= 256   ? kExtent
                                                                                   : kExtent / 2;
 #pragma unroll
-  for (u32 at = first * kAcross; at < kExtent; at += step * kAcross) {
+  for (u32 at = first * kAcross; at < extent; at += step * kAcross) {
     if constexpr (kMajor == Major::K)
       tma_load(to + at * kBox * Config::kBytes, map, k, start + at, matrix, full, Config::kDensePolicy);
     else tma_load(to + at * 128, map, start + at, k, matrix, full, Config::kDensePolicy);
@@ -132,10 +135,12 @@ template <bool kLeft> struct Producer {
 
   // Loads the rows of X: each lane requests one box of its block column.
   __device__ __forceinline__ void load_x(const WorkTile& work, u32 matrix, u32 half) const {
+    const u32 tokens = Boxes::loaded(work.token, p.tokens);
+    const TensorMap* const map = Boxes::kLines ? Boxes::map(p, tokens) : &p.right_map;
     if constexpr (kOneBox) {
-      if (elect_one())
-        tma_load(stage() + Config::kSparseBytes, &p.right_map, column * Config::kBlock + half * Config::kDepth,
-                 work.token, matrix, barriers.full(at.stage), Config::kDensePolicy);
+      if (tokens && elect_one())
+        tma_load(stage() + Config::kSparseBytes, map, column * Config::kBlock + half * Config::kDepth, work.token,
+                 matrix, barriers.full(at.stage), Config::kDensePolicy);
       return;
     }
     const u32 to =
@@ -143,15 +148,15 @@ template <bool kLeft> struct Producer {
         lane / 8 * (Config::kDenseMajor == Major::K ? Config::kTileN * Config::kBoxBytes : Config::kBox * 128);
     if (lane / 8 < filled)
       load_dense<Config::kDenseMajor, Config::kTileN, Config::kBox>(
-          &p.right_map, to, column * Config::kBlock + half * Config::kDepth, work.token, matrix,
-          barriers.full(at.stage), lane % 8, 8);
+          map, to, column * Config::kBlock + half * Config::kDepth, work.token, matrix, barriers.full(at.stage),
+          lane % 8, 8, tokens);
   }
 
-  __device__ __forceinline__ void load_panel_blocks(u32 half) const {
-    const u32 full = barriers.full(at.stage);
+  __device__ __forceinline__ void load_panel_blocks(const WorkTile& work, u32 half) const {
+    const u32 full = barriers.full(at.stage), x_bytes = Boxes::loaded(work.token, p.tokens) * Config::kBoxBytes;
     if constexpr (kOneBlockRow) {
       if (elect_one()) {
-        barrier_arrive_expect_tx(full, Config::kBlockBytes + Config::kTileN * Config::kBoxBytes);
+        barrier_arrive_expect_tx(full, Config::kBlockBytes + x_bytes);
         load_sparse(p, stage(), place, half, cta_rank, full);
       }
       return;
@@ -159,8 +164,7 @@ template <bool kLeft> struct Producer {
     const u32 present = __ballot_sync(~0u, here);
     if (lane == 0) {
       if constexpr (Config::kPanelBlockRows > 1) store_shared(barriers.present(at.stage), present);
-      barrier_arrive_expect_tx(full,
-                               __popc(present) * Config::kBlockBytes + filled * (Config::kTileN * Config::kBoxBytes));
+      barrier_arrive_expect_tx(full, __popc(present) * Config::kBlockBytes + filled * x_bytes);
     }
     __syncwarp();
     if (here) {
@@ -172,7 +176,7 @@ template <bool kLeft> struct Producer {
   __device__ __forceinline__ void load_step(const WorkTile& work, u32 matrix) {
     for (u32 half = 0; half < Config::kHalves; ++half, advance()) {
       if (!acquire_stage()) continue;
-      if constexpr (kLeft) load_panel_blocks(half);
+      if constexpr (kLeft) load_panel_blocks(work, half);
       else load_x(work, matrix, half);
       __syncwarp();
     }
@@ -310,12 +314,13 @@ struct CpAsyncProducer {
     return dirty & tiles * ((1 << kOf) - 1) & ~present;
   }
 
-  __device__ __forceinline__ void load_x(const WorkTile& work, u32 matrix, u32 k, u32 to, u32 full) const {
-    if constexpr (Config::kDenseMajor == Major::K) {
-      if (lane == 0) tma_load(to, &p.right_map, k, work.token, matrix, full, Config::kDensePolicy);
+  __device__ __forceinline__ void load_x(const WorkTile& work, u32 tokens, u32 matrix, u32 k, u32 to, u32 full) const {
+    const TensorMap* const map = Boxes::map(p, tokens);
+    if constexpr (Boxes::kLines) {
+      if (lane == 0) tma_load(to, map, k, work.token, matrix, full, Config::kDensePolicy);
     } else if (p.full_boxes) {
-      if (lane == 0) tma_load(to, &p.right_map, 0, k, work.token / 64, matrix, full, Config::kDensePolicy);
-    } else if (lane < Config::kTileN / 64) {
+      if (lane == 0) tma_load(to, map, 0, k, work.token / 64, matrix, full, Config::kDensePolicy);
+    } else if (lane * 64 < tokens) {
       tma_load(to + lane * (Config::kBox * 128), &p.right_map, work.token + lane * 64, k, 0, matrix, full,
                Config::kDensePolicy);
     }
@@ -351,15 +356,16 @@ struct CpAsyncProducer {
     const u32 held = (u32)(dirty >> 8 * at.stage) & 0xff, zeros = stale(present, held);
     dirty ^= (u64)(held ^ ((held & ~zeros) | present)) << 8 * at.stage;
     barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
-    const bool copies = warp_of_column == 0 && kept_column >= 0;
+    const u32 tokens = warp_of_column == 0 && kept_column >= 0 ? Boxes::loaded(work.token, p.tokens) : 0;
     constexpr u32 kColumnBytes = Config::kTileN * Config::kBoxBytes;
     if (lane == 0) {
       if (warp_of_column == 0) store_shared(barriers.present(at.stage) + column, (u8)kept);
-      barrier_arrive_expect_tx(full, copies ? kColumnBytes : 0);
+      barrier_arrive_expect_tx(full, tokens * Config::kBoxBytes);
     }
     __syncwarp();
-    if (copies)
-      load_x(work, matrix, kept_column * Config::kBlock, to + Config::kSparseBytes + column * kColumnBytes, full);
+    if (tokens)
+      load_x(work, tokens, matrix, kept_column * Config::kBlock, to + Config::kSparseBytes + column * kColumnBytes,
+             full);
     __syncwarp();
     copy_blocks(work, to + column * (Config::kTileM * Config::kBoxBytes) + block_row * kBlockBytes, found.place,
                 from + block_row, present, zeros);

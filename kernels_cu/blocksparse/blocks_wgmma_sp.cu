@@ -31,6 +31,7 @@
 #include "blocksparse/block_mainloop.cuh"
 #include "blocksparse/params/blocks_wgmma_sp.cuh"
 #include "blocksparse/tile_epilogue.cuh"
+#include "blocksparse/token_boxes.cuh"
 #include "ptx/multicast.cuh"
 
 #define S24_CLUSTER_SIZE S24_CLUSTER_N
@@ -80,6 +81,8 @@ using AccumulatorTile = float[Config::kAccumulators];  // one thread's part of 6
 
 using SparseRing = PipelineState<Config::kSparseStages>;
 using DenseRing = PipelineState<Config::kDenseStages>;
+
+using Boxes = TokenBoxes<Config>;
 
 struct Barriers {
   u32 at;
@@ -228,12 +231,13 @@ struct DenseProducer {
 
   __device__ __forceinline__ void load_stage(const WorkTile& work, u32 k, u32 matrix) const {
     const u32 full = barriers.dense_full(at.stage), to = base + at.stage * Config::kDenseBytes;
-    if (lane == 0) barrier_arrive_expect_tx(full, Config::kDenseBytes);
+    const u32 tokens = Boxes::loaded(work.token, p.tokens);
+    if (lane == 0) barrier_arrive_expect_tx(full, tokens * 128);
     __syncwarp();
-    if constexpr (Config::kDenseMajor == Major::K) {
-      if (lane == 0) tma_load(to, &p.right_map, k, work.token, matrix, full, Config::kDensePolicy);
+    if constexpr (Boxes::kLines) {
+      if (tokens && lane == 0) tma_load(to, Boxes::map(p, tokens), k, work.token, matrix, full, Config::kDensePolicy);
     } else {
-      if (lane < Config::kTileN / 64)
+      if (lane * 64 < tokens)
         tma_load(to + lane * kBox64Bytes, &p.right_map, work.token + lane * 64, k, matrix, full, Config::kDensePolicy);
     }
     __syncwarp();

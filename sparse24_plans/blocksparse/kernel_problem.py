@@ -25,8 +25,8 @@ from .panels import (
 from .shape import BLOCK_SIZES
 
 K_MAJOR, MN_MAJOR = 0, 1
-TMA_BYTES = 16
-"""Bytes that the length of a TMA row must be a multiple of."""
+TMA_BYTES, SECTOR_BYTES = 16, 32
+"""Bytes that the length of a TMA row must be a multiple of; bytes that L2 reads together."""
 _TILE, _TOKEN_GROUP = 64, 8
 """Rows and tokens of the smallest tile; tokens whose sums the workspace holds together."""
 COUNTER_BYTES = 8
@@ -47,11 +47,11 @@ class Prepared(NamedTuple):
     """Rows and columns of a matrix of the copy."""
 
     @classmethod
-    def of(cls, operand: Operand, *, transposes: bool) -> Prepared:
-        """A copy that is transposed, or whose rows are padded to multiples of 16 bytes."""
+    def of(cls, operand: Operand, *, transposes: bool, row_bytes: int = TMA_BYTES) -> Prepared:
+        """A copy that is transposed, or whose rows are padded to multiples of ``row_bytes`` bytes."""
         *outer, rows, columns = operand.shape
         size = operand.element.itemsize
-        sides = (columns, rows) if transposes else (rows, padded(columns, size))
+        sides = (columns, rows) if transposes else (rows, align_up(columns * size, row_bytes) // size)
         return cls(operand.name, Matrices(rows, columns, size, prod(outer)), transposes, sides)
 
     @classmethod
@@ -101,7 +101,7 @@ class KernelProblem:
         desc, majors = self.desc, {self.left: self.left_major, self.right: self.right_major}
         size, factors = desc.element.itemsize, [one for one in desc.operands() if one.name in majors]
         found = [
-            Prepared.of(one, transposes=size == 1 and majors[one.name] == MN_MAJOR)
+            Prepared.of(one, transposes=size == 1 and majors[one.name] == MN_MAJOR, row_bytes=SECTOR_BYTES)
             for one in factors
             if (size == 1 and majors[one.name] == MN_MAJOR) or padded(one.shape[-1], size) != one.shape[-1]
         ]

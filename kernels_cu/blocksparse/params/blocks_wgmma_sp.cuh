@@ -8,6 +8,8 @@ struct BlocksWgmmaSpParams {
   TensorMap values_map;
   // X [Z * H, ..] in boxes of 128 bytes.
   TensorMap right_map;
+  // Like right_map, in boxes for the last token tile.
+  TensorMap right_tail_map;
   // C [Z * H, ..] in boxes of 128 bytes.
   TensorMap out_map;
   // Metadata of the kept blocks: [Z * blocks, b * b / 8] bytes.
@@ -51,27 +53,28 @@ struct BlocksWgmmaSpParams {
   // Number of raster groups.
   u32 raster_groups;
 };
-static_assert(sizeof(BlocksWgmmaSpParams) == 512);
+static_assert(sizeof(BlocksWgmmaSpParams) == 640);
 static_assert(S24_OFFSET(BlocksWgmmaSpParams, values_map) == 0);
 static_assert(S24_OFFSET(BlocksWgmmaSpParams, right_map) == 128);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, out_map) == 256);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, metadata) == 384);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, panel_order) == 392);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, panel_columns) == 400);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, kept) == 408);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, pointers) == 416);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, value_index) == 424);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, bias) == 432);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, out) == 440);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, blocks) == 448);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, alpha) == 452);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, panels) == 456);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_panels) == 460);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_block_rows) == 464);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, bit_words) == 468);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, heads) == 472);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, batch) == 476);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, tokens) == 480);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, cluster_tiles) == 484);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_tiles) == 488);
-static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_groups) == 492);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, right_tail_map) == 256);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, out_map) == 384);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, metadata) == 512);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, panel_order) == 520);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, panel_columns) == 528);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, kept) == 536);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, pointers) == 544);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, value_index) == 552);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, bias) == 560);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, out) == 568);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, blocks) == 576);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, alpha) == 580);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, panels) == 584);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_panels) == 588);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, head_block_rows) == 592);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, bit_words) == 596);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, heads) == 600);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, batch) == 604);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, tokens) == 608);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, cluster_tiles) == 612);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_tiles) == 616);
+static_assert(S24_OFFSET(BlocksWgmmaSpParams, raster_groups) == 620);

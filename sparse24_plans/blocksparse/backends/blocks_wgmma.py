@@ -25,7 +25,7 @@ _SOURCE = "blocksparse/blocks_wgmma.cu"
 _LINE_BYTES = 128
 """Bytes of a box's row, and of a step's k."""
 _NO_MAP = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
-"""The map of a result that threads store themselves."""
+"""A map that the kernel does not use."""
 _TILE = 64
 """Rows of a wgmma tile; also rows or tokens of a box that is not K-major."""
 
@@ -46,6 +46,7 @@ class BlocksWgmmaParams(KernelParams):
 
     left_map = field("TensorMap", "Values of S [Z * blocks * b, b], or op(A) for sdd: boxes of 128 bytes.")
     right_map = field("TensorMap", "X [Z * H, ..], or op(B) for sdd, in boxes of 128 bytes.")
+    right_tail_map = field("TensorMap", "Like right_map, in boxes for the last token tile; unused for sdd.")
     out_map = field("TensorMap", "C [Z * H, ..], or the values for sdd, in boxes of 128 bytes.")
     panel_order = field("const int*", "Row panels, longest first: [panels].")
     panel_columns = field("const int*", "Number of block columns that each panel keeps: [panels].")
@@ -168,23 +169,21 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         return launch_in_order(*prepasses, multiply) if prepasses else multiply
 
     def _maps(self, views: Views) -> bytes:
-        """Tensor maps of the left operand, the right operand and the result."""
+        """Tensor maps of the left operand, the right operand, its last tile and the result."""
         desc, problem, one = self.descriptor, self._problem, self._schedule
         left_major, right_major = self._majors
-        found = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
+        found = 3 * _NO_MAP
         if self._reads:
             block, depth = desc.layout.block, _depth(desc)
             if problem.sampled:
                 found = _dense_map(views["a"], left_major, one.rows, depth, one.cluster_n)
-                found += _dense_map(views["b"], right_major, min(block, one.tokens), depth)
+                found += _dense_map(views["b"], right_major, min(block, one.tokens), depth) + _NO_MAP
             else:
                 step = min(block, depth)
                 lines = block if left_major == K_MAJOR else step
                 found = rows_map(views[problem.left], (lines // one.cluster_n, step))
-                if problem.small and right_major != K_MAJOR:
-                    found += _grouped_map(views[problem.right], one.tokens, step)
-                else:
-                    found += _dense_map(views[problem.right], right_major, one.tokens, step)
+                for tokens in (one.tokens, desc.n % one.tokens):
+                    found += _tokens_map(views[problem.right], right_major, problem.small, tokens, step)
         out = views["c"]
         wide = min(_LINE_BYTES // out.element.itemsize, _TILE)  # what the kernel's staging area holds
         if problem.sampled:
@@ -205,12 +204,20 @@ def _dense_map(view: TensorView, major: int, lines: int, step: int, cluster_n: i
     return matrices_map(view, box)
 
 
+def _tokens_map(view: TensorView, major: int, small: bool, tokens: int, step: int) -> bytes:
+    """Tensor map with boxes of ``step`` k of some tokens of X, in large blocks if not K-major of 64."""
+    if tokens == 0:
+        return _NO_MAP
+    if small and major != K_MAJOR:
+        return _grouped_map(view, tokens, step)
+    return _dense_map(view, major, tokens if major == K_MAJOR else _TILE, step)
+
+
 def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
-    """Tensor map with boxes of ``step`` k of all tokens of a tile, or of a part of them if n is no multiple
-    of 64."""
+    """Tensor map with boxes of ``step`` k of some tokens, or of a part of them if n is no multiple of 64."""
     batch, heads, rows, width = view.shape
     whole = width % _TILE == 0
-    group, groups = (_TILE, tokens // _TILE) if whole else (width, 1)
+    group, groups = (_TILE, -(-tokens // _TILE)) if whole else (width, 1)
     return cuda_driver_abi.grouped_matrices_map(
         view.address, (batch * heads, rows, width), view.element.itemsize, group, (groups, step, _TILE)
     )

@@ -20,6 +20,8 @@ from ..wgmma import matrices_map, rows_map
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
 _STEP, _LINE_BYTES = 64, 128
 """Elements of k in a stage of X; bytes of a box's row."""
+_NO_MAP = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
+"""A map that the kernel does not use."""
 
 
 @kernel_params("blocksparse/params/blocks_wgmma_sp.cuh")
@@ -28,6 +30,7 @@ class BlocksWgmmaSpParams(KernelParams):
 
     values_map = field("TensorMap", "Values [Z * blocks * b, b / 2] in boxes of each CTA's share of a block.")
     right_map = field("TensorMap", "X [Z * H, ..] in boxes of 128 bytes.")
+    right_tail_map = field("TensorMap", "Like right_map, in boxes for the last token tile.")
     out_map = field("TensorMap", "C [Z * H, ..] in boxes of 128 bytes.")
     metadata = field("const u8*", "Metadata of the kept blocks: [Z * blocks, b * b / 8] bytes.")
     panel_order = field("const int*", "Row panels, longest first: [panels].")
@@ -106,18 +109,19 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         return launch_in_order(*prepasses, multiply) if prepasses else multiply
 
     def _maps(self, views: Views) -> bytes:
-        """Tensor maps of the values, X and the result."""
+        """Tensor maps of the values, X, its last tile and the result."""
         problem, schedule = self._problem, self._schedule
-        found = bytes(2 * cuda_driver_abi.TENSOR_MAP_BYTES)
+        found = 3 * _NO_MAP
         if self._reads:
             values = views[problem.left]
             rows, width = values.shape[-2:]
             found = rows_map(values, (rows // schedule.cluster_n, width))
-            lines = schedule.tokens if problem.right_major == K_MAJOR else _STEP
-            found += matrices_map(views[problem.right], (lines, _STEP))
+            for tokens in (schedule.tokens, self.descriptor.n % schedule.tokens):
+                lines = tokens if problem.right_major == K_MAJOR else _STEP
+                found += matrices_map(views[problem.right], (lines, _STEP)) if tokens else _NO_MAP
         out = views["c"]
         if problem.unaligned_rows:
-            return found + bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
+            return found + _NO_MAP
         wide = _LINE_BYTES // out.element.itemsize  # the kernel's staging area has 64 lines of 128 bytes
         return found + matrices_map(out, (_STEP if problem.tokens_contiguous else wide, wide))
 

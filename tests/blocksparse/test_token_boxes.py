@@ -1,0 +1,92 @@
+"""The boxes of X end with its tokens, since TMA is slow to fill lines beyond them: ``token_boxes.cuh``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseMatmulPlan, BlockSparseShape
+from sparse24_plans._vendor.cuda_driver_abi import MapDescription
+from sparse24_plans.blocksparse.backends import blocks_wgmma, blocks_wgmma_sp
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import best_schedule as best_schedule_24
+from sparse24_plans.device.devices import absent_gpu
+from sparse24_plans.device.jit.launcher import recording
+from sparse24_plans.device.tensors import Device, TensorView
+from sparse24_plans.export.recording import buffers_of
+
+from ..kernels.index_functions import Table, check_tables
+
+BACKENDS = {"dense": "blocks_wgmma", "sparse24": "blocks_wgmma_sp"}
+every_kind = pytest.mark.parametrize("inner", BACKENDS)
+every_op = pytest.mark.parametrize("op", ["dsd", "dds"])
+
+
+def problem(inner: str, op: str, n: int, block: int = 64) -> BlockSparseMatmulDescriptor:
+    shape = BlockSparseShape(heads=2, rows=2048, cols=2048, block=block, blocks=400)
+    return BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, element="bf16", inner=inner)
+
+
+@every_kind
+@every_op
+def test_the_kernel_loads_the_tokens_that_there_are(inner, op):
+    """In whole groups of 64 where tokens are contiguous in X."""
+    desc, k_major = problem(inner, op, 4096), op == "dds"
+    if inner == "sparse24":
+        header, schedule = "blocksparse/blocks_wgmma_sp.cu", best_schedule_24(desc, 132)
+        macros = blocks_wgmma_sp.defines(desc, schedule)
+    else:
+        header, schedule = "blocksparse/blocks_wgmma.cu", best_schedule(desc, 132)
+        macros = blocks_wgmma.defines(desc, schedule, (0, int(not k_major)), 0)
+    group = 1 if k_major else 64
+    want = [
+        [min(schedule.tokens, max(0, -(-(n - token) // group) * group)) for n in range(600)]
+        for token in range(0, 600, 64)
+    ]
+    check_tables(header, macros, Table("Boxes::loaded(64 * i0, i1)", want))
+
+
+def maps_of_x(plan: BlockSparseMatmulPlan) -> list[MapDescription | None]:
+    """The maps with boxes for whole tiles, and for the last one."""
+    buffers = buffers_of(plan.parts.operands, plan.sku.layout)
+    views = {
+        one.view: TensorView(at << 40, one.shape, one.element, Device("cuda", 0))
+        for at, one in enumerate(buffers, 1)
+    }
+    launches: list[Any] = []
+    with recording():
+        plan.parts.choice.entry.kernel(plan.parts.choice).launcher(views, 1 << 52)(launches)
+    found = launches[-1].parameters
+    fields = type(found).right_map, type(found).right_tail_map
+    return [MapDescription.of(bytes(found)[one.offset :]) for one in fields]
+
+
+@every_op
+@pytest.mark.parametrize(
+    ("inner", "block"), [("dense", 16), ("dense", 32), ("dense", 64), ("dense", 128), ("sparse24", 64)]
+)
+@pytest.mark.parametrize("n", [1, 7, 64, 65, 134, 255, 256, 257, 282, 384, 391, 512, 1000])
+def test_boxes_of_the_last_tile_have_its_tokens(inner, op, block, n):
+    """Boxes of tokens that are contiguous have 64 of them, or where blocks are small whole groups of 64."""
+    wish = {"prefer_backend": BACKENDS[inner]}
+    plan = BlockSparseMatmulPlan.select(
+        problem(inner, op, n, block), preference=wish, device=absent_gpu("h200")
+    )
+    whole, tail = maps_of_x(plan)
+    assert whole is not None
+    tile = int(re.search(r"rows x (\d+) tokens", plan.explain().details)[1])
+    if n % tile == 0:
+        assert tail is None
+        return
+    assert tail is not None
+    assert tail._replace(box=whole.box) == whole
+    step, left = min(block, 64), n % tile
+    if op == "dds":
+        assert (whole.box, tail.box) == ((step, tile, 1), (step, left, 1))
+    elif block < 64 and whole.sizes[0] == 64:
+        assert (whole.box[2], tail.box[2]) == (tile // 64, -(-left // 64))
+    else:
+        assert whole.box == tail.box
+        assert whole.box[0] == 64
