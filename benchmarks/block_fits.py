@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
-from sparse24_plans.blocksparse.limits import few_tokens_limits
-from sparse24_plans.blocksparse.schedules import blocks_wgmma, dense_product
+from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
+from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS, DENSE, FEW, Way
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 
 from .blocks import Cell
@@ -34,22 +34,27 @@ from .descent import (
 
 PACKED = "packed-times"
 DENSITY = "blocks_density_limits"
-FEW_TOKENS = "blocks_mma"
+SHORT_SUMS = "sdd_mma"
 LEAST_PAIRS = 8
 """Problems of a kind from which a limit is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 PACKED_BOUNDS = {
     "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
-    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "weight_bytes": (1e-7, 1e-6),
-    "token_bytes": (1e-8, 1e-6), "cells": (1e-9, 1e-8),
+    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "rounds": (0.01, 3), "weight_bytes": (1e-7, 1e-6),
+    "token_bytes": (1e-8, 1e-6), "cells": (1e-10, 1e-8), "wave_cells": (1e-10, 1e-8),
 }  # fmt: skip
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
 SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
-PACKED_MODELS = [
-    dense_product.DENSE,
-    *(f"packed_blocks_{kind}_last_{block}" for kind in ("k", "n") for block in (16, 32, 64, 128)),
-]
+MEASURED = {"us": BLOCKS, "mma_us": FEW, "dense_us": DENSE}
+"""The field of a measured line that has the time of each way to multiply a packed operand."""
+WAY_OF = {DENSE.name: DENSE} | {
+    f"{way.name}_{kind}_last_{block}": way
+    for way in (BLOCKS, FEW)
+    for kind in ("k", "n")
+    for block in BLOCK_SIZES
+}
+PACKED_MODELS = list(WAY_OF)
 
 
 def described(row: Mapping[str, Any]) -> BlockSparseMatmulDescriptor:
@@ -100,17 +105,17 @@ def density_entry(gpu: str) -> Constants:
 def inflating_entry(gpu: str) -> Constants:
     """The time in which an operand is inflated, and for which densities and predicted times it is chosen.
 
-    What is chosen depends on all other models.
+    What is chosen depends on all other models. It is judged by products of banded layouts, too, whose blocks
+    lie close to each other.
     """
     lines = [row for row in beside_inflated(gpu) if row["op"] != BlockSparseOp.SDD]
     problems = [described(row) for row in lines]
     inflated = np.array([row["inflate_us"] for row in lines])
     kept = np.array([chosen_us((desc, row["us"])) for desc, row in zip(problems, lines, strict=True)])
-    packed = [desc.model_copy(update={"packed": True}) for desc in problems]  # nothing to inflate
-    blocks, product = np.array([dense_product.times_of(desc) for desc in packed]).T
-    work = np.array([(1.0, dense_product.inflated_bytes(desc)) for desc in problems])
+    product = np.array([DENSE.microseconds(desc) for desc in problems])
+    work = np.array([(1.0, predicted_times.inflated_bytes(desc)) for desc in problems])
     launch, each = np.linalg.lstsq(work / inflated[:, None], (inflated - product) / inflated, rcond=None)[0]
-    ratio = blocks / (product + work @ (launch, each))
+    ratio = np.array([BLOCKS.microseconds(desc) for desc in problems]) / (product + work @ (launch, each))
     density = np.array([desc.layout.density for desc in problems])
 
     def lost(limits: tuple[float, float]) -> Array:
@@ -124,32 +129,23 @@ def inflating_entry(gpu: str) -> Constants:
     return limits_entry(found, lost(best).tolist(), file_of(gpu, "block-times"))
 
 
-def few_tokens_entry(gpu: str) -> Constants:
-    """The n up to which the kernels of few tokens are the fastest, by kind of product and size of a block."""
-    found: Constants = copy.deepcopy(given_models()[FEW_TOKENS]["constants"])
-    measured = [
-        (desc, np.log(min(row["us"], row.get("dense_us", np.inf)) / row["mma_us"]))
-        for row, desc in packed_lines(gpu)
-        if "mma_us" in row
-    ]
-    for row in lines_of(gpu, "block-times"):
-        if "mma_us" in row:
-            desc = described(row)
-            others = min(row["inflate_us"], chosen_us((desc, row["us"])))
-            measured.append((desc, np.log(others / row["mma_us"])))
+def short_sums_entry(gpu: str) -> Constants:
+    """The longest sums of ``sdd`` for which the kernel of short ones is the fastest, by size of a block."""
+    found: Constants = copy.deepcopy(given_models()[SHORT_SUMS]["constants"])
+    measured = [(described(row), row) for row in lines_of(gpu, "block-times") if "mma_us" in row]
     losses: list[float] = []
-    for limits, block in itertools.product((found["sdd"], found["k_last"], found["n_last"]), BLOCK_SIZES):
+    for block in BLOCK_SIZES:
         pairs = [
-            (desc.n, gain)
-            for desc, gain in measured
-            if few_tokens_limits(found, desc) is limits and desc.layout.block == block
+            (row["n"], np.log(min(row["inflate_us"], chosen_us((desc, row["us"]))) / row["mma_us"]))
+            for desc, row in measured
+            if desc.layout.block == block
         ]
         if len(pairs) < LEAST_PAIRS:
             continue
-        limits[str(block)], lost = best_limit(pairs, range(0, max(n for n, _ in pairs) + 8, 8))
+        most, lost = best_limit(pairs, range(0, max(n for n, _ in pairs) + 8, 8))
+        found["most_terms"][str(block)] = most
         losses += lost
-    files = ", ".join(file_of(gpu, family) for family in (PACKED, "block-times"))
-    return limits_entry(found, losses, files)
+    return limits_entry(found, losses, file_of(gpu, "block-times"))
 
 
 def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:
@@ -257,21 +253,18 @@ def packed_lines(gpu: str) -> Iterator[tuple[Mapping[str, Any], BlockSparseMatmu
 
 
 def packed_problems(model: str, gpu: str) -> list[Any]:
-    """Descriptors of measured products of packed operands, each with the time that the model predicts.
+    """Descriptors of measured products of packed operands, each with the time that the model predicts."""
+    way = WAY_OF[model]
+    field = next(name for name, one in MEASURED.items() if one is way)
+    return [
+        (desc, row[field]) for row, desc in packed_lines(gpu) if field in row and way.model(desc) == model
+    ]
 
-    Lines from before cuBLAS was given aligned rows have no ``dense_us`` if theirs were not aligned.
-    """
-    if model == dense_product.DENSE:
-        return [(desc, row["dense_us"]) for row, desc in packed_lines(gpu) if "dense_us" in row]
-    return [(desc, row["us"]) for row, desc in packed_lines(gpu) if model == dense_product.model_of(desc)]
 
-
-def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
-    """Each problem has one candidate: what is fitted are times, which two models are compared by."""
-    count = dense_product.dense_work if dense else dense_product.blocks_work
-    work = np.array([count(desc) for desc, _ in problems])
-    copies = dense_product.dense_copies_us if dense else dense_product.pre_pass_us
-    before = np.array([copies(desc) for desc, _ in problems])
+def packed_choices(problems: Sequence[Any], way: Way) -> Choices:
+    """Each problem has one candidate: what is fitted are times, which models are compared by."""
+    work = np.array([way.work(desc) for desc, _ in problems])
+    before = np.array([way.copies_us(desc) for desc, _ in problems])
     taken = np.array([us for _, us in problems])
 
     def predict(constants: Array) -> Array:
@@ -284,13 +277,12 @@ def packed_choices(problems: Sequence[Any], dense: bool) -> Choices:
 
 def packed_entry(model: str, gpu: str) -> Constants:
     """The entry of a model of packed operands, with its errors in place of losses."""
-    dense, problems = model == dense_product.DENSE, packed_problems(model, gpu)
-    terms = dense_product.DENSE_TERMS if dense else dense_product.TERMS
-    bounds = {"launch": (1, 8), "exponent": (1.05, 8), **{term: PACKED_BOUNDS[term] for term in terms}}
+    way, problems = WAY_OF[model], packed_problems(model, gpu)
+    bounds = {"launch": (1, 8), "exponent": (1.05, 8), **{term: PACKED_BOUNDS[term] for term in way.terms}}
     fit = Fit(
         problems,
         lambda one: (one[0].layout.rows, one[0].layout.cols),
-        partial(packed_choices, dense=dense),
+        partial(packed_choices, way=way),
         bounds,
         steps=6000,
         descents=1,

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.blocksparse.schedules.dense_product import INFLATING
+from sparse24_plans.blocksparse.schedules.predicted_times import INFLATING
 from sparse24_plans.gemm.schedules import f32_split_heuristics as f32_split
 from sparse24_plans.gemm.schedules.wgmma_cost_model import (
     CLASSES,
@@ -51,17 +51,17 @@ from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
     DENSITY,
-    FEW_TOKENS,
     PACKED,
     PACKED_MODELS,
     SDD_MODELS,
+    SHORT_SUMS,
     SMALL_MODELS,
     beside_inflated,
     block_fit,
     density_entry,
-    few_tokens_entry,
     inflating_entry,
     packed_entry,
+    short_sums_entry,
     small_constants,
 )
 from .descent import (
@@ -227,10 +227,10 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
 GEMM_MODELS = [f"wgmma_sp_{kind}_{size}" for kind in ("16bit", "8bit", "quantized") for size in CLASSES]
 F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
 STREAM_K = "wgmma_sp_stream_k"
-BLOCK_LIMITS = {DENSITY: density_entry, FEW_TOKENS: few_tokens_entry, INFLATING: inflating_entry}
+BLOCK_LIMITS = {DENSITY: density_entry, SHORT_SUMS: short_sums_entry, INFLATING: inflating_entry}
 STAGES = (
     (STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS),
-    (DENSITY, FEW_TOKENS, *PACKED_MODELS),
+    (DENSITY, SHORT_SUMS, *PACKED_MODELS),
     (INFLATING,),
 )
 """The models, each behind those whose choices it is fitted to."""

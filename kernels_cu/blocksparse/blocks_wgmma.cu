@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_sparse(const BlocksWgmmaParams& p, u32 to, 
   }
 }
 
-// Loads kBox k of the first `extent` of kExtent rows or tokens of a dense operand: box `first`, then every `step`-th box.
+// Loads kBox k of the first `extent` of kExtent rows or tokens of a dense operand: box `first`, then each step-th one.
 template <Major kMajor, int kExtent, int kBox>
 __device__ __forceinline__ void load_dense(const TensorMap* map, u32 to, u32 k, u32 start, u32 matrix, u32 full,
                                            u32 first = 0, u32 step = 1, u32 extent = kExtent) {

@@ -1,5 +1,5 @@
-// Boxes of X that end with its tokens. TMA takes three times as long to fill a box's line with zeros, beyond the matrix,
-// as to load it. Lines that are not loaded keep what they held: no result is stored for their tokens.
+// Boxes of X that end with its tokens. Beyond the matrix TMA takes three times as long to fill a line with zeros as to
+// load one. Lines that are not loaded keep what they held: no result is stored for their tokens.
 #pragma once
 #include "common/types.cuh"
 

@@ -25,8 +25,8 @@ from .panels import (
 from .shape import BLOCK_SIZES
 
 K_MAJOR, MN_MAJOR = 0, 1
-TMA_BYTES, SECTOR_BYTES = 16, 32
-"""Bytes that the length of a TMA row must be a multiple of; bytes that L2 reads together."""
+TMA_BYTES, LINE_BYTES = 16, 128
+"""Bytes that the length of a TMA row must be a multiple of; bytes of a line of L2."""
 _TILE, _TOKEN_GROUP = 64, 8
 """Rows and tokens of the smallest tile; tokens whose sums the workspace holds together."""
 COUNTER_BYTES = 8
@@ -101,7 +101,7 @@ class KernelProblem:
         desc, majors = self.desc, {self.left: self.left_major, self.right: self.right_major}
         size, factors = desc.element.itemsize, [one for one in desc.operands() if one.name in majors]
         found = [
-            Prepared.of(one, transposes=size == 1 and majors[one.name] == MN_MAJOR, row_bytes=SECTOR_BYTES)
+            Prepared.of(one, transposes=size == 1 and majors[one.name] == MN_MAJOR, row_bytes=LINE_BYTES)
             for one in factors
             if (size == 1 and majors[one.name] == MN_MAJOR) or padded(one.shape[-1], size) != one.shape[-1]
         ]

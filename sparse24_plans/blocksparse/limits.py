@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
@@ -19,7 +17,7 @@ from .kernel_problem import TMA_BYTES, KernelProblem, Prepared, prepared_bytes
 from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
-from .schedules.dense_product import dense_wins
+from .schedules.predicted_times import dense_wins, few_tokens_lose
 from .schedules.sdd_mma import MOST_TERMS, SddMmaSchedule
 from .schedules.softmax import softmax_teams
 
@@ -52,24 +50,7 @@ def _beyond(counts: dict[str, int]) -> str | None:
 
 def blocks_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than every other kernel."""
-    densest = constants("blocks_mma")["most_packed_density"]
-    if problem.packed and problem.layout.density > densest:
-        return f"is preferred for up to {100 * densest:g}% of packed blocks, not {problem.layout.density:.1%}"
-    return _many_tokens(problem) or blocks_mma_any(problem)
-
-
-def _many_tokens(problem: BlockSparseMatmulDescriptor) -> str | None:
-    """The reason why another kernel is faster than one for few tokens, or None."""
-    block = problem.layout.block
-    most = few_tokens_limits(constants("blocks_mma"), problem)[str(block)]
-    return None if 0 < problem.n <= most else f"is preferred for n up to {most} here, not {problem.n}"
-
-
-def few_tokens_limits(limits: dict[str, Any], problem: BlockSparseMatmulDescriptor) -> dict[str, int]:
-    """By size of a block, the n up to which such a problem is served by a kernel for few tokens."""
-    dense = "k_last" if problem.dense_k_last else "n_last"
-    found: dict[str, int] = limits["sdd" if problem.op is BlockSparseOp.SDD else dense]
-    return found
+    return blocks_mma_any(problem) or few_tokens_lose(problem)
 
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -82,7 +63,10 @@ def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 def sdd_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than every other kernel."""
-    return _many_tokens(problem) or sdd_mma_any(problem)
+    most = constants("sdd_mma")["most_terms"][str(problem.layout.block)]
+    if not 0 < problem.n <= most:
+        return f"is preferred for n up to {most} here, not {problem.n}"
+    return sdd_mma_any(problem)
 
 
 def sdd_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:

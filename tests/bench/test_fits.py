@@ -19,8 +19,8 @@ from sparse24_plans import (
     BlockSparseShape,
     GemmSparse24Descriptor,
 )
-from sparse24_plans.blocksparse.schedules import dense_product
-from sparse24_plans.blocksparse.schedules.dense_product import Model
+from sparse24_plans.blocksparse.schedules import predicted_times
+from sparse24_plans.blocksparse.schedules.predicted_times import Model
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_for
@@ -110,6 +110,14 @@ def test_no_model_is_without_constants():
     assert Path(descent.SCHEDULES / descent.file_of(GPU, "times")).exists()
 
 
+TRUE = {
+    "us": (3.0, 2.0, (0.2, 2e-5, 3e-9, 5e-8, 3e-7, 1.0)),
+    "mma_us": (2.0, 1.5, (2.5e-7, 1.2e-7, 0.3, 0.5)),
+    "dense_us": (4.0, 4.0, (2.7e-7, 1e-7, 2.8e-9, 5e-10)),
+}
+"""By a field of a measured line, the constants of the model that its times follow."""
+
+
 def made_times(seed: int) -> list[dict]:
     """Lines of measured packed operands whose times follow the models exactly."""
     lines = []
@@ -123,24 +131,22 @@ def made_times(seed: int) -> list[dict]:
             trans_b=cell.trans_b,
             packed=True,
         )
-        blocks = Model(3.0, 2.0, (0.2, 2e-5, 3e-9, 5e-8, 3e-7, 1.0))
-        dense = Model(4.0, 4.0, (2.7e-7, 1e-7, 2.8e-9))
-        us = blocks.microseconds(dense_product.blocks_work(desc)) + dense_product.pre_pass_us(desc)
-        dense_us = dense.microseconds(dense_product.dense_work(desc)) + dense_product.dense_copies_us(desc)
         about = {"blocks": desc.layout.blocks, "longest_panel": desc.longest_panel}
-        lines.append({**cell.fields, **about, "us": us, "dense_us": dense_us})
+        times = {
+            field: Model(*TRUE[field]).microseconds(way.work(desc)) + way.copies_us(desc)
+            for field, way in block_fits.MEASURED.items()
+        }
+        lines.append({**cell.fields, **about, **times})
     return lines
 
 
 def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch):
     lines = made_times(3)
     monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
-    names = {dense_product.DENSE, *(model for model in block_fits.PACKED_MODELS if "_128" in model)}
-    assert sum(len(block_fits.packed_problems(name, GPU)) for name in names - {dense_product.DENSE}) > 5
-    for name in names:
+    for name in (one for one in block_fits.PACKED_MODELS if "_128" in one or "dense" in one):
+        assert len(block_fits.packed_problems(name, GPU)) > 2
         found = block_fits.packed_entry(name, GPU)
-        terms = dense_product.DENSE_TERMS if name == dense_product.DENSE else dense_product.TERMS
-        assert set(found["constants"]) == {"launch", "exponent", *terms}
+        assert set(found["constants"]) == {"launch", "exponent", *block_fits.WAY_OF[name].terms}
         assert found["measured"]["file"] == "h200-packed-times.jsonl"
         assert found["measured"]["error"]["mean"] < 0.03
 
@@ -198,7 +204,7 @@ def test_more_blocks_never_make_kept_blocks_the_choice_again(op, block):
     every = (4096 // block) ** 2
     for n in (1, 64, 504, 4096):
         wins = [
-            dense_product.dense_wins(
+            predicted_times.dense_wins(
                 BlockSparseMatmulDescriptor(
                     op=op,
                     layout=BlockSparseShape(
@@ -249,20 +255,18 @@ def test_limits_of_density_lie_where_the_inflated_product_becomes_faster(monkeyp
     assert found["measured"]["loss"]["worst"] == 0
 
 
-def test_limits_of_few_tokens_lie_where_other_kernels_become_faster(monkeypatch):
-    lines = [row for row in descent.lines_of(GPU, "packed-times") if "mma_us" in row and row["block"] == 32]
-    lines = [
-        {**row, "mma_us": min(row["us"], row.get("dense_us", row["us"])) * (0.8 if row["n"] <= 24 else 1.25)}
-        for row in lines
-    ]
-    monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines if "packed" in family else [])
-    found = block_fits.few_tokens_entry(GPU)
-    limits, given = found["constants"], GIVEN[block_fits.FEW_TOKENS]["constants"]
-    assert limits["k_last"]["32"] == limits["n_last"]["32"] == 24
-    assert limits["k_last"]["16"] == given["k_last"]["16"]
-    assert limits["sdd"] == given["sdd"]
+def test_limits_of_short_sums_lie_where_other_kernels_become_faster(monkeypatch):
+    lines = []
+    for row in descent.lines_of(GPU, "block-times"):
+        if "mma_us" in row and row["block"] == 32:
+            us = min(row["inflate_us"], block_fits.chosen_us((block_fits.described(row), row["us"])))
+            lines.append({**row, "mma_us": us * (0.8 if row["n"] <= 24 else 1.25)})
+    monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
+    found = block_fits.short_sums_entry(GPU)
+    limits, given = found["constants"]["most_terms"], GIVEN[block_fits.SHORT_SUMS]["constants"]["most_terms"]
+    assert limits == {**given, "32": 24}
     assert found["measured"] == {
-        "file": "h200-packed-times.jsonl, h200-block-times.jsonl",
+        "file": "h200-block-times.jsonl",
         "problems": len(lines),
         "loss": {"mean": 0.0, "worst": 0.0},
     }
@@ -274,9 +278,10 @@ def test_inflating_is_fitted_to_the_time_beside_the_dense_product(monkeypatch):
     for row in descent.lines_of(GPU, "block-times")[::4]:
         if row["op"] != "sdd":
             desc = block_fits.described(row)
-            blocks, dense = dense_product.times_of(desc)
-            copied = dense_product.inflated_bytes(desc)
-            inflated = dense - dense_product.inflating_us(desc) + 6 + 1e-6 * copied
+            blocks = predicted_times.BLOCKS.microseconds(desc)
+            inflated = (
+                predicted_times.DENSE.microseconds(desc) + 6 + 1e-6 * predicted_times.inflated_bytes(desc)
+            )
             lines.append({**row, "inflate_us": inflated, "us": dict.fromkeys(row["us"], blocks)})
     monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
     found = block_fits.inflating_entry(GPU)

@@ -26,10 +26,11 @@ from sparse24_plans import (
 from sparse24_plans.blocksparse.backends import inflate_cublas
 from sparse24_plans.blocksparse.kernel_table import MATMUL_ENTRIES
 from sparse24_plans.blocksparse.limits import inflated_regions
-from sparse24_plans.blocksparse.schedules import dense_product as choice
+from sparse24_plans.blocksparse.schedules.predicted_times import DENSE
 from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.plan.cublaslt import Factor
 from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.plan.schedule_choice import constants
 from sparse24_plans.vocab import ElementKind
 
 from ..sample_devices import H200
@@ -144,12 +145,12 @@ def test_the_workspace_limit_counts_copies():
 
 def test_the_choice_of_a_dense_copy_counts_what_it_copies():
     aligned, odd = described(n=392, packed=True), described(packed=True)
-    assert choice.dense_copies_us(aligned) == 0
-    assert choice.dense_copies_us(described(n=1, packed=True)) == 0
+    assert DENSE.copies_us(aligned) == 0
+    assert DENSE.copies_us(described(n=1, packed=True)) == 0
     nbytes = 2 * 512 * 392 * 2 + 2 * 1024 * 392 * 2
-    given = choice.constants("packed_choice")
+    given = constants("packed_choice")
     wanted = 2 * given["pre_pass_us"] + nbytes / given["pre_pass_bandwidth"]
-    assert choice.dense_copies_us(odd) == pytest.approx(wanted)
+    assert DENSE.copies_us(odd) == pytest.approx(wanted)
 
 
 # What the library is given, by a model of the kernels in NumPy ------------------------------------

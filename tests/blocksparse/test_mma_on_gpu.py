@@ -20,6 +20,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse.schedules import blocks_mma as schedules
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
+from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS, few_tokens_lose
 from sparse24_plans.blocksparse.schedules.sdd_mma import SddMmaSchedule
 from sparse24_plans.plan.schedule_choice import constants
 
@@ -53,21 +54,23 @@ chosen = partial(shared.chosen, layout=SHAPE)
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("k_last", [False, True])
-def test_it_serves_few_tokens_up_to_the_measured_number(device, op, k_last, monkeypatch):
-    limits = {**constants("blocks_mma")["k_last" if k_last else "n_last"], "64": 8}
-    monkeypatch.setitem(constants("blocks_mma"), "k_last" if k_last else "n_last", limits)
-    wanted = {0: False, 1: True, 8: True, 9: False}
+def test_it_serves_few_tokens_where_it_is_predicted_to_be_the_fastest(device, op, k_last, monkeypatch):
     form = {"trans_b": True} if op == "dsd" and k_last else {"trans_a": op == "dds" and not k_last}
-    for n, packed in itertools.product(wanted, (False, True)):
-        found = chosen(op=op, n=n, device=device, packed=packed, **form)
-        assert (found == "blocks_mma") == wanted[n]
+    model = constants(f"packed_mma_{'k' if k_last else 'n'}_last_64")
+    for launch, most in ((-1e6, FEW_TOKENS), (1e6, 0)):
+        monkeypatch.setitem(model, "launch", launch)
+        few_tokens_lose.cache_clear()
+        for n, packed in itertools.product((0, 1, 8, 64, 65), (False, True)):
+            found = chosen(op=op, n=n, device=device, packed=packed, **form)
+            assert (found == "blocks_mma") == (0 < n <= most)
+    few_tokens_lose.cache_clear()
     # Kernels that serve more tokens have other bits.
     wanted_bits = {"require": {"batch_invariant": True}}
     assert chosen(op=op, n=8, device=device, preference=wanted_bits, **form) != "blocks_mma"
 
 
 @pytest.mark.parametrize(
-    ("packed", "kept", "serves"), [(False, 0.9, True), (True, 0.6, True), (True, 0.7, False)]
+    ("packed", "kept", "serves"), [(False, 0.9, True), (True, 0.3, True), (True, 0.9, False)]
 )
 def test_denser_packed_operands_may_be_faster_as_a_dense_copy(packed, kept, serves):
     layout = SHAPE.model_copy(update={"blocks": int(kept * 64 * 64)})
@@ -110,7 +113,7 @@ def test_it_serves_short_sums_of_sdd_up_to_the_measured_number(device, monkeypat
         "layout": SHAPE.model_copy(update={"block": 16, "blocks": 1 << 15}),
         "device": device,
     }
-    monkeypatch.setitem(constants("blocks_mma"), "sdd", {**constants("blocks_mma")["sdd"], "16": 8})
+    monkeypatch.setitem(constants("sdd_mma"), "most_terms", {**constants("sdd_mma")["most_terms"], "16": 8})
     for n in (1, 8, 64):
         assert chosen(n=n, **half, preference=FORCED) == ("sdd_mma" if n <= 8 else "sdd_mma_any")
     for n, wanted in {0: False, 1: True, 8: True, 9: False}.items():

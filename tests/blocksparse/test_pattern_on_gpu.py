@@ -53,7 +53,7 @@ def test_what_is_chosen():
 
 def test_why_not():
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16", inner="sparse24")
-    with pytest.raises(UnsupportedError, match=r"blocks_wgmma_sp: needs a workspace of 33619968 bytes"):
+    with pytest.raises(UnsupportedError, match=r"blocks_wgmma_sp: needs a workspace of 34078720 bytes"):
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"max_workspace_bytes": 0})
     with pytest.raises(UnsupportedError, match=r"inflate_cublas.*: does not serve inner sparse24"):
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"prefer_backend": "inflate_cublas"})

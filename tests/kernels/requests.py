@@ -23,7 +23,7 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     PlanPreference,
 )
-from sparse24_plans.blocksparse import device_tables
+from sparse24_plans.blocksparse import device_tables, limits
 from sparse24_plans.blocksparse import kernel_table as blocks_table
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
@@ -415,12 +415,22 @@ def short_sums(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:
             yield _block_problem("sdd", shape, n, turned, {"element": "f16", "out_element": "f32"}), sms
 
 
+@contextmanager
+def any_number_of_tokens() -> Iterator[None]:
+    """Let the kernels for few tokens and short sums serve whatever n they can."""
+    lasts = {"most_terms": dict.fromkeys(map(str, BLOCK_SIZES), 64)}
+    with (
+        mock.patch.dict(constants("sdd_mma"), lasts),
+        mock.patch.object(limits, "few_tokens_lose", return_value=None),
+    ):
+        yield
+
+
 def mma_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant on Hopper, a few elsewhere. No measurement limits n."""
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     problems = short_sums if row.ops == (BlockSparseOp.SDD,) else few_tokens
-    limits = dict.fromkeys(("k_last", "n_last", "sdd"), dict.fromkeys(map(str, BLOCK_SIZES), 64))
-    with recorded_loads(row.kernel) as found, mock.patch.dict(constants("blocks_mma"), limits):
+    with recorded_loads(row.kernel) as found, any_number_of_tokens():
         for desc, sms in problems(few=capability != HOPPER):
             one = device.model_copy(update={"multiprocessors": sms})
             if serves(row, desc, preference, one):

@@ -1,0 +1,243 @@
+"""Which way of multiplying by kept blocks is the fastest: a cost model of each predicts its time.
+
+The constants are those of the H200 on every device, because the choice decides guarantees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from math import ceil
+from typing import Any, NamedTuple
+
+from ...plan.schedule_choice import constants
+from ...vocab import BlockSparseOp
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..kernel_problem import KernelProblem, prepared_bytes
+from ..panels import PANEL_ROWS, expected_occupancy
+from .blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
+from .blocks_wgmma import APART, IN_TURN, MULTIPROCESSORS, Cut, panel_count
+
+INFLATING = "inflate_blocks"
+"""The name of the model of inflating."""
+FEW_TOKENS = 64
+"""Most tokens that a kernel for few of them is preferred for."""
+_TILE_ROWS, _TILE_TOKENS = 128, 256
+"""The tile of a large dense product."""
+_RESIDENT_WARPS = 16
+"""Warps of ``blocks_mma`` that a multiprocessor holds at least."""
+
+
+class Model(NamedTuple):
+    """The time of a product: ``launch`` microseconds and the norm of its terms, each with a cost."""
+
+    launch: float
+    exponent: float
+    costs: tuple[float, ...]
+
+    def microseconds(self, work: tuple[float, ...]) -> float:
+        norm = sum((cost * one) ** self.exponent for cost, one in zip(self.costs, work, strict=True))
+        return self.launch + float(norm ** (1 / self.exponent))
+
+
+class Way(NamedTuple):
+    """A way to compute a product, and what takes time in it."""
+
+    name: str
+    """The name of its models: one, or one for each size of a block and order of X."""
+    terms: tuple[str, ...]
+    """The names of the kinds of work."""
+    work: Callable[[BlockSparseMatmulDescriptor], tuple[float, ...]]
+    """How much there is of each kind."""
+    copies_us: Callable[[BlockSparseMatmulDescriptor], float]
+    """Microseconds of the pre-passes and of what else is copied."""
+    by_block: bool = True
+
+    def model(self, desc: BlockSparseMatmulDescriptor) -> str:
+        """The name of the model that serves the problem."""
+        if not self.by_block:
+            return self.name
+        return f"{self.name}_{'k' if desc.dense_k_last else 'n'}_last_{desc.layout.block}"
+
+    def microseconds(self, desc: BlockSparseMatmulDescriptor) -> float:
+        found: Any = constants(self.model(desc))
+        model = Model(found["launch"], found["exponent"], tuple(found[term] for term in self.terms))
+        return model.microseconds(self.work(desc)) + self.copies_us(desc)
+
+
+def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
+    """The terms of a product by ``blocks_wgmma``."""
+    one, problem = desc.layout, KernelProblem(desc)
+    cut = Cut.of(desc, MULTIPROCESSORS)
+    schedule = cut.schedule
+    across = one.block_rows if problem.by_columns else one.block_cols
+    panels, tiles = panel_count(desc, schedule.rows), -(-desc.n // schedule.tokens)
+    mean = across * expected_occupancy(one, max(schedule.rows // one.block, 1))
+    alike = across * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
+    longest_slice = desc.longest_panel
+    if cut.slices in (APART, IN_TURN) and problem.slicing:
+        longest_slice = min(longest_slice, problem.slicing.longest)
+    longest = mean * max(1.0, longest_slice / alike if alike else 1.0)
+    mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
+    work_tiles = panels * tiles
+    waves = max(work_tiles / MULTIPROCESSORS, 1.0)
+    # A partial wave takes a part of a whole one, and no CTA ends before its longest slice does.
+    steps = max((waves + ceil(waves)) / 2 * mean, longest) * one.block / 64
+    values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
+    gathered = panels * mean * one.block * desc.n * desc.element.itemsize
+    return (
+        steps,
+        steps * schedule.rows * schedule.tokens,
+        float(desc.batch * one.blocks * one.block**2 * tiles * schedule.tokens),
+        gathered + values * tiles,
+        values + _token_bytes(desc),
+        waves,
+    )
+
+
+def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Microseconds of the pre-passes that copy dense operands before kept blocks are multiplied."""
+    prepared = KernelProblem(desc).prepared_operands(None)
+    return _copies_us(len(prepared), prepared_bytes(prepared))
+
+
+def _dense_copies_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Microseconds of the copies by which a dense product has aligned rows: operands', and the result's."""
+    problem = KernelProblem(desc)
+    prepared, pads = problem.aligned_operands, problem.product_tokens != desc.n
+    nbytes = prepared_bytes(prepared) + (problem.product_bytes if pads else 0)
+    return _copies_us(len(prepared) + pads, nbytes)
+
+
+def _copies_us(copies: int, nbytes: int) -> float:
+    given = constants("packed_choice")
+    return float(copies * given["pre_pass_us"] + nbytes / given["pre_pass_bandwidth"])
+
+
+def _dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
+    """The terms of a product with the dense copy."""
+    one = desc.layout
+    matrices, cells = desc.batch * one.heads, one.rows * one.cols
+    rows = cells // max(desc.reduction, 1)
+    tiles = matrices * -(-rows // _TILE_ROWS) * -(-desc.n // _TILE_TOKENS)
+    whole_waves = -(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS
+    return (
+        float(matrices * cells * desc.element.itemsize),
+        _token_bytes(desc),
+        float(matrices * cells * desc.n),
+        float(whole_waves * _TILE_ROWS * _TILE_TOKENS * desc.reduction),
+    )
+
+
+def _token_bytes(desc: BlockSparseMatmulDescriptor) -> float:
+    """Bytes of the dense operand and of the result."""
+    one, on_the_right = desc.layout, desc.op is BlockSparseOp.DDS
+    rows, cols = desc.sides[::-1] if on_the_right else desc.sides
+    matrices = desc.batch * one.heads * desc.n
+    return float(matrices * (cols * desc.element.itemsize + rows * desc.out_element.itemsize))
+
+
+def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
+    """The terms of a product by ``blocks_mma``."""
+    one, schedule = desc.layout, BlocksMmaSchedule.of(desc, MULTIPROCESSORS)
+    values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
+    padded = schedule.n_tiles(desc) * schedule.tokens
+    mean = one.blocks / max(block_rows(desc), 1)
+    across = desc.reduction // one.block * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
+    longest = min(mean * max(1.0, desc.longest_panel / across), desc.longest_panel) if across else 0.0
+    in_flight = schedule.warps // schedule.teams * schedule.units
+    rounds = (longest or mean) * (one.block // schedule.depth) / in_flight
+    resident = MULTIPROCESSORS * _RESIDENT_WARPS
+    return (
+        values + _token_bytes(desc),
+        values * padded / schedule.rows,
+        rounds * schedule.n8_tiles,
+        max(schedule.ctas(desc) * schedule.warps / resident, 1.0),
+    )
+
+
+def _few_tokens_copies_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Microseconds of the pre-pass that copies X for ``blocks_mma``."""
+    prepared = prepared_x(desc)
+    return _copies_us(len(prepared), prepared_bytes(prepared))
+
+
+FEW = Way(
+    "packed_mma", ("memory_bytes", "l2_bytes", "rounds", "wave"), _few_tokens_work, _few_tokens_copies_us
+)
+BLOCKS = Way(
+    "packed_blocks",
+    ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave"),
+    _blocks_work,
+    _pre_pass_us,
+)
+DENSE = Way(
+    "packed_dense",
+    ("weight_bytes", "token_bytes", "cells", "wave_cells"),
+    _dense_work,
+    _dense_copies_us,
+    by_block=False,
+)
+
+
+def inflated_bytes(desc: BlockSparseMatmulDescriptor) -> int:
+    """Bytes that are moved to inflate an operand: its kept blocks are read, a dense matrix is written."""
+    one = desc.layout
+    cells = one.blocks * one.block**2 + one.heads * one.rows * one.cols
+    return desc.batch * cells * desc.element.itemsize
+
+
+def inflating_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Microseconds in which an operand is inflated."""
+    given = constants(INFLATING)
+    return float(given["launch"] + given["bytes"] * inflated_bytes(desc))
+
+
+def dense_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Predicted microseconds as a dense product. A packed operand has a dense copy, others are inflated."""
+    return DENSE.microseconds(desc) + (0.0 if desc.packed else inflating_us(desc))
+
+
+class _Chosen(NamedTuple):
+    """The faster of kept blocks and a dense product for any number of tokens."""
+
+    is_dense: bool
+    blocks_us: float
+    dense_us: float
+
+
+@lru_cache(maxsize=4096)
+def _chosen(desc: BlockSparseMatmulDescriptor) -> _Chosen:
+    packed, given = desc.packed, constants("packed_choice" if desc.packed else INFLATING)
+    blocks, dense = BLOCKS.microseconds(desc), dense_us(desc)
+    sparse = not packed and desc.layout.density <= given["least_density"]
+    return _Chosen(not sparse and blocks > given["most_of_dense"] * dense, blocks, dense)
+
+
+def dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
+    """The reason why a dense product of ``dsd`` or ``dds`` is faster than kept blocks, or None.
+
+    Blocks of a layout that is not packed may lie close to each other, which no descriptor says and which
+    makes kept blocks faster: few are never inflated. Tensor cores multiply 8-bit elements by kept blocks
+    alone.
+    """
+    if desc.element.itemsize == 1 or not desc.n or not desc.batch:
+        return None
+    found = _chosen(desc)
+    if not found.is_dense:
+        return None
+    dense = "a dense copy" if desc.packed else "inflating"
+    return f"would take about {found.blocks_us:.1f} us, {dense} {found.dense_us:.1f} us"
+
+
+@lru_cache(maxsize=4096)
+def few_tokens_lose(desc: BlockSparseMatmulDescriptor) -> str | None:
+    """The reason why ``dsd`` or ``dds`` is faster by another kernel than one for few tokens, or None."""
+    if not 0 < desc.n <= FEW_TOKENS:
+        return f"is preferred for n up to {FEW_TOKENS}, not {desc.n}"
+    us, other = FEW.microseconds(desc), _chosen(desc)
+    most = constants("packed_choice")["most_of_dense"] * other.dense_us if other.is_dense else other.blocks_us
+    if us <= most:
+        return None
+    name, other_us = ("a dense product", other.dense_us) if other.is_dense else ("wgmma", other.blocks_us)
+    return f"would take about {us:.1f} us, {name} {other_us:.1f} us"
