@@ -5,16 +5,15 @@
 // memory: blocksparse/blocks_mma/fragments.cuh says which cells. If an operand's rows or tokens are contiguous, and not
 // its k, a lane has the values of two k in two words, and exchanges their halves.
 //
-// A work tile is kStrips * 16 rows of a block row and up to kN8Tiles * 8 tokens. A team of warps computes it: they take
-// the shares of the block row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
-// A CTA is one team, or has several with a work tile each. If one of these is much longer, all take it together first.
+// A CTA computes kStrips * 16 rows of a block row and up to kN8Tiles * 8 tokens. Its warps take the shares of the block
+// row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
 //
-//   role       threads         what it does
-//   Mainloop   warps           loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; adds the sums of
-//                              a share to those in shared memory when the next one begins
-//   write      team's threads  adds the sums of slots, epilogue, store
+//   role       threads      what it does
+//   Mainloop   warps        loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; adds the sums of a
+//                           share to those in shared memory when the next one begins
+//   write      all threads  adds the sums of slots, epilogue, store
 //
-//   barriers   a team's: round the sums of the upper half of the shares, if no warp has several
+//   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has several shares
 //   registers  4 * kStrips * kN8Tiles accumulators, at most 32; op(S) of kUnits and X of kXUnits, up to 32 words each
 //
 //   table   | blocks of 32 units |                    one load a lane; the next 32 are prefetched to L2
@@ -27,12 +26,10 @@
 #include "gemm/split_k.cuh"
 #include "ptx/async.cuh"
 #include "ptx/mma.cuh"
-#include "ptx/tma.cuh"
 
 // All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
-  static constexpr int kBlock = S24_BLOCK, kWarps = S24_WARPS, kTeams = S24_TEAMS, kStrips = S24_STRIPS,
-                       kN8Tiles = S24_N8_TILES;
+  static constexpr int kBlock = S24_BLOCK, kWarps = S24_WARPS, kStrips = S24_STRIPS, kN8Tiles = S24_N8_TILES;
   static constexpr int kUnits = S24_UNITS, kXUnits = S24_X_UNITS;
   // Whether k is contiguous in op(S), and in X; otherwise rows or tokens are.
   static constexpr bool kLeftAlongK = S24_LEFT_ALONG_K, kRightAlongK = S24_RIGHT_ALONG_K;
@@ -40,7 +37,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 
   static constexpr int kDepth = S24_DEPTH, kSteps = kDepth / 16, kLaneK = kDepth / 4;  // k of a unit, and of a lane
   static constexpr int kBlockUnits = kBlock / kDepth;
-  static constexpr int kThreads = 32 * kWarps, kTeamWarps = kWarps / kTeams;
+  static constexpr int kThreads = 32 * kWarps;
   // Resident warps of an SM, which bound a thread's registers. More fit if a unit has few rows, and X is not loaded as
   // single tokens, each of which takes a register.
   static constexpr bool kSingleTokens = !kRightAlongK && kN8Tiles == 1;
@@ -52,7 +49,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kLeftWords = kStrips * kLaneK, kLeftLoad = kLeftAlongK ? kLaneK / 2 : kStrips;
   static constexpr int kRightLoad = kRightAlongK ? kLaneK / 2 : (kN8Tiles + 1) / 2;
   static constexpr int kRightWords = kRightLoad * (kRightAlongK ? kN8Tiles : kLaneK);
-  static_assert(kTeamWarps % kBlockUnits == 0, "a warp's units have the same place in their blocks");
+  static_assert(kWarps % kBlockUnits == 0, "a warp's units have the same place in their blocks");
   static_assert(32 % kUnits == 0 && kUnits % kXUnits == 0, "units of a round have the same registers in each");
 };
 using Bits = Config::In::Bits;
@@ -60,13 +57,14 @@ using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kTokensConti
 constexpr int kStrips = Config::kStrips, kN8Tiles = Config::kN8Tiles;
 using Accumulators = float[kStrips][kN8Tiles][4];
 
-// A work tile. Those with the same values follow each other, so that L2 has them.
+// The work tile of a CTA. CTAs with the same values follow each other, so that L2 has them.
 struct WorkTile {
   u32 block_row, head, batch, token;  // block_row: among all heads; token: the tile's first
   int row;                            // the tile's first, in the block row
   int first, count;                   // entries of the block row
 
-  __device__ __forceinline__ WorkTile(const BlocksMmaParams& p, u32 at) {
+  __device__ __forceinline__ explicit WorkTile(const BlocksMmaParams& p) {
+    u32 at = blockIdx.x;
     token = at % p.n_tiles * Config::kTileN, at /= p.n_tiles;
     row = at % Config::kRowTiles * Config::kTileM, at /= Config::kRowTiles;
     block_row = at % p.block_rows, batch = at / p.block_rows;
@@ -99,7 +97,7 @@ __device__ __forceinline__ void clear(Accumulators& acc) {
   visit_sums(acc, [](float& sum, int) { sum = 0.0f; });
 }
 
-// The slots of a team in shared memory.
+// The slots in shared memory.
 struct Slots {
   float* buffers;
   int count;  // half of the row's shares
@@ -118,12 +116,12 @@ struct Slots {
   }
 };
 
-// The mainloop of a warp of a team of kTeamWarps.
-template <int kTeamWarps> struct Mainloop {
+// The mainloop of a warp.
+struct Mainloop {
   const BlocksMmaParams& p;
-  WarpShares<kTeamWarps, Config::kBlockUnits> mine;
+  WarpShares<Config::kWarps, Config::kBlockUnits> mine;
   const Bits *values, *x;  // this lane's first cells of block 0 and of block column 0, in the warp's unit
-  bool inside[Config::kRightAlongK ? kN8Tiles : 1];  // whether the lane's token of each tile, or all, exist
+  int tokens;              // tokens from the lane's first on
 
   int column, place;            // block column, or -1, and index in the values, of unit lane of a round of 32
   int columns[Config::kUnits];  // block column of each unit in flight, or -1
@@ -140,8 +138,7 @@ template <int kTeamWarps> struct Mainloop {
     const i64 token = work.token + fragment_token<Config::kRightAlongK, kN8Tiles>(group, 0);
     x = (const Bits*)p.x + work.matrix(p) * p.x_matrix +
         (Config::kRightAlongK ? token * p.x_stride + k : k * p.x_stride + token);
-#pragma unroll
-    for (int tile = 0; tile < (Config::kRightAlongK ? kN8Tiles : 1); ++tile) inside[tile] = token + 8 * tile < p.tokens;
+    tokens = (int)(p.tokens - token);
   }
 
   // Begins a round: finds the blocks of units `begin` + lane, and prefetches the tables of the next round. op(S) has k
@@ -177,7 +174,7 @@ template <int kTeamWarps> struct Mainloop {
     const i64 step = Config::kRightAlongK ? 8 * p.x_stride : p.x_stride;
 #pragma unroll
     for (int i = 0; i < Config::kRightWords / Config::kRightLoad; ++i, from += step) {
-      const bool exists = columns[slot] >= 0 && inside[Config::kRightAlongK ? i : 0];
+      const bool exists = columns[slot] >= 0 && tokens > (Config::kRightAlongK ? 8 * i : 0);
       if constexpr (!Config::kRightAlongK && kN8Tiles == 1) load_half_word(right[to][i], from, exists);
       else load_words<Config::kRightLoad>(right[to] + i * Config::kRightLoad, from, exists);
     }
@@ -237,7 +234,7 @@ template <int kTeamWarps> struct Mainloop {
         load_left(slot, next + slot);
         load_right(slot % kXUnits, (slot + kXUnits) % kUnits);
         if (mine.kMayHaveSeveral && unit + slot + 1 == end) {
-          const int share = warp + mine.shares_before(unit + slot) * kTeamWarps;
+          const int share = warp + mine.shares_before(unit + slot) * Config::kWarps;
           if (share < slots.count) slots.store(acc, share);
           else slots.add(acc, share);
           clear(acc), end += mine.length();
@@ -261,9 +258,8 @@ struct ResultTile {
   }
 };
 
-__device__ __forceinline__ void write(const BlocksMmaParams& p, const ResultTile& tile, const Slots& slots, int thread,
-                                      int threads) {
-  for (int i = thread; i < Config::kTileM * Config::kTileN; i += threads) {
+__device__ __forceinline__ void write(const BlocksMmaParams& p, const ResultTile& tile, const Slots& slots) {
+  for (int i = threadIdx.x; i < Config::kTileM * Config::kTileN; i += Config::kThreads) {
     const int token = Config::kTokensContiguous ? i % Config::kTileN : i / Config::kTileM;
     if (token >= tile.tokens) continue;
     const int row = Config::kTokensContiguous ? i / Config::kTileN : i % Config::kTileM;
@@ -278,61 +274,25 @@ __device__ __forceinline__ void write(const BlocksMmaParams& p, const ResultTile
   }
 }
 
-// Computes a work tile by the kTeamWarps warps of a team.
-template <int kTeamWarps>
-__device__ __forceinline__ void compute(const BlocksMmaParams& p, const WorkTile& work, float* buffers, int team) {
-  constexpr int kThreads = 32 * kTeamWarps;
-  __shared__ ResultTile tiles[Config::kWarps / kTeamWarps];
-  const int thread = threadIdx.x - team * kThreads, warp = thread / 32;
-  const auto sync = [team] {
-    if constexpr (kTeamWarps == Config::kWarps) __syncthreads();
-    else named_barrier_sync(1 + team, kThreads);
-  };
-  if (thread == 0) tiles[team].set(p, work);
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResidentWarps / Config::kWarps)
+    blocks_mma(const __grid_constant__ BlocksMmaParams p) {
+  extern __shared__ __align__(16) float buffers[];
+  __shared__ ResultTile tile;
+  launch_dependents_and_wait();
+  const WorkTile work(p);
+  if (threadIdx.x == 0) tile.set(p, work);
   Accumulators acc;
   clear(acc);
-  Mainloop<kTeamWarps> mainloop(p, work, warp);
+  const int warp = threadIdx.x / 32;
+  Mainloop mainloop(p, work, warp);
   const int shares = mainloop.mine.shares;
   const Slots slots{buffers, shares / 2};
   mainloop.run(acc, slots, warp);
   if (!mainloop.mine.has_several()) {
     if (warp >= slots.count && warp < shares) slots.store(acc, warp);
-    sync();
+    __syncthreads();
     if (warp < slots.count) slots.add(acc, warp);
   }
-  sync();
-  write(p, tiles[team], slots, thread, kThreads);
-}
-
-// Computes the work tiles of all teams: those that are as many CTAs apart as there are. Each is found anew after a tile
-// that all warps take together, whose mainloop needs the registers.
-__device__ __forceinline__ void compute_of_teams(const BlocksMmaParams& p, float* buffers) {
-  constexpr int kTeams = Config::kTeams, kTeamWarps = Config::kTeamWarps;
-  __shared__ int counts[kTeams];
-  const int team = threadIdx.x / (32 * kTeamWarps);
-  const u32 mine = blockIdx.x + team * gridDim.x;
-  if (threadIdx.x % (32 * kTeamWarps) == 0) counts[team] = mine < p.tiles ? WorkTile(p, mine).count : 0;
   __syncthreads();
-  int longest = 0, most = 0, second = 0;
-#pragma unroll
-  for (int one = 0; one < kTeams; ++one) {
-    const int units = counts[one] * Config::kBlockUnits;
-    if (units > most) second = most, most = units, longest = one;
-    else second = max(second, units);
-  }
-  if (!takes_together(most, second, Config::kWarps, kTeamWarps, Config::kUnits)) longest = -1;
-  if (longest >= 0) {
-    compute<Config::kWarps>(p, WorkTile(p, blockIdx.x + longest * gridDim.x), buffers, 0);
-    __syncthreads();
-  }
-  if (team != longest && mine < p.tiles)
-    compute<kTeamWarps>(p, WorkTile(p, mine), buffers + team * kSlots * (Buffer::kBytes / 4), team);
-}
-
-extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResidentWarps / Config::kWarps)
-    blocks_mma(const __grid_constant__ BlocksMmaParams p) {
-  extern __shared__ __align__(16) float buffers[];
-  launch_dependents_and_wait();
-  if constexpr (Config::kTeams > 1) compute_of_teams(p, buffers);
-  else compute<Config::kWarps>(p, WorkTile(p, blockIdx.x), buffers, 0);
+  write(p, tile, slots);
 }

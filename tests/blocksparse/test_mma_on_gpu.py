@@ -358,20 +358,19 @@ def of_lengths(block: int, seed: int, *, turned: bool) -> BlockSparseLayout:
 @pytest.mark.parametrize("op", OPS)
 @shared.every_turn
 @pytest.mark.parametrize("n", [1, 12, 28, 64])
-def test_bits_do_not_depend_on_warps_or_teams(op, block, turned, n, monkeypatch):
+def test_bits_do_not_depend_on_the_number_of_warps(op, block, turned, n, monkeypatch):
     layout = of_lengths(block, n, turned=turned[op == "dds"] != (op == "dds"))
     desc = BlockSparseMatmulDescriptor(
         op=op, layout=layout, n=n, trans_a=turned[0], trans_b=turned[1], element="bf16", batch=2
     )
     operands = random_operands(desc, layout, np.random.default_rng(block))
     chosen_one, found = BlocksMmaSchedule.of(desc, 132), []
-    for number, (warps, teams) in enumerate(((4, 1), (8, 1), (16, 1), (8, 2), (16, 2), (16, 4))):
-        schedule = chosen_one._replace(warps=warps, teams=teams)
+    for number, warps in enumerate((4, 8, 16)):
+        schedule = chosen_one._replace(warps=warps)
         monkeypatch.setattr(BlocksMmaSchedule, "of", lambda desc, sms, schedule=schedule: schedule)
         spare = {**FORCED, "max_workspace_bytes": (1 << 31) + number}  # of its own: plans are cached
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=spare)
-        assert f"{warps // teams} warps a block row" in plan.explain().details
-        assert (f"{teams} teams of" in plan.explain().details) == (teams > 1)
+        assert f"{warps} warps a block row" in plan.explain().details
         found.append(check(plan, operands))
     assert all(same_bits(found[0], one) for one in found)
 
@@ -399,7 +398,7 @@ def test_bits_of_a_row_depend_on_its_own_blocks_alone(block):
 
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_packed_operand_with_a_long_row_is_multiplied_by_teams(block):
+def test_most_warps_share_the_rows_of_a_packed_operand_with_a_long_one(block):
     """Its bits are those of a plan that knows of no long row."""
     import cupy
 
@@ -411,7 +410,7 @@ def test_a_packed_operand_with_a_long_row_is_multiplied_by_teams(block):
     x = rng.standard_normal((1, 1, layout.shape.cols, 16)).astype(np.float16)
     for packed in (False, True):
         plan = plan_of(op="dsd", layout=layout, n=16, batch=1, element="f16", packed=packed)
-        assert ("teams of" in plan.explain().details) == packed
+        assert (" 16 warps a block row" in plan.explain().details) == packed
         y = cupy.full((1, 1, layout.shape.rows, 16), np.nan, np.float16)
         own = (
             {"layout": None, "a": plan.pack(layout, values)}

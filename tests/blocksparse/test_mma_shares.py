@@ -85,17 +85,3 @@ def test_the_kernel_has_the_models_shares(block_units):
                 name = one.replace("i0", str(line.warp))
                 tables.append(Table(f"{name}.shares_before(i0)", wanted))
     check_tables(HEADER, {}, *tables)
-
-
-def together(longest: int, second: int, warps: int, team_warps: int, in_flight: int) -> bool:
-    """Whether all warps end earlier if they take the longest row first: times in units of a warp."""
-    apart = longest / team_warps
-    return longest / warps + second / team_warps + 2 * in_flight < apart
-
-
-def test_a_row_is_taken_together_if_that_ends_earlier():
-    units = np.arange(0, 400, 7)
-    for warps, team_warps, in_flight in ((16, 4, 1), (16, 4, 8), (16, 8, 4)):
-        model = [[together(a, b, warps, team_warps, in_flight) for b in units] for a in units]
-        call = f"takes_together(7 * i0, 7 * i1, {warps}, {team_warps}, {in_flight})"
-        check_tables(HEADER, {}, Table(call, model))

@@ -10,7 +10,7 @@ constexpr int kMostShares = 16, kSlots = kMostShares / 2;  // a slot holds the s
 // Number of shares of a block row with so many units.
 __device__ constexpr int shares_of(int units) { return units <= 16 ? 4 : units <= 32 ? 8 : kMostShares; }
 
-// The units of a warp of a team of kWarps. A block has kBlockUnits units.
+// The units of one of kWarps warps. A block has kBlockUnits units.
 template <int kWarps, int kBlockUnits> struct WarpShares {
   static constexpr bool kMayHaveSeveral = kWarps < kMostShares;
 
@@ -39,9 +39,3 @@ template <int kWarps, int kBlockUnits> struct WarpShares {
     return unit < units && at < end ? at : -1;
   }
 };
-
-// Several teams of a CTA have a block row each. All warps take one of them together, before the others, if it is so
-// long that this ends earlier: `longest` and `second` are the units of the two longest rows.
-__device__ constexpr bool takes_together(int longest, int second, int warps, int team_warps, int units_in_flight) {
-  return longest * (warps - team_warps) > second * warps + 2 * units_in_flight * warps * team_warps;
-}

@@ -34,8 +34,6 @@ struct BlocksMmaParams {
   i64 blocks;
   // Number of columns of X.
   u32 tokens;
-  // Number of work tiles.
-  u32 tiles;
   // Number of token tiles of a block row.
   u32 n_tiles;
   // Number of block rows of all heads.
@@ -47,7 +45,7 @@ struct BlocksMmaParams {
   // Factor of the product.
   float alpha;
 };
-static_assert(sizeof(BlocksMmaParams) == 144);
+static_assert(sizeof(BlocksMmaParams) == 136);
 static_assert(S24_OFFSET(BlocksMmaParams, values) == 0);
 static_assert(S24_OFFSET(BlocksMmaParams, x) == 8);
 static_assert(S24_OFFSET(BlocksMmaParams, bias) == 16);
@@ -63,9 +61,8 @@ static_assert(S24_OFFSET(BlocksMmaParams, out_row) == 88);
 static_assert(S24_OFFSET(BlocksMmaParams, out_token) == 96);
 static_assert(S24_OFFSET(BlocksMmaParams, blocks) == 104);
 static_assert(S24_OFFSET(BlocksMmaParams, tokens) == 112);
-static_assert(S24_OFFSET(BlocksMmaParams, tiles) == 116);
-static_assert(S24_OFFSET(BlocksMmaParams, n_tiles) == 120);
-static_assert(S24_OFFSET(BlocksMmaParams, block_rows) == 124);
-static_assert(S24_OFFSET(BlocksMmaParams, head_block_rows) == 128);
-static_assert(S24_OFFSET(BlocksMmaParams, heads) == 132);
-static_assert(S24_OFFSET(BlocksMmaParams, alpha) == 136);
+static_assert(S24_OFFSET(BlocksMmaParams, n_tiles) == 116);
+static_assert(S24_OFFSET(BlocksMmaParams, block_rows) == 120);
+static_assert(S24_OFFSET(BlocksMmaParams, head_block_rows) == 124);
+static_assert(S24_OFFSET(BlocksMmaParams, heads) == 128);
+static_assert(S24_OFFSET(BlocksMmaParams, alpha) == 132);

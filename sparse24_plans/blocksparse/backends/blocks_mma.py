@@ -38,7 +38,6 @@ class BlocksMmaParams(KernelParams):
     out_token = field("i64", "Elements from one token in C to the next.")
     blocks = field("i64", "Number of kept blocks of a batch element.")
     tokens = field("u32", "Number of columns of X.")
-    tiles = field("u32", "Number of work tiles.")
     n_tiles = field("u32", "Number of token tiles of a block row.")
     block_rows = field("u32", "Number of block rows of all heads.")
     head_block_rows = field("u32", "Number of block rows of a head.")
@@ -61,13 +60,11 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self.launches = 1 + len(self._prepasses)
         schedule = BlocksMmaSchedule.of(desc, device.multiprocessors)
         self._ctas = schedule.ctas(desc)
-        # The longest block rows come first if not all CTAs run at once, and teams of a CTA have unequal ones.
-        waits = self._ctas * schedule.warps > _RESIDENT_WARPS * device.multiprocessors
-        self._ordered = schedule.teams > 1 or waits
-        teams = f"{schedule.teams} teams of " if schedule.teams > 1 else ""
+        # The longest block rows come first if not all CTAs run at once.
+        self._ordered = self._ctas * schedule.warps > _RESIDENT_WARPS * device.multiprocessors
         self.details = (
             f"{self._ctas} CTAs of {schedule.rows} rows x {schedule.tokens} tokens, "
-            f"{teams}{schedule.warps // schedule.teams} warps a block row{self._prepasses.details}"
+            f"{schedule.warps} warps a block row{self._prepasses.details}"
         )
         self._function = load(
             _SOURCE,
@@ -87,7 +84,6 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             out_token=1 if problem.tokens_contiguous else rows,
             blocks=one.blocks,
             tokens=desc.n,
-            tiles=schedule.tiles(desc),
             n_tiles=schedule.n_tiles(desc),
             block_rows=block_rows(desc),
             head_block_rows=max(problem.head_block_rows, 1),
@@ -118,7 +114,6 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> d
         **type_defines(desc),
         "BLOCK": desc.layout.block,
         "WARPS": schedule.warps,
-        "TEAMS": schedule.teams,
         "STRIPS": schedule.strips,
         "N8_TILES": schedule.n8_tiles,
         "DEPTH": schedule.depth,

@@ -20,18 +20,14 @@ _BUSY_CTAS = 2
 """CTAs for each SM, below which a CTA gets fewer strips."""
 _FEW_UNITS, _MANY_UNITS = 16, 64
 """Mean number of units of a block row below which four warps share it, and from which 16 may."""
-_MANY_TILES, _FEW_TILES = 6 * MULTIPROCESSORS, MULTIPROCESSORS
-"""Row tiles from which CTAs of four warps keep the H200 busy, and below which 16 warps share a block row."""
-_LONG_UNITS = 512
-"""Units of a full block row beyond which four warps would take too long for it."""
-_MOST_WARPS, _TEAMS = 16, 4
-"""Warps of a CTA at most; its teams where block rows are very uneven."""
-_MOST_TEAM_TILES = 2
-"""Most tiles of eight tokens of a CTA with teams: with more of them it would need too many registers."""
+_FEW_TILES = MULTIPROCESSORS
+"""Row tiles below which 16 warps share a block row."""
+_MOST_WARPS = 16
+"""Warps of a CTA at most."""
 SLOTS = 8
-"""Places of a team for the sums of shares of a block row."""
-_ROUND_US, _BYTES_PER_US = 0.9, 3.5e6
-"""Time from a warp's loads to their values, and bytes that memory delivers in a microsecond."""
+"""Places for the sums of shares of a block row."""
+_ROUND_US, _BYTES_PER_US = 0.9, 2.3e6
+"""Time from a warp's loads to their values, and bytes of values that are multiplied in a microsecond."""
 
 
 class BlocksMmaSchedule(NamedTuple):
@@ -39,8 +35,6 @@ class BlocksMmaSchedule(NamedTuple):
 
     warps: int
     """Warps of a CTA."""
-    teams: int
-    """Teams of a CTA's warps. Each computes a tile of its own, whose units its warps share."""
     strips: int
     """Strips of 16 rows of a CTA's tile."""
     n8_tiles: int
@@ -54,19 +48,15 @@ class BlocksMmaSchedule(NamedTuple):
     def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksMmaSchedule:
         """The schedule with the most strips that keeps the device busy.
 
-        If a long block row would take longer than all others, CTAs have teams, which help with such a row.
+        The most warps share a block row if a long one would take longer than all others.
         """
         x_along_k = _reads_along_k(desc) or any(copy.transposes for copy in prepared_x(desc))
         shared = n8_tiles_of(desc), unit_depth(desc.layout.block), x_along_k
         most = min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[shared[0]])
         strips = [one for one in _STRIPS if one <= most]
-        tried = [cls(_warps(desc), 1, one, *shared) for one in strips]
+        tried = [cls(_warps(desc), one, *shared) for one in strips]
         found = next((one for one in tried if one.ctas(desc) >= _BUSY_CTAS * multiprocessors), tried[-1])
-        if not found.waits_for_a_long_row(desc):
-            return found
-        teams = (_TEAMS, 1) if found.n8_tiles <= _MOST_TEAM_TILES else (1,)
-        tried = [cls(_MOST_WARPS, many, one, *shared) for many in teams for one in strips]
-        return next((one for one in tried if one.ctas(desc) >= multiprocessors), tried[-1])
+        return found._replace(warps=_MOST_WARPS) if found.waits_for_a_long_row(desc) else found
 
     def waits_for_a_long_row(self, desc: BlockSparseMatmulDescriptor) -> bool:
         """Whether the longest block row is known to take longer than all values from memory."""
@@ -102,22 +92,18 @@ class BlocksMmaSchedule(NamedTuple):
         """Token tiles of a result."""
         return -(-desc.n // self.tokens)
 
-    def tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Work tiles of a result."""
+    def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """CTAs of the launch, each with a tile of the result."""
         return desc.batch * block_rows(desc) * (desc.layout.block // self.rows) * self.n_tiles(desc)
 
-    def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """CTAs of the launch."""
-        return -(-self.tiles(desc) // self.teams)
-
     def shared_bytes(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """Shared memory for the slots of all teams, padded as ``gemm/split_k.cuh`` pads them."""
+        """Shared memory for the slots, padded as ``gemm/split_k.cuh`` pads them."""
         rows, tokens = self.rows, self.tokens
         if KernelProblem(desc).tokens_contiguous:
             padded = rows * (tokens + (8 if tokens % 16 == 0 else 0))
         else:
             padded = tokens * (rows + 4)
-        return 4 * padded * SLOTS * self.teams
+        return 4 * padded * SLOTS
 
 
 def block_rows(desc: BlockSparseMatmulDescriptor) -> int:
@@ -156,16 +142,13 @@ def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
 
 
 def _warps(desc: BlockSparseMatmulDescriptor) -> int:
-    """Warps that share a block row, if each CTA has one.
+    """Warps that share a block row.
 
     The fewer share it, the more units each has, and the less of a CTA's time is the wait for its first ones.
     """
     one, lines = desc.layout, max(block_rows(desc), 1)
-    depth = unit_depth(one.block)
-    units, tiles = (
-        one.blocks / lines * (one.block // depth),
-        lines * -(-one.block // (STRIP_ROWS * _STRIPS[0])),
-    )
-    if units < _FEW_UNITS or (tiles >= _MANY_TILES and desc.reduction <= _LONG_UNITS * depth):
+    units = one.blocks / lines * (one.block // unit_depth(one.block))
+    if units < _FEW_UNITS:
         return 4
-    return 16 if units >= _MANY_UNITS and tiles < _FEW_TILES else 8
+    tiles = lines * -(-one.block // (STRIP_ROWS * _STRIPS[0]))
+    return _MOST_WARPS if units >= _MANY_UNITS and tiles < _FEW_TILES else 8

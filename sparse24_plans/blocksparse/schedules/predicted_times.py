@@ -145,7 +145,7 @@ def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     mean = one.blocks / max(block_rows(desc), 1)
     across = desc.reduction // one.block * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
     longest = min(mean * max(1.0, desc.longest_panel / across), desc.longest_panel) if across else 0.0
-    in_flight = schedule.warps // schedule.teams * schedule.units
+    in_flight = schedule.warps * schedule.units
     rounds = (longest or mean) * (one.block // schedule.depth) / in_flight
     resident = MULTIPROCESSORS * _RESIDENT_WARPS
     return (
