@@ -20,10 +20,12 @@ _BUSY_CTAS = 2
 """CTAs for each SM, below which a CTA gets fewer strips."""
 _FEW_UNITS, _MANY_UNITS = 16, 64
 """Mean number of units of a block row below which four warps share it, and from which 16 may."""
-_FEW_TILES = MULTIPROCESSORS
-"""Row tiles below which 16 warps share a block row."""
-_MOST_WARPS = 16
-"""Warps of a CTA at most."""
+_MANY_TILES, _FEW_TILES = 6 * MULTIPROCESSORS, MULTIPROCESSORS
+"""Row tiles from which CTAs of four warps keep the H200 busy, and below which 16 warps share a block row."""
+_LONG_UNITS = 512
+"""Units of a full block row beyond which four warps would take too long for it."""
+_WARPS = (4, 8, 16)
+"""Numbers of warps of a CTA."""
 SLOTS = 8
 """Places for the sums of shares of a block row."""
 _ROUND_US, _BYTES_PER_US = 0.9, 2.3e6
@@ -48,7 +50,7 @@ class BlocksMmaSchedule(NamedTuple):
     def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksMmaSchedule:
         """The schedule with the most strips that keeps the device busy.
 
-        The most warps share a block row if a long one would take longer than all others.
+        More warps share a block row if a long one would take longer than all others.
         """
         x_along_k = _reads_along_k(desc) or any(copy.transposes for copy in prepared_x(desc))
         shared = n8_tiles_of(desc), unit_depth(desc.layout.block), x_along_k
@@ -56,7 +58,8 @@ class BlocksMmaSchedule(NamedTuple):
         strips = [one for one in _STRIPS if one <= most]
         tried = [cls(_warps(desc), one, *shared) for one in strips]
         found = next((one for one in tried if one.ctas(desc) >= _BUSY_CTAS * multiprocessors), tried[-1])
-        return found._replace(warps=_MOST_WARPS) if found.waits_for_a_long_row(desc) else found
+        more = [found._replace(warps=one) for one in _WARPS if one >= found.warps]
+        return next((one for one in more if not one.waits_for_a_long_row(desc)), more[-1])
 
     def waits_for_a_long_row(self, desc: BlockSparseMatmulDescriptor) -> bool:
         """Whether the longest block row is known to take longer than all values from memory."""
@@ -147,8 +150,11 @@ def _warps(desc: BlockSparseMatmulDescriptor) -> int:
     The fewer share it, the more units each has, and the less of a CTA's time is the wait for its first ones.
     """
     one, lines = desc.layout, max(block_rows(desc), 1)
-    units = one.blocks / lines * (one.block // unit_depth(one.block))
-    if units < _FEW_UNITS:
+    depth = unit_depth(one.block)
+    units, tiles = (
+        one.blocks / lines * (one.block // depth),
+        lines * -(-one.block // (STRIP_ROWS * _STRIPS[0])),
+    )
+    if units < _FEW_UNITS or (tiles >= _MANY_TILES and desc.reduction <= _LONG_UNITS * depth):
         return 4
-    tiles = lines * -(-one.block // (STRIP_ROWS * _STRIPS[0]))
-    return _MOST_WARPS if units >= _MANY_UNITS and tiles < _FEW_TILES else 8
+    return 16 if units >= _MANY_UNITS and tiles < _FEW_TILES else 8
