@@ -8,6 +8,7 @@ from typing import Any
 from sparse24_plans.bench.peers import torch
 from sparse24_plans.bench.steady import Steady
 from sparse24_plans.blocksparse.layout import BlockSparseLayout
+from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.errors import UnsupportedError
 from sparse24_plans.vocab import ElementKind
 
@@ -19,6 +20,12 @@ _WORST_ERROR = 5e-3
 def random(shape: tuple[int, ...]) -> Any:
     """A tensor of the element on PyTorch's GPU."""
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def workspace_of(plan: BlockSparseMatmulPlan) -> Any:
+    """Memory on PyTorch's GPU that the plan may use, or None if it needs none."""
+    size = plan.workspace_size()
+    return torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
 
 
 def dense_of(layout: BlockSparseLayout, values: Any) -> Any:

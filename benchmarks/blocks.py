@@ -28,7 +28,7 @@ from sparse24_plans.tuning.timing import Contender, copies_beyond_l2
 from sparse24_plans.vocab import BlockSparseOp
 
 from . import block_attention, blocks24
-from .block_operands import ELEMENT, check, dense_of, random, timed_once
+from .block_operands import ELEMENT, check, dense_of, random, timed_once, workspace_of
 
 SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096))
 TOKENS = (256, 4096)
@@ -165,8 +165,7 @@ class Problem:
 
     def ours(self, plan: BlockSparseMatmulPlan) -> Contender:
         """The plan's launches, one for each copy of the values."""
-        size = plan.workspace_size()
-        space = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+        space = workspace_of(plan)
         bound = [plan.bind(args, workspace=space) for args in self._arguments(plan)]
         return Contender("ours", [one.launch for one in bound])
 

@@ -26,7 +26,7 @@ from sparse24_plans.tuning.timing import Contender, copies_beyond_l2
 from sparse24_plans.vocab import BlockSparseOp, InnerPattern
 from sparse24_plans.weights.codes import VALID_CODES
 
-from .block_operands import ELEMENT, check, dense_of, random, timed_once
+from .block_operands import ELEMENT, check, dense_of, random, timed_once, workspace_of
 
 SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096))
 TOKENS = 4096
@@ -135,7 +135,8 @@ class _Problem:
 
     def contender(self, name: str, plan: BlockSparseMatmulPlan, copies: list[dict[str, Any]]) -> Contender:
         shared = {"layout": plan.pack(self.layout), self.other: self.x, "c": self.c}
-        bound = [plan.bind(BlockSparseMatmulArgs(**shared, **one)) for one in copies]
+        space = workspace_of(plan)
+        bound = [plan.bind(BlockSparseMatmulArgs(**shared, **one), workspace=space) for one in copies]
         return Contender(name, [one.launch for one in bound])
 
     def dense(self) -> Contender:
