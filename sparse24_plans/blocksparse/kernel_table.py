@@ -158,6 +158,8 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
     _BLOCKS_WGMMA,
     _BLOCKS_STRICT,
     _BLOCKS_WGMMA_SP,
+    # This entry serves devices without wgmma.
+    replace(_BLOCKS_MMA, name="blocks_mma_many", limits=limits.blocks_mma_many),
     _INFLATE_CUBLAS,
     # This entry multiplies the dense copy that its plans pack.
     replace(_INFLATE_CUBLAS, name="packed_dense", layout=DENSE_BLOCKS_LAYOUT, packed=(True,)),

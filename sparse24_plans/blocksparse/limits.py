@@ -50,7 +50,12 @@ def _beyond(counts: dict[str, int]) -> str | None:
 
 def blocks_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than every other kernel."""
-    return blocks_mma_any(problem) or few_tokens_lose(problem)
+    return blocks_mma_any(problem) or few_tokens_lose(problem, beside_wgmma=True)
+
+
+def blocks_mma_many(problem: BlockSparseMatmulDescriptor) -> str | None:
+    """The kernel's limits, and a preference for what it does faster than a dense product."""
+    return blocks_mma_any(problem) or few_tokens_lose(problem, beside_wgmma=False)
 
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:

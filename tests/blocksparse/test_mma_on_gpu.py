@@ -86,10 +86,22 @@ def test_a_preference_names_it_for_any_n_with_every_promise(device, n):
         assert chosen(op=op, n=n, layout=layout, device=device, preference=wanted) == "blocks_mma_any"
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_it_replaces_wgmma_for_few_tokens_where_there_is_none(op, packed):
+    """It is compared with a dense product alone."""
+    few = SHAPE.model_copy(update={"blocks": 300})
+    for n in (2, 24, 64):
+        on_a100, on_h200 = (chosen(op=op, n=n, packed=packed, layout=few, device=one) for one in (A100, H200))
+        assert on_a100 == ("blocks_mma" if on_h200 == "blocks_mma" else "blocks_mma_many")
+    dense = SHAPE.model_copy(update={"blocks": 64 * 64})
+    assert chosen(op=op, n=64, packed=True, layout=dense, device=A100) == "packed_dense"
+
+
 def test_it_replaces_no_kernel_where_others_are_refused():
     strict = {"max_workspace_bytes": 0}
     assert chosen(n=63, device=A100, preference=strict) == "blocks_strict_any"
-    assert chosen(n=64, device=A100, preference={"tier": "tensor_core"}) == "blocks_mma_any"
+    assert chosen(n=65, device=A100, preference={"tier": "tensor_core"}) == "blocks_mma_any"
 
 
 def test_why_not():

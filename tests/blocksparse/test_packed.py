@@ -135,7 +135,8 @@ def test_what_is_required_decides():
     assert chosen(**many, preference={"prefer_backend": "blocks_wgmma"}).chosen == "blocks_wgmma_any"
     assert chosen(**many, element="s8", trans_b=True, preference=None).chosen == "blocks_strict_any"
     assert chosen(element="s8", trans_b=True).chosen == "blocks_wgmma"
-    assert chosen(device=A100).chosen == "packed_dense"
+    assert chosen(device=A100).chosen == "blocks_mma_many"
+    assert chosen(device=A100, n=256).chosen == "packed_dense"
     assert chosen(preference={"prefer_backend": "inflate_cublas"}).chosen == "packed_dense"
 
 

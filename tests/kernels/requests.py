@@ -23,13 +23,12 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
     PlanPreference,
 )
-from sparse24_plans.blocksparse import device_tables, limits
+from sparse24_plans.blocksparse import device_tables
 from sparse24_plans.blocksparse import kernel_table as blocks_table
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
-from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
 from sparse24_plans.gemm.backends import f32_split, wgmma_sp, wgmma_sp_grouped
@@ -38,7 +37,6 @@ from sparse24_plans.gemm.schedules import f32_split_heuristics, grouped, wgmma_h
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice, Kernel
 from sparse24_plans.plan.kernel_table import KernelEntry, consider
-from sparse24_plans.plan.schedule_choice import constants
 from sparse24_plans.prepare import kernel_table as prepare_table
 from sparse24_plans.prepare.kernel_table import PrepareEntry
 from sparse24_plans.weights import inflate
@@ -415,22 +413,13 @@ def short_sums(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:
             yield _block_problem("sdd", shape, n, turned, {"element": "f16", "out_element": "f32"}), sms
 
 
-@contextmanager
-def any_number_of_tokens() -> Iterator[None]:
-    """Let the kernels for few tokens and short sums serve whatever n they can."""
-    lasts = {"most_terms": dict.fromkeys(map(str, BLOCK_SIZES), 64)}
-    with (
-        mock.patch.dict(constants("sdd_mma"), lasts),
-        mock.patch.object(limits, "few_tokens_lose", return_value=None),
-    ):
-        yield
-
-
-def mma_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]:
-    """Every variant on Hopper, a few elsewhere. No measurement limits n."""
+@functools.cache
+def mma_requests(ops: tuple[BlockSparseOp, ...], capability: tuple[int, int]) -> list[Request]:
+    """Every variant on Hopper, a few elsewhere, by the entry that serves any n."""
+    row = next(one for one in blocks_table.MATMUL_ENTRIES if one.ops == ops and one.name.endswith("mma_any"))
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
-    problems = short_sums if row.ops == (BlockSparseOp.SDD,) else few_tokens
-    with recorded_loads(row.kernel) as found, any_number_of_tokens():
+    problems = short_sums if ops == (BlockSparseOp.SDD,) else few_tokens
+    with recorded_loads(row.kernel) as found:
         for desc, sms in problems(few=capability != HOPPER):
             one = device.model_copy(update={"multiprocessors": sms})
             if serves(row, desc, preference, one):
@@ -442,7 +431,7 @@ def mma_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]
 def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant on Hopper, a few elsewhere."""
     if row.backend == "blocks_mma":
-        return mma_requests(row, capability)
+        return mma_requests(row.ops, capability)
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in block_problems(few=capability != HOPPER):

@@ -231,13 +231,12 @@ def dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def few_tokens_lose(desc: BlockSparseMatmulDescriptor) -> str | None:
+def few_tokens_lose(desc: BlockSparseMatmulDescriptor, *, beside_wgmma: bool) -> str | None:
     """The reason why ``dsd`` or ``dds`` is faster by another kernel than one for few tokens, or None."""
     if not 0 < desc.n <= FEW_TOKENS:
         return f"is preferred for n up to {FEW_TOKENS}, not {desc.n}"
     us, other = FEW.microseconds(desc), _chosen(desc)
-    most = constants("packed_choice")["most_of_dense"] * other.dense_us if other.is_dense else other.blocks_us
-    if us <= most:
-        return None
-    name, other_us = ("a dense product", other.dense_us) if other.is_dense else ("wgmma", other.blocks_us)
-    return f"would take about {us:.1f} us, {name} {other_us:.1f} us"
+    name, other_us, most = "wgmma", other.blocks_us, 1.0
+    if other.is_dense or not beside_wgmma:
+        name, other_us, most = "a dense product", other.dense_us, constants("packed_choice")["most_of_dense"]
+    return None if us <= most * other_us else f"would take about {us:.1f} us, {name} {other_us:.1f} us"
