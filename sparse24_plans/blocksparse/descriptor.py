@@ -200,6 +200,9 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
             raise ValueError(f"packed: expected False for inner {self.inner}, got True")
         if self.longest_panel and not self.packed:
             raise ValueError(f"longest_panel: expected 0 unless packed is True, got {self.longest_panel}")
+        if self.longest_panel > self.layout.blocks:
+            most = f"at most the layout's {self.layout.blocks} blocks"
+            raise ValueError(f"longest_panel: expected {most}, got {self.longest_panel}")
 
     @property
     def op_name(self) -> str:

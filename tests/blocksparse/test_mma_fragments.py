@@ -190,7 +190,7 @@ def test_schedules_fit(block, op, k_last):
         shape = BlockSparseShape(heads=1, rows=rows * block, cols=cols * block, block=block, blocks=blocks)
         desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=1, element="bf16", packed=True, **turned)
         for n, many, panel in itertools.product(tokens, sms, longest):
-            desc = desc.model_copy(update={"n": n, "longest_panel": panel})
+            desc = desc.model_copy(update={"n": n, "longest_panel": min(panel, blocks)})
             one = BlocksMmaSchedule.of(desc, many)
             warps.add(one.warps)
             assert one.depth == unit_depth(block)

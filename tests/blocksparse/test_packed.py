@@ -146,6 +146,7 @@ def test_what_is_required_decides():
         ({"op": "sdd"}, "packed: expected False for op sdd"),
         ({"inner": "sparse24", "element": "bf16"}, "packed: expected False for inner sparse24"),
         ({"packed": False, "longest_panel": 3}, "longest_panel: expected 0 unless packed is True, got 3"),
+        ({"longest_panel": 1 << 20}, "longest_panel: expected at most the layout's"),
     ],
 )
 def test_what_cannot_be_packed(fields, words):

@@ -142,11 +142,11 @@ def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     one, schedule = desc.layout, BlocksMmaSchedule.of(desc, MULTIPROCESSORS)
     values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
     padded = schedule.n_tiles(desc) * schedule.tokens
-    mean = one.blocks / max(block_rows(desc), 1)
-    across = desc.reduction // one.block * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
-    longest = min(mean * max(1.0, desc.longest_panel / across), desc.longest_panel) if across else 0.0
-    in_flight = schedule.warps * schedule.units
-    rounds = (longest or mean) * (one.block // schedule.depth) / in_flight
+    longest = mean = one.blocks / max(block_rows(desc), 1)
+    if desc.longest_panel:  # as much longer than others as the longest panel is
+        alike = desc.reduction // one.block * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
+        longest = min(mean * max(1.0, desc.longest_panel / alike), float(desc.longest_panel))
+    rounds = longest * (one.block // schedule.depth) / (schedule.warps * schedule.units)
     resident = MULTIPROCESSORS * _RESIDENT_WARPS
     return (
         values + _token_bytes(desc),
