@@ -21,7 +21,8 @@ import numpy as np
 
 from sparse24_plans import Sparse24Error
 
-from .hostile_calls import CALLS, PATH_ARGUMENTS
+from .hostile_calls import CALLS
+from .hostile_registry import PATH_ARGUMENTS
 from .hostile_values import PATHS, PLAIN, TENSORS, VALUES
 
 LIMIT_S = 20.0

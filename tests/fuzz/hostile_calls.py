@@ -1,24 +1,17 @@
-"""The public calls, each with arguments that are right: what hostile ones then take the place of."""
+"""The public calls, each with arguments that are right, which hostile ones then replace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import sparse24_plans
 from sparse24_plans import (
-    BlockSparseAttentionDescriptor,
-    BlockSparseConv2dDescriptor,
-    BlockSparseLayout,
-    BlockSparseMatmulDescriptor,
     BlockSparseShape,
-    BlockSparseSoftmaxDescriptor,
-    BlockSparseTables,
     Device,
     DeviceProperties,
     ElementKind,
@@ -27,7 +20,6 @@ from sparse24_plans import (
     GemmSparse24Plan,
     GuaranteeRequirement,
     MaskSparse24Descriptor,
-    PackedBlocks,
     PackedWeight,
     PlanPreference,
     RecordedRun,
@@ -38,10 +30,7 @@ from sparse24_plans import (
     TensorView,
     TuningTable,
     Workspace,
-    compress_blocks,
     compress_checkpoint,
-    decompress_blocks,
-    prune_blocks,
     save_run,
     save_weights,
     to_foreign,
@@ -50,38 +39,13 @@ from sparse24_plans.formats.table import FORMATS
 from sparse24_plans.vocab import Model
 
 from ..checkpoints.models import dense_file
-from ..plan.cases import PLANS, PROBLEMS, PlanCase, case_of, select
+from ..plan.cases import PLANS, PROBLEMS, PlanCase, case_of
 from ..support import Guarded
-
-PATH_ARGUMENTS = {"path", "source", "destination", "compressed", "dense_path"}
-
-
-@dataclass
-class Prepared:
-    """A call that works with its ``arguments``; ``check`` looks at what it may have written."""
-
-    call: Callable[..., Any]
-    arguments: dict[str, Any]
-    check: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True)
-class Call:
-    """How to prepare a call in a folder, and the names of its arguments."""
-
-    prepare: Callable[[Path], Prepared]
-    arguments: tuple[str, ...] = field(default=())
-
+from .hostile_block_calls import LAYOUT
+from .hostile_registry import CALLS, Call, Prepared, add_call
 
 PROBLEM = {"n": 4, "m": 16, "k": 32, "element": "f32"}
 DESC = GemmSparse24Descriptor(**PROBLEM)
-CALLS: dict[str, Call] = {}
-
-
-def _call(name: str, function: Callable[..., Any], /, **arguments: Any) -> None:
-    """A call whose arguments any number of calls may share."""
-    CALLS[name] = Call(lambda folder: Prepared(function, dict(arguments)), tuple(arguments))
-
 
 # Models -------------------------------------------------------------------------------------------
 
@@ -89,19 +53,19 @@ def _call(name: str, function: Callable[..., Any], /, **arguments: Any) -> None:
 def _model_calls(kind: type[Model], good: Mapping[str, Any]) -> None:
     name = kind.__name__
     made = kind(**good)
-    _call(name, kind, **good)
-    _call(f"{name}.model_construct", kind.model_construct, **good)
-    _call(f"{name}.model_validate", lambda obj: kind.model_validate(obj), obj=dict(good))
-    _call(f"{name}.model_validate_strings", lambda obj: kind.model_validate_strings(obj), obj={})
-    _call(
+    add_call(name, kind, **good)
+    add_call(f"{name}.model_construct", kind.model_construct, **good)
+    add_call(f"{name}.model_validate", lambda obj: kind.model_validate(obj), obj=dict(good))
+    add_call(f"{name}.model_validate_strings", lambda obj: kind.model_validate_strings(obj), obj={})
+    add_call(
         f"{name}.model_validate_json",
         lambda text: kind.model_validate_json(text),
         text=made.model_dump_json(),
     )
     for method in ("model_copy", "copy"):
         for argument in good:
-            _call(f"{name}.{method}({argument})", _copier(made, method, argument), value=good[argument])
-        _call(f"{name}.{method}", getattr(made, method), update={})
+            add_call(f"{name}.{method}({argument})", _copier(made, method, argument), value=good[argument])
+        add_call(f"{name}.{method}", getattr(made, method), update={})
     hash(made)
 
 
@@ -109,7 +73,6 @@ def _copier(made: Model, method: str, argument: str) -> Callable[..., Any]:
     return lambda value: getattr(made, method)(update={argument: value})
 
 
-LAYOUT = BlockSparseLayout([[[1, 0], [1, 1]]], 16)
 _HOST = GemmSparse24Plan.select(DESC, device="host")
 _MODELS: dict[type[Model], dict[str, Any]] = {
     **{type(desc): desc.model_dump() for desc in PROBLEMS},
@@ -130,10 +93,12 @@ _MODELS: dict[type[Model], dict[str, Any]] = {
 }
 for _kind, _good in _MODELS.items():
     _model_calls(_kind, _good)
-_call("PlanPreference.of", PlanPreference.of, given={"tier": "host"})
-_call("PrecisionGuarantee.error_bound", _HOST.guarantee.error_bound, k=32)
-_call("PrecisionGuarantee.magnitudes", _HOST.guarantee.magnitudes, values=np.ones(3), element=ElementKind.F32)
-_call(
+add_call("PlanPreference.of", PlanPreference.of, given={"tier": "host"})
+add_call("PrecisionGuarantee.error_bound", _HOST.guarantee.error_bound, k=32)
+add_call(
+    "PrecisionGuarantee.magnitudes", _HOST.guarantee.magnitudes, values=np.ones(3), element=ElementKind.F32
+)
+add_call(
     "PrecisionGuarantee.tolerance",
     _HOST.guarantee.tolerance,
     k=32,
@@ -147,7 +112,7 @@ _call(
     relu_threshold=0.5,
     relu_upper_bound=6.0,
 )
-_call(
+add_call(
     "PrecisionGuarantee.softmax_tolerance",
     _HOST.guarantee.softmax_tolerance,
     k=32,
@@ -155,7 +120,7 @@ _call(
     sizes=np.ones((3, 4)),
     out=ElementKind.F32,
 )
-_call(
+add_call(
     "PrecisionGuarantee.attention_tolerance",
     _HOST.guarantee.attention_tolerance,
     k=32,
@@ -176,11 +141,11 @@ def _plan_calls(kind: type[Any], desc: Any) -> None:
     name = kind.__name__
     chosen = {"descriptor": desc, "preference": None, "device": "host"}
     tuned = {**chosen, "tuning": None} if kind is GemmSparse24Plan else chosen
-    _call(f"{name}.select", kind.select, **tuned)
-    _call(f"{name}.explain_choice", kind.explain_choice, **tuned)
-    _call("explain", sparse24_plans.explain, **tuned)
-    _call(f"{name}.compile", kind.compile, **tuned)
-    _call(f"{name}.args_type", kind.args_type, descriptor=desc)
+    add_call(f"{name}.select", kind.select, **tuned)
+    add_call(f"{name}.explain_choice", kind.explain_choice, **tuned)
+    add_call("explain", sparse24_plans.explain, **tuned)
+    add_call(f"{name}.compile", kind.compile, **tuned)
+    add_call(f"{name}.args_type", kind.args_type, descriptor=desc)
     for method in ("run", "bind", "can_implement", "caller", "check", "weight", "weights"):
         if hasattr(kind, method):
             _run_call(f"{name}.{method}({desc.op_name})", desc, method)
@@ -244,7 +209,7 @@ for _desc in PROBLEMS:
     _plan_calls(PLANS[type(_desc)], _desc)
 
 
-_call(
+add_call(
     "GemmSparse24Plan.for_tokens",
     GemmSparse24Plan.for_tokens,
     descriptor=DESC,
@@ -253,13 +218,15 @@ _call(
     device="host",
     tuning=None,
 )
-_call(
+add_call(
     "GemmSparse24TokenPlans.compile",
     GemmSparse24Plan.for_tokens(DESC, 16, device="host").compile,
     ns=[1, 16],
 )
-_call("Caller.alignment", _STRICT.caller(_ran()).alignment, operand="x")
-_call("GemmSparse24Plan.replay", _replay, args=None, weight=_ran().weight, x=_ran().x, y=_ran().y, **_SAMPLED)
+add_call("Caller.alignment", _STRICT.caller(_ran()).alignment, operand="x")
+add_call(
+    "GemmSparse24Plan.replay", _replay, args=None, weight=_ran().weight, x=_ran().x, y=_ran().y, **_SAMPLED
+)
 
 
 # Weights and views --------------------------------------------------------------------------------
@@ -286,7 +253,7 @@ _RANKED = {"scores": None, "element": None, "stream": None}
 _on_dense("prune", sparse24_plans.prune, **_RANKED)
 _on_dense("Sparse24Weight.prune_compress", Sparse24Weight.prune_compress, **_RANKED)
 _on_dense("Sparse24Weight.compress", Sparse24Weight.compress, element=None, stream=None)
-_call(
+add_call(
     "Sparse24Weight",
     Sparse24Weight,
     values=WEIGHT.values,
@@ -294,9 +261,9 @@ _call(
     element=None,
     validate=True,
 )
-_call("Sparse24Weight.decompress", WEIGHT.decompress, stream=None)
+add_call("Sparse24Weight.decompress", WEIGHT.decompress, stream=None)
 QUANTIZED = Sparse24QuantizedWeight.quantize(BITS16, stored="s4", group=32)
-_call(
+add_call(
     "Sparse24QuantizedWeight",
     Sparse24QuantizedWeight,
     values=QUANTIZED.values,
@@ -308,7 +275,7 @@ _call(
     scale_element=None,
     validate=True,
 )
-_call(
+add_call(
     "Sparse24QuantizedWeight.quantize",
     Sparse24QuantizedWeight.quantize,
     weight=BITS16,
@@ -318,26 +285,26 @@ _call(
     rule="largest",
     element=None,
 )
-_call("Sparse24QuantizedWeight.dequantize", QUANTIZED.dequantize)
-_call("Sparse24QuantizedWeight.decompress", QUANTIZED.decompress)
-_call("Sparse24QuantizedWeight.to", QUANTIZED.to, device="host", stream=None)
-_call("gated_rows", sparse24_plans.gated_rows, m=32)
-_call("take_rows", sparse24_plans.take_rows, weight=WEIGHT, rows=np.arange(16), stream=None)
-_call("Sparse24Weight.validate", WEIGHT.validate, stream=None)
-_call("Sparse24Weight.to", WEIGHT.to, device="host", stream=None)
-_call("GemmSparse24Plan.pack", _HOST.pack, weight=WEIGHT, stream=None)
-_call(
+add_call("Sparse24QuantizedWeight.dequantize", QUANTIZED.dequantize)
+add_call("Sparse24QuantizedWeight.decompress", QUANTIZED.decompress)
+add_call("Sparse24QuantizedWeight.to", QUANTIZED.to, device="host", stream=None)
+add_call("gated_rows", sparse24_plans.gated_rows, m=32)
+add_call("take_rows", sparse24_plans.take_rows, weight=WEIGHT, rows=np.arange(16), stream=None)
+add_call("Sparse24Weight.validate", WEIGHT.validate, stream=None)
+add_call("Sparse24Weight.to", WEIGHT.to, device="host", stream=None)
+add_call("GemmSparse24Plan.pack", _HOST.pack, weight=WEIGHT, stream=None)
+add_call(
     "PackedWeight",
     PackedWeight,
     **{one.name: getattr(PackedWeight.canonical(WEIGHT), one.name) for one in fields(PackedWeight)},
 )
-_call("PackedWeight.canonical", PackedWeight.canonical, weight=WEIGHT)
-_call("concat_weights", sparse24_plans.concat_weights, weights=[WEIGHT, WEIGHT], axis=0, stream=None)
+add_call("PackedWeight.canonical", PackedWeight.canonical, weight=WEIGHT)
+add_call("concat_weights", sparse24_plans.concat_weights, weights=[WEIGHT, WEIGHT], axis=0, stream=None)
 for _name, _weight in (("", WEIGHT), ("(quantized)", QUANTIZED)):
     _place = {"axis": 1, "copy": None, "stream": None}
-    _call(f"slice_weight{_name}", sparse24_plans.slice_weight, weight=_weight, start=0, stop=32, **_place)
-    _call(f"split_weight{_name}", sparse24_plans.split_weight, weight=_weight, sizes=1, **_place)
-_call(
+    add_call(f"slice_weight{_name}", sparse24_plans.slice_weight, weight=_weight, start=0, stop=32, **_place)
+    add_call(f"split_weight{_name}", sparse24_plans.split_weight, weight=_weight, sizes=1, **_place)
+add_call(
     "TensorView",
     TensorView,
     address=_SPACE.ctypes.data,
@@ -348,16 +315,16 @@ _call(
     readonly=False,
     owner=_SPACE,
 )
-_call("TensorView.of", TensorView.of, obj=_SPACE, element=None)
+add_call("TensorView.of", TensorView.of, obj=_SPACE, element=None)
 _VIEW = TensorView.of(np.zeros((4, 8), np.float32))
 for _method in ("array", "bits", "owned_copy", "__copy__", "__dlpack_device__"):
-    _call(f"TensorView.{_method}", getattr(_VIEW, _method))
-_call("TensorView.__array__", _VIEW.__array__)
-_call("TensorView.__dlpack__", _VIEW.__dlpack__, stream=None, max_version=(1, 0))
-_call("Workspace", Workspace, address=_SPACE.ctypes.data, nbytes=64, device=HOST)
-_call("Workspace.of", Workspace.of, obj=_SPACE, device=HOST)
+    add_call(f"TensorView.{_method}", getattr(_VIEW, _method))
+add_call("TensorView.__array__", _VIEW.__array__)
+add_call("TensorView.__dlpack__", _VIEW.__dlpack__, stream=None, max_version=(1, 0))
+add_call("Workspace", Workspace, address=_SPACE.ctypes.data, nbytes=64, device=HOST)
+add_call("Workspace.of", Workspace.of, obj=_SPACE, device=HOST)
 _PARTS = to_foreign("baracuda", WEIGHT)
-_call("from_foreign", sparse24_plans.from_foreign, name="baracuda", parts=_PARTS, element=None, shape=None)
+add_call("from_foreign", sparse24_plans.from_foreign, name="baracuda", parts=_PARTS, element=None, shape=None)
 for _format in (
     "torch_cutlass",
     "cutlass_sm90",
@@ -375,7 +342,7 @@ for _format in (
         None if _format in ("torch_cutlass", "cutlass_sm90", "tilelang", "compressed_tensors") else (128, 128)
     )
     _given.pop("shape", None)
-    _call(f"from_foreign({_format})", _from, element=None, shape=_shape, tile_k=None, **_given)
+    add_call(f"from_foreign({_format})", _from, element=None, shape=_shape, tile_k=None, **_given)
 _TENSORS: dict[str, dict[str, Any]] = {
     "marlin_24": to_foreign("marlin_24", Sparse24QuantizedWeight.quantize(BITS16, stored="s4", group=128)),
     "pack_quantized": {
@@ -404,9 +371,9 @@ for _format, _given in _TENSORS.items():
         more = {"bits": bits, "group": group, "version": version}
         return sparse24_plans.from_foreign(_name, parts, element=element, **more)
 
-    _call(f"from_foreign({_format})", _read, **_QUANTIZED, **_given)
+    add_call(f"from_foreign({_format})", _read, **_QUANTIZED, **_given)
 _ROWS = Sparse24QuantizedWeight.quantize(BITS16, stored="s4", group=0)
-_call("to_foreign(marlin_24)", sparse24_plans.to_foreign, name="marlin_24", weight=_ROWS)
+add_call("to_foreign(marlin_24)", sparse24_plans.to_foreign, name="marlin_24", weight=_ROWS)
 _OWN_FORMATS = set(FORMATS)
 
 
@@ -423,8 +390,8 @@ def _register(folder: Path) -> Prepared:
 
 
 CALLS["register_format"] = Call(_register, tuple(_register(Path()).arguments))
-_call("to_foreign", sparse24_plans.to_foreign, name="tilelang", weight=BITS16, word_bytes=2)
-_call(
+add_call("to_foreign", sparse24_plans.to_foreign, name="tilelang", weight=BITS16, word_bytes=2)
+add_call(
     "from_product",
     sparse24_plans.from_product,
     blob=np.zeros(16 * 24, np.float16),
@@ -434,100 +401,13 @@ _call(
 )
 
 
-# Layouts of blocks --------------------------------------------------------------------------------
-
-_BLOCKS = np.zeros((1, 3, 16, 16), np.float32)
-_CROW, _COL = LAYOUT.to_bsr()
-_call("BlockSparseLayout", BlockSparseLayout, bitmap=LAYOUT.bitmap, block=16)
-_call("BlockSparseLayout.transposed", LAYOUT.transposed)
-_call(
-    "BlockSparseLayout.from_bsr",
-    BlockSparseLayout.from_bsr,
-    crow_indices=_CROW,
-    col_indices=_COL,
-    cols=32,
-    block=16,
-)
-_call("BlockSparseLayout.to_bsr", LAYOUT.to_bsr)
-_call(
-    "BlockSparseLayout.from_torch_bsr",
-    BlockSparseLayout.from_torch_bsr,
-    tensor=SimpleNamespace(
-        layout="torch.sparse_bsr",
-        shape=(32, 32),
-        values=lambda: _BLOCKS[0],
-        crow_indices=lambda: _CROW[0],
-        col_indices=lambda: _COL,
-    ),
-)
-_call(
-    "BlockSparseLayout.from_coo",
-    BlockSparseLayout.from_coo,
-    indices=LAYOUT.to_coo(),
-    shape=(1, 32, 32),
-    block=16,
-)
-_call("BlockSparseLayout.to_coo", LAYOUT.to_coo)
-_call("BlockSparseLayout.from_dense", BlockSparseLayout.from_dense, dense=_BLOCKS[0, 0], block=16)
-_call("BlockSparseLayout.values_of", LAYOUT.values_of, dense=LAYOUT.to_dense(_BLOCKS))
-_call("BlockSparseLayout.to_dense", LAYOUT.to_dense, values=_BLOCKS)
-_call("BlockSparseLayout.to_json", LAYOUT.to_json)
-_call("BlockSparseLayout.from_json", BlockSparseLayout.from_json, text=LAYOUT.to_json())
-_LARGE = BlockSparseLayout([[0, 1], [1, 1]], 64)
-_CELLS = np.zeros((1, 3, 64, 64), np.float16)
-_KEPT = compress_blocks(_LARGE, _CELLS, along="rows")
-_call("compress_blocks", compress_blocks, layout=_LARGE, values=_CELLS, along="rows")
-_call(
-    "decompress_blocks", decompress_blocks, layout=_LARGE, along="columns", values=_KEPT[0], metadata=_KEPT[1]
-)
-_call(
-    "prune_blocks",
-    prune_blocks,
-    matrix=_LARGE.to_dense(_CELLS)[0],
-    block=64,
-    density=0.5,
-    along="rows",
-    scores=_LARGE.to_dense(_CELLS)[0],
-)
-_call("BlockSparseTables", BlockSparseTables, layout=LAYOUT)
-_MATMUL = BlockSparseMatmulDescriptor(op="dsd", layout=LAYOUT, n=4, element="f32")
-_call("BlockSparseMatmulPlan.pack", select(_MATMUL, "host").pack, layout=LAYOUT)
-_PACKING = select(_MATMUL.model_copy(update={"packed": True}), "host")
-_VALUES = np.zeros((1, LAYOUT.shape.blocks, LAYOUT.shape.block, LAYOUT.shape.block), np.float32)
-_call("BlockSparseMatmulPlan.pack, packed", _PACKING.pack, layout=LAYOUT, values=_VALUES, stream=None)
-_PACKED = _PACKING.pack(LAYOUT, _VALUES)
-_call("PackedBlocks", PackedBlocks, **{one.name: getattr(_PACKED, one.name) for one in fields(PackedBlocks)})
-_BITMAP = LAYOUT.bitmap.view(np.uint8)
-for _desc in (
-    _MATMUL,
-    BlockSparseSoftmaxDescriptor(layout=LAYOUT, element="f32"),
-    BlockSparseAttentionDescriptor(layout=LAYOUT, element="f32", head_size=4),
-    BlockSparseConv2dDescriptor(layout=LAYOUT, element="f32", height=2, width=2, kernel=1),
-):
-    _plan = select(_desc, "host")
-    _call(
-        f"{type(_plan).__name__}.update",
-        _plan.update,
-        tables=BlockSparseTables(LAYOUT),
-        bitmap=_BITMAP,
-        stream=None,
-    )
-_SOFTMAX = BlockSparseSoftmaxDescriptor(layout=LAYOUT, element="f32")
-_call("BlockSparseSoftmaxPlan.pack", select(_SOFTMAX, "host").pack, layout=LAYOUT)
-_ATTENTION = BlockSparseAttentionDescriptor(layout=LAYOUT, element="f32", head_size=4)
-_call("BlockSparseAttentionPlan.pack", select(_ATTENTION, "host").pack, layout=LAYOUT)
-_CONVOLUTION = BlockSparseConv2dDescriptor(layout=LAYOUT, element="f32", height=2, width=2, kernel=1)
-_call("BlockSparseConv2dPlan.pack", select(_CONVOLUTION, "host").pack, layout=LAYOUT)
-_call("BlockSparseTables.update", BlockSparseTables(LAYOUT).update, layout=LAYOUT)
-
-
 # Tables and files ---------------------------------------------------------------------------------
 
 _TABLE = TuningTable("gpu", "1.0", ())
-_call("TuningTable", TuningTable, gpu="gpu", driver="1.0", entries=())
-_call("TuningTable.find", _TABLE.find, problem=DESC)
-_call("TuningTable.merged", _TABLE.merged, newer=_TABLE)
-_call("tune", sparse24_plans.tune, problems=[], kernels=None, device="host", on_trials=None)
+add_call("TuningTable", TuningTable, gpu="gpu", driver="1.0", entries=())
+add_call("TuningTable.find", _TABLE.find, problem=DESC)
+add_call("TuningTable.merged", _TABLE.merged, newer=_TABLE)
+add_call("tune", sparse24_plans.tune, problems=[], kernels=None, device="host", on_trials=None)
 
 
 def _on_files(name: str, function: Callable[..., Any], arguments: Callable[[Path], dict[str, Any]]) -> None:
@@ -599,7 +479,7 @@ _on_files(
     },
 )
 _on_files("save_run", save_run, lambda at: {"path": at / "new", "plan": _STRICT, "args": _ran()})
-_call(
+add_call(
     "RecordedRun.replay",
     RecordedRun(DESC, "fma32_in_order", "host", "host_strict", "0.1.0", _ran()).replay,
     **_SAMPLED,

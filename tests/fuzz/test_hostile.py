@@ -18,7 +18,8 @@ from sparse24_plans.device.tensors import contiguous_strides
 
 from . import hostile, worker
 from .hostile import Attack, check_attack, draw_attack
-from .hostile_calls import CALLS, Call, Prepared
+from .hostile_calls import CALLS
+from .hostile_registry import Call, Prepared
 from .hostile_values import VALUES
 from .problems import draw
 
