@@ -25,7 +25,7 @@ from sparse24_plans.blocksparse.layout import BlockSparseLayout
 from sparse24_plans.blocksparse.plan import BlockSparseAttentionPlan
 from sparse24_plans.vocab import BlockSparsePass
 
-from .block_operands import ELEMENT, check, random, timed_once
+from .block_operands import ELEMENT, check, random, timed_once, workspace_of
 
 TOKENS, HEADS = 16384, 16
 HEAD_SIZES = (128, 64)
@@ -114,9 +114,8 @@ class _Problem:
         if op is BlockSparsePass.BACKWARD:
             kind = BlockSparseAttentionBackwardArgs
             given |= {"do": self.read["do"]} | {name: self.made[name] for name in ("dq", "dk", "dv")}
-        size = plan.workspace_size()
-        space = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
-        bound = plan.bind(kind(layout=plan.pack(self.layout), **given), workspace=space)
+        args = kind(layout=plan.pack(self.layout), **given)
+        bound = plan.bind(args, workspace=workspace_of(plan))
         sources.update(sources_of(plan))
         return lambda: bound.launch(torch.cuda.current_stream())
 

@@ -8,8 +8,8 @@ from typing import Any
 from sparse24_plans.bench.peers import torch
 from sparse24_plans.bench.steady import Steady
 from sparse24_plans.blocksparse.layout import BlockSparseLayout
-from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.errors import UnsupportedError
+from sparse24_plans.plan.plan import Plan
 from sparse24_plans.vocab import ElementKind
 
 ELEMENT = ElementKind.BF16
@@ -22,7 +22,7 @@ def random(shape: tuple[int, ...]) -> Any:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def workspace_of(plan: BlockSparseMatmulPlan) -> Any:
+def workspace_of(plan: Plan) -> Any:
     """Memory on PyTorch's GPU that the plan may use, or None if it needs none."""
     size = plan.workspace_size()
     return torch.empty(size, dtype=torch.uint8, device="cuda") if size else None

@@ -23,6 +23,8 @@ from sparse24_plans import (
     ElementKind,
 )
 
+from .block_operands import workspace_of
+
 SIZES = ((64, 256, 56), (64, 512, 28), (256, 256, 14), (256, 512, 7))
 """Images, channels in and out, height and width."""
 BLOCKS, DENSITIES, STRIDES = (128, 64, 32), (0.5, 0.2, 0.1), (1, 2)
@@ -88,9 +90,7 @@ class Setting:
 
     def ours(self) -> Callable[[], object]:
         args = self.plan.args_type(self.plan.descriptor)(layout=self.plan.pack(self.layout), **self.made)
-        size = self.plan.workspace_size()
-        space = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
-        bound = self.plan.bind(args, workspace=space)
+        bound = self.plan.bind(args, workspace=workspace_of(self.plan))
         return lambda: bound.launch(torch.cuda.current_stream())
 
     def dense(self, dtype: torch.dtype, filter: Any = None) -> Callable[[], Any]:

@@ -47,6 +47,7 @@ from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
+from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics
@@ -320,8 +321,6 @@ FILES = {
     "f32": "f32-times",
     "blocks": "block-times",
 }
-FEW_TOKENS = 64
-"""Most tokens that ``blocks_mma`` is timed with."""
 MOST_CELLS = 1 << 27
 """Cells of a matrix for packed operands, whose tables the host makes quickly."""
 KINDS: Mapping[str, Sequence[Mapping[str, Any]]] = {

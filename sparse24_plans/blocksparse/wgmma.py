@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from .._vendor import cuda_driver_abi
 from ..device.tensors import TensorView
+from .kernel_problem import K_MAJOR
+
+NO_MAP = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
+"""A map that the kernel does not use."""
+_GROUP = 64
+"""Tokens of a box of an X whose tokens are contiguous."""
 
 
 def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
@@ -15,6 +21,16 @@ def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
     return cuda_driver_abi.swizzled_matrices_map(
         view.address, (batch * heads, rows, columns), view.element.itemsize, box
     )
+
+
+def tokens_map(view: TensorView, major: int, tokens: int, step: int) -> bytes:
+    """Tensor map of X with boxes of ``step`` k of some tokens, or of 64 of them if they are contiguous.
+
+    There is no map of no tokens. Raises LibraryError.
+    """
+    if tokens == 0:
+        return NO_MAP
+    return matrices_map(view, (tokens, step) if major == K_MAJOR else (step, _GROUP))
 
 
 def rows_map(view: TensorView, box: tuple[int, int]) -> bytes:

@@ -20,7 +20,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse.schedules import blocks_mma as schedules
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
-from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS, few_tokens_lose
+from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS, few_tokens_us
 from sparse24_plans.blocksparse.schedules.sdd_mma import SddMmaSchedule
 from sparse24_plans.plan.schedule_choice import constants
 
@@ -59,11 +59,11 @@ def test_it_serves_few_tokens_where_it_is_predicted_to_be_the_fastest(device, op
     model = constants(f"packed_mma_{'k' if k_last else 'n'}_last_64")
     for launch, most in ((-1e6, FEW_TOKENS), (1e6, 0)):
         monkeypatch.setitem(model, "launch", launch)
-        few_tokens_lose.cache_clear()
+        few_tokens_us.cache_clear()
         for n, packed in itertools.product((0, 1, 8, 64, 65), (False, True)):
             found = chosen(op=op, n=n, device=device, packed=packed, **form)
             assert (found == "blocks_mma") == (0 < n <= most)
-    few_tokens_lose.cache_clear()
+    few_tokens_us.cache_clear()
     # Kernels that serve more tokens have other bits.
     wanted_bits = {"require": {"batch_invariant": True}}
     assert chosen(op=op, n=8, device=device, preference=wanted_bits, **form) != "blocks_mma"

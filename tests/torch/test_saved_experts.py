@@ -93,11 +93,15 @@ def test_dense_experts_are_not_loaded_into_24_ones(tmp_path):
         load_sparse24(model, tmp_path / "saved")
 
 
-def mixtral() -> Any:
-    torch.manual_seed(0)
+def mixtral_config(**changes: Any) -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 96, "num_hidden_layers": 2, "num_local_experts": 3, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).eval()
+    return transformers.MixtralConfig(**{**sizes, **changes})
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(mixtral_config()).eval()
 
 
 @pytest.fixture(scope="module")
@@ -192,15 +196,7 @@ def test_experts_without_a_kernel_on_their_gpu_stay_dense(tmp_path, monkeypatch,
         assert device == 3
         raise UnsupportedError("needs compute capability 9.0")
 
-    config = transformers.MixtralConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=48,
-        num_local_experts=2,
-    )
+    config = mixtral_config(num_hidden_layers=1, intermediate_size=128, num_local_experts=2)
     model, other = (transformers.MixtralForCausalLM(config) for _ in range(2))
     to_sparse24(model)
     save_sparse24(model, tmp_path / "saved")

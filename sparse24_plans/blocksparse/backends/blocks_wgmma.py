@@ -19,13 +19,11 @@ from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, prepared_bytes
 from ..prepasses import SOURCES, PrePasses
 from ..schedules.blocks_wgmma import APART, IN_TURN, LONG_FIRST, NO_SLICES, BlocksWgmmaSchedule, Cut
-from ..wgmma import matrices_map, rows_map
+from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
 _LINE_BYTES = 128
 """Bytes of a box's row, and of a step's k."""
-_NO_MAP = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
-"""A map that the kernel does not use."""
 _TILE = 64
 """Rows of a wgmma tile; also rows or tokens of a box that is not K-major."""
 
@@ -172,24 +170,28 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         """Tensor maps of the left operand, the right operand, its last tile and the result."""
         desc, problem, one = self.descriptor, self._problem, self._schedule
         left_major, right_major = self._majors
-        found = 3 * _NO_MAP
+        found = 3 * NO_MAP
         if self._reads:
             block, depth = desc.layout.block, _depth(desc)
             if problem.sampled:
                 found = _dense_map(views["a"], left_major, one.rows, depth, one.cluster_n)
-                found += _dense_map(views["b"], right_major, min(block, one.tokens), depth) + _NO_MAP
+                found += _dense_map(views["b"], right_major, min(block, one.tokens), depth) + NO_MAP
             else:
                 step = min(block, depth)
                 lines = block if left_major == K_MAJOR else step
                 found = rows_map(views[problem.left], (lines // one.cluster_n, step))
+                grouped = problem.small and right_major != K_MAJOR
                 for tokens in (one.tokens, desc.n % one.tokens):
-                    found += _tokens_map(views[problem.right], right_major, problem.small, tokens, step)
+                    if grouped and tokens:
+                        found += _grouped_map(views[problem.right], tokens, step)
+                    else:
+                        found += tokens_map(views[problem.right], right_major, tokens, step)
         out = views["c"]
         wide = min(_LINE_BYTES // out.element.itemsize, _TILE)  # what the kernel's staging area holds
         if problem.sampled:
-            return found + (_NO_MAP if problem.small else rows_map(out, (_TILE, wide)))
+            return found + (NO_MAP if problem.small else rows_map(out, (_TILE, wide)))
         if problem.unaligned_rows:
-            return found + _NO_MAP
+            return found + NO_MAP
         return found + matrices_map(out, (_TILE if problem.tokens_contiguous else wide, wide))
 
 
@@ -202,15 +204,6 @@ def _dense_map(view: TensorView, major: int, lines: int, step: int, cluster_n: i
     """Tensor map with boxes of ``step`` k of some rows or tokens, divided among the CTAs of a cluster."""
     box = (lines // cluster_n, step) if major == K_MAJOR else (step // cluster_n, min(lines, _TILE))
     return matrices_map(view, box)
-
-
-def _tokens_map(view: TensorView, major: int, small: bool, tokens: int, step: int) -> bytes:
-    """Tensor map with boxes of ``step`` k of some tokens of X, in large blocks if not K-major of 64."""
-    if tokens == 0:
-        return _NO_MAP
-    if small and major != K_MAJOR:
-        return _grouped_map(view, tokens, step)
-    return _dense_map(view, major, tokens if major == K_MAJOR else _TILE, step)
 
 
 def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
 from ...device.jit.structs import KernelParams, field, kernel_params
@@ -11,17 +10,15 @@ from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import K_MAJOR, KernelProblem
+from ..kernel_problem import KernelProblem
 from ..panels import PANEL_ROWS
 from ..prepasses import SOURCES, PrePasses
 from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
-from ..wgmma import matrices_map, rows_map
+from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
 _STEP, _LINE_BYTES = 64, 128
 """Elements of k in a stage of X; bytes of a box's row."""
-_NO_MAP = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
-"""A map that the kernel does not use."""
 
 
 @kernel_params("blocksparse/params/blocks_wgmma_sp.cuh")
@@ -111,17 +108,16 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def _maps(self, views: Views) -> bytes:
         """Tensor maps of the values, X, its last tile and the result."""
         problem, schedule = self._problem, self._schedule
-        found = 3 * _NO_MAP
+        found = 3 * NO_MAP
         if self._reads:
             values = views[problem.left]
             rows, width = values.shape[-2:]
             found = rows_map(values, (rows // schedule.cluster_n, width))
             for tokens in (schedule.tokens, self.descriptor.n % schedule.tokens):
-                lines = tokens if problem.right_major == K_MAJOR else _STEP
-                found += matrices_map(views[problem.right], (lines, _STEP)) if tokens else _NO_MAP
+                found += tokens_map(views[problem.right], problem.right_major, tokens, _STEP)
         out = views["c"]
         if problem.unaligned_rows:
-            return found + _NO_MAP
+            return found + NO_MAP
         wide = _LINE_BYTES // out.element.itemsize  # the kernel's staging area has 64 lines of 128 bytes
         return found + matrices_map(out, (_STEP if problem.tokens_contiguous else wide, wide))
 

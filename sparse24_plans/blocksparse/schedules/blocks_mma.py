@@ -26,6 +26,8 @@ _LONG_UNITS = 512
 """Units of a full block row beyond which four warps would take too long for it."""
 _WARPS = (4, 8, 16)
 """Numbers of warps of a CTA."""
+RESIDENT_WARPS = 16
+"""Warps that a multiprocessor runs at once, at least."""
 SLOTS = 8
 """Places for the sums of shares of a block row."""
 _ROUND_US, _BYTES_PER_US = 0.9, 2.3e6

@@ -225,10 +225,10 @@ def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -
 
 def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
     """Whether a panel is known to be much longer than the mean."""
-    return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * _mean_panel(desc))
+    return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * mean_panel(desc))
 
 
-def _mean_panel(desc: BlockSparseMatmulDescriptor) -> float:
+def mean_panel(desc: BlockSparseMatmulDescriptor) -> float:
     """Columns that are expected of a row panel, if blocks are kept at random."""
     layout = desc.layout
     return desc.reduction // layout.block * expected_occupancy(layout, panel_block_rows(layout))
@@ -248,7 +248,7 @@ def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
     tiles = one.work_tiles(desc) * one.cluster_n
     share = tiles / MULTIPROCESSORS * across * expected_occupancy(layout, max(one.rows // layout.block, 1))
     of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
-    longest = desc.longest_panel or min(across, _mean_panel(desc) + of_rank_1)
+    longest = desc.longest_panel or min(across, mean_panel(desc) + of_rank_1)
     exchange = math.sqrt(one.tokens / _TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block
     cut = max(share * (1 + exchange / slicing.longest), slicing.longest / 2) + exchange
     return bool(max(longest, share) > cut)
@@ -281,7 +281,7 @@ def uneven_tokens(desc: BlockSparseMatmulDescriptor, tokens: int, multiprocessor
 
     No CTA ends before its longest panel does, and a step of a narrow tile is shorter.
     """
-    mean = _mean_panel(desc)
+    mean = mean_panel(desc)
     step = constants("blocks_tiles")["panel_step"]
     tried = [one for one in _TOKENS if one <= tokens]
 

@@ -14,9 +14,9 @@ from ...plan.schedule_choice import constants
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, prepared_bytes
-from ..panels import PANEL_ROWS, expected_occupancy
-from .blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
-from .blocks_wgmma import APART, IN_TURN, MULTIPROCESSORS, Cut, panel_count
+from ..panels import expected_occupancy
+from .blocks_mma import RESIDENT_WARPS, BlocksMmaSchedule, block_rows, prepared_x
+from .blocks_wgmma import APART, IN_TURN, MULTIPROCESSORS, Cut, mean_panel, panel_count
 
 INFLATING = "inflate_blocks"
 """The name of the model of inflating."""
@@ -24,8 +24,6 @@ FEW_TOKENS = 64
 """Most tokens that a kernel for few of them is preferred for."""
 _TILE_ROWS, _TILE_TOKENS = 128, 256
 """The tile of a large dense product."""
-_RESIDENT_WARPS = 16
-"""Warps of ``blocks_mma`` that a multiprocessor holds at least."""
 
 
 class Model(NamedTuple):
@@ -73,7 +71,7 @@ def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     across = one.block_rows if problem.by_columns else one.block_cols
     panels, tiles = panel_count(desc, schedule.rows), -(-desc.n // schedule.tokens)
     mean = across * expected_occupancy(one, max(schedule.rows // one.block, 1))
-    alike = across * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
+    alike = mean_panel(desc)
     longest_slice = desc.longest_panel
     if cut.slices in (APART, IN_TURN) and problem.slicing:
         longest_slice = min(longest_slice, problem.slicing.longest)
@@ -144,10 +142,9 @@ def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     padded = schedule.n_tiles(desc) * schedule.tokens
     longest = mean = one.blocks / max(block_rows(desc), 1)
     if desc.longest_panel:  # as much longer than others as the longest panel is
-        alike = desc.reduction // one.block * expected_occupancy(one, max(PANEL_ROWS // one.block, 1))
-        longest = min(mean * max(1.0, desc.longest_panel / alike), float(desc.longest_panel))
+        longest = min(mean * max(1.0, desc.longest_panel / mean_panel(desc)), float(desc.longest_panel))
     rounds = longest * (one.block // schedule.depth) / (schedule.warps * schedule.units)
-    resident = MULTIPROCESSORS * _RESIDENT_WARPS
+    resident = MULTIPROCESSORS * RESIDENT_WARPS
     return (
         values + _token_bytes(desc),
         values * padded / schedule.rows,
@@ -231,11 +228,16 @@ def dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
 
 
 @lru_cache(maxsize=4096)
+def few_tokens_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Predicted microseconds by the kernel for few tokens, which two entries of the kernel table ask for."""
+    return FEW.microseconds(desc)
+
+
 def few_tokens_lose(desc: BlockSparseMatmulDescriptor, *, beside_wgmma: bool) -> str | None:
     """The reason why ``dsd`` or ``dds`` is faster by another kernel than one for few tokens, or None."""
     if not 0 < desc.n <= FEW_TOKENS:
         return f"is preferred for n up to {FEW_TOKENS}, not {desc.n}"
-    us, other = FEW.microseconds(desc), _chosen(desc)
+    us, other = few_tokens_us(desc), _chosen(desc)
     name, other_us, most = "wgmma", other.blocks_us, 1.0
     if other.is_dense or not beside_wgmma:
         name, other_us, most = "a dense product", other.dense_us, constants("packed_choice")["most_of_dense"]
