@@ -9,11 +9,11 @@
 // row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
 //
 //   role       threads      what it does
-//   Mainloop   warps        loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; adds the sums of a
-//                           share to those in shared memory when the next one begins
+//   Mainloop   warps        loads and multiplies the units of a share, kUnits of op(S) and kXUnits of X ahead. If a
+//                           pre-pass copies X, tables and op(S) are loaded while it does
 //   write      all threads  adds the sums of slots, epilogue, store
 //
-//   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has several shares
+//   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has both halves
 //   registers  4 * kStrips * kN8Tiles accumulators, at most 32; op(S) of kUnits and X of kXUnits, up to 32 words each
 //
 //   table   | blocks of 32 units |                    one load a lane; the next 32 are prefetched to L2
@@ -34,6 +34,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   // Whether k is contiguous in op(S), and in X; otherwise rows or tokens are.
   static constexpr bool kLeftAlongK = S24_LEFT_ALONG_K, kRightAlongK = S24_RIGHT_ALONG_K;
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows are
+  // Whether a pre-pass has just copied X, which began once everything before it was done.
+  static constexpr bool kXCopied = S24_X_COPIED;
 
   static constexpr int kDepth = S24_DEPTH, kSteps = kDepth / 16, kLaneK = kDepth / 4;  // k of a unit, and of a lane
   static constexpr int kBlockUnits = kBlock / kDepth;
@@ -119,7 +121,6 @@ struct Slots {
 // The mainloop of a warp.
 struct Mainloop {
   const BlocksMmaParams& p;
-  WarpShares<Config::kWarps, Config::kBlockUnits> mine;
   const Bits *values, *x;  // this lane's first cells of block 0 and of block column 0, in the warp's unit
   int tokens;              // tokens from the lane's first on
 
@@ -127,8 +128,7 @@ struct Mainloop {
   int columns[Config::kUnits];  // block column of each unit in flight, or -1
   u32 left[Config::kUnits][Config::kLeftWords], right[Config::kXUnits][Config::kRightWords];
 
-  __device__ __forceinline__ Mainloop(const BlocksMmaParams& p, const WorkTile& work, int warp)
-      : p(p), mine(work.first, work.count, warp) {
+  __device__ __forceinline__ Mainloop(const BlocksMmaParams& p, const WorkTile& work, int warp) : p(p) {
     const int group = threadIdx.x % 32 / 4;
     const int k = warp % Config::kBlockUnits * Config::kDepth + fragment_k<Config::kDepth>(threadIdx.x % 4, 0, 0);
     const int row = work.row + fragment_row<Config::kLeftAlongK, kStrips>(group, 0, 0);
@@ -143,8 +143,8 @@ struct Mainloop {
 
   // Begins a round: finds the blocks of units `begin` + lane, and prefetches the tables of the next round. op(S) has k
   // contiguous if it is not transposed, and then its entries are in the order of the values.
-  __device__ __forceinline__ void look_up(int begin) {
-    const int unit = begin + threadIdx.x % 32, at = mine.entry_of(unit), next = mine.entry_of(unit + 32);
+  __device__ __forceinline__ void look_up(const ShareUnits<Config::kBlockUnits>& share, int begin) {
+    const int unit = begin + threadIdx.x % 32, at = share.entry_of(unit), next = share.entry_of(unit + 32);
     column = -1, place = at;
     if (at >= 0) {
       column = p.columns[at];
@@ -216,29 +216,24 @@ struct Mainloop {
       }
   }
 
-  // Sums the warp's shares. If it has several, their sums are in the slots then.
-  __device__ __forceinline__ void run(Accumulators& acc, const Slots& slots, int warp) {
+  // Adds a share to the sums.
+  __device__ __forceinline__ void run(Accumulators& acc, const ShareUnits<Config::kBlockUnits>& share) {
     constexpr int kUnits = Config::kUnits, kXUnits = Config::kXUnits;
-    int end = mine.has_several() ? mine.length() : mine.units + 1;  // of the units of a share
-    look_up(0);
+    const int units = share.count();
+    look_up(share, 0);
 #pragma unroll
     for (int slot = 0; slot < kUnits; ++slot) load_left(slot, slot);
+    if constexpr (Config::kXCopied) grid_dependency_wait();
 #pragma unroll
     for (int slot = 0; slot < kXUnits; ++slot) load_right(slot, slot);
-    for (int unit = 0, next = kUnits; unit < mine.units; unit = next, next += kUnits) {
-      if (next % 32 == 0) look_up(next);
+    for (int unit = 0, next = kUnits; unit < units; unit = next, next += kUnits) {
+      if (next % 32 == 0) look_up(share, next);
 #pragma unroll
       for (int slot = 0; slot < kUnits; ++slot) {
-        if (unit + slot >= mine.units) break;
+        if (unit + slot >= units) break;
         multiply(acc, slot);
         load_left(slot, next + slot);
         load_right(slot % kXUnits, (slot + kXUnits) % kUnits);
-        if (mine.kMayHaveSeveral && unit + slot + 1 == end) {
-          const int share = warp + mine.shares_before(unit + slot) * Config::kWarps;
-          if (share < slots.count) slots.store(acc, share);
-          else slots.add(acc, share);
-          clear(acc), end += mine.length();
-        }
       }
     }
   }
@@ -278,18 +273,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResident
     blocks_mma(const __grid_constant__ BlocksMmaParams p) {
   extern __shared__ __align__(16) float buffers[];
   __shared__ ResultTile tile;
-  launch_dependents_and_wait();
+  launch_dependent_grids();
+  if constexpr (!Config::kXCopied) grid_dependency_wait();
   const WorkTile work(p);
   if (threadIdx.x == 0) tile.set(p, work);
-  Accumulators acc;
-  clear(acc);
-  const int warp = threadIdx.x / 32;
-  Mainloop mainloop(p, work, warp);
-  const int shares = mainloop.mine.shares;
+  const int warp = threadIdx.x / 32, shares = shares_of(work.count * Config::kBlockUnits);
   const Slots slots{buffers, shares / 2};
-  mainloop.run(acc, slots, warp);
-  if (!mainloop.mine.has_several()) {
-    if (warp >= slots.count && warp < shares) slots.store(acc, warp);
+  const bool has_several = shares > Config::kWarps;
+  Mainloop mainloop(p, work, warp);
+  Accumulators acc;
+  for (int share = warp; share < shares; share += Config::kWarps) {
+    clear(acc);
+    mainloop.run(acc, {work.first, work.count, share, shares});
+    if (share >= slots.count && has_several) slots.add(acc, share);
+    else if (share >= slots.count || has_several) slots.store(acc, share);
+  }
+  if (!has_several) {
     __syncthreads();
     if (warp < slots.count) slots.add(acc, warp);
   }

@@ -19,40 +19,30 @@ every_division = pytest.mark.parametrize("block_units", BLOCK_UNITS)
 
 
 def shares_of(units: int) -> int:
-    return 4 if units <= 16 else 8 if units <= 32 else 16
+    return 4 if units <= 16 else 8 if units <= 64 else 16
 
 
-class Warp:
-    """A warp, and the entries of its units in the order in which it takes them: -1 where there is none."""
-
-    def __init__(self, warps: int, block_units: int, count: int, warp: int) -> None:
-        self.shares, self.warp, self.warps = shares_of(count * block_units), warp, warps
-        self.mine = range(warp, self.shares, warps)
-        apart = self.shares // block_units
-        of_share = [range(share // block_units, count, apart) for share in self.mine]
-        self.length = len(of_share[0]) if of_share else 0
-        self.entries = [one[at] if at < len(one) else -1 for one in of_share for at in range(self.length)]
+def entries_of(block_units: int, count: int, share: int) -> range:
+    """The entries of a share's units, in the order in which they are multiplied."""
+    return range(share // block_units, count, shares_of(count * block_units) // block_units)
 
 
-def sums_of(warps: int, block_units: int, count: int) -> list[object]:
-    """The sum of each slot as a term: a share is the list of its units, a pair is the sum of two terms."""
+def sums_of(warps: int, block_units: int, count: int) -> list[dict[str, list[tuple[int, int]]]]:
+    """What each slot holds in the end: the units of the share that was stored, and of the one added to it."""
     shares, slots = shares_of(count * block_units), {}
-    lines = [Warp(warps, block_units, count, warp) for warp in range(warps)]
-    for one in lines:
-        found = []  # the warp's shares, each when its last unit is multiplied
-        for at, share in enumerate(one.mine):
-            entries = one.entries[at * one.length : (at + 1) * one.length]
-            found.append([(entry, share % block_units) for entry in entries if entry >= 0])
-        if shares > warps:
-            for share, term in zip(one.mine, found, strict=True):
-                slot = share % (shares // 2)
-                slots[slot] = term if share < shares // 2 else {"lower": slots[slot], "upper": term}
-        elif one.warp < shares:
-            slot, half = one.warp % (shares // 2), "upper" if one.warp >= shares // 2 else "lower"
-            slots.setdefault(slot, {})[half] = found[0]
-    assert sorted(slots) == list(range(shares // 2))
+    half = shares // 2
+
+    def units(share: int) -> list[tuple[int, int]]:
+        return [(entry, share % block_units) for entry in entries_of(block_units, count, share)]
+
+    for warp in range(warps):
+        for share in range(warp, shares, warps):
+            if shares > warps and share >= half:  # the warp has stored the lower share itself
+                assert (share - half) % warps == warp
+            slots.setdefault(share % half, {})["upper" if share >= half else "lower"] = units(share)
+    assert sorted(slots) == list(range(half))
     assert len(slots) <= SLOTS
-    return [slots[slot] for slot in range(shares // 2)]
+    return [slots[slot] for slot in range(half)]
 
 
 @every_division
@@ -67,21 +57,15 @@ def test_sums_do_not_depend_on_the_number_of_warps(block_units, count):
 
 @every_division
 def test_the_kernel_has_the_models_shares(block_units):
-    counts, at = (0, 1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 70), 40
+    counts, at = (0, 1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 65, 70), 40
     tables = [Table("shares_of(i0)", [shares_of(units) for units in range(100)])]
-    for warps, count in itertools.product(WARPS, counts):
-        lines = [Warp(warps, block_units, count, warp) for warp in range(warps)]
-        one = f"WarpShares<{warps}, {block_units}>(100, {count}, i0)"
-        tables.append(Table(f"{one}.units", [len(line.entries) for line in lines]))
-        tables.append(Table(f"{one}.length()", [line.length for line in lines]))
-        entries = np.full((warps, at), -1)
-        for line in lines:
-            some = line.entries[:at]
-            entries[line.warp, : len(some)] = [entry + 100 if entry >= 0 else -1 for entry in some]
+    for count in counts:
+        shares = shares_of(count * block_units)
+        found = [entries_of(block_units, count, share) for share in range(shares)]
+        one = f"ShareUnits<{block_units}>(100, {count}, i0, {shares})"
+        tables.append(Table(f"{one}.count()", [len(entries) for entries in found]))
+        entries = np.full((shares, at), -1)
+        for share, some in enumerate(found):
+            entries[share, : len(some)] = 100 + np.array(some[:at])
         tables.append(Table(f"{one}.entry_of(i1)", entries))
-        before = [[unit // line.length for unit in range(len(line.entries))] for line in lines]
-        for line, wanted in zip(lines, before, strict=True):
-            if wanted:
-                name = one.replace("i0", str(line.warp))
-                tables.append(Table(f"{name}.shares_before(i0)", wanted))
     check_tables(HEADER, {}, *tables)

@@ -16,7 +16,6 @@ from sparse24_plans import (
     BlockSparseTables,
 )
 from sparse24_plans.blocksparse.backends.blocks_wgmma import defines
-from sparse24_plans.blocksparse.kernel_problem import K_MAJOR
 from sparse24_plans.blocksparse.panels import SLICE_FIELDS, Slicing
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import LONG_FIRST, best_schedule
 
@@ -147,7 +146,7 @@ def test_the_kernel_takes_work_tiles_in_the_models_order(tiles, raster_tiles, fi
     call = f"TileScheduler::place_of(i0, {tiles}, {raster_tiles}, 6, {first})"
     check_tables(
         "blocksparse/blocks_wgmma/tile_scheduler.cuh",
-        defines(desc, best_schedule(desc, 132), (K_MAJOR, K_MAJOR), LONG_FIRST),
+        defines(desc, best_schedule(desc, 132), (), LONG_FIRST),
         Table(f"{call}.tile", [tile for tile, _ in want]),
         Table(f"{call}.position", [position for _, position in want]),
     )

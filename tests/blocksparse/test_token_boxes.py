@@ -39,7 +39,7 @@ def test_the_kernel_loads_the_tokens_that_there_are(inner, op):
         macros = blocks_wgmma_sp.defines(desc, schedule)
     else:
         header, schedule = "blocksparse/blocks_wgmma.cu", best_schedule(desc, 132)
-        macros = blocks_wgmma.defines(desc, schedule, (0, int(not k_major)), 0)
+        macros = blocks_wgmma.defines(desc, schedule, (), 0)
     group = 1 if k_major else 64
     want = [
         [min(schedule.tokens, max(0, -(-(n - token) // group) * group)) for n in range(600)]

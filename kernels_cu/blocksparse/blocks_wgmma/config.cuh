@@ -27,7 +27,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr Slices kSlices = Slices(S24_SLICES);
   static constexpr bool kCuts = kSlices == Slices::Apart || kSlices == Slices::InTurn;
   static constexpr bool kClaims = kSlices == Slices::Apart || kSlices == Slices::LongFirst;  // if a panel is long
-  static constexpr bool kRaw = S24_RAW;  // results are the integer sums themselves
+  static constexpr bool kXCopied = S24_X_COPIED;  // by a pre-pass, which began once everything before it was done
+  static constexpr bool kRaw = S24_RAW;           // results are the integer sums themselves
 
   // A step has kDepth k: half of a large block, or several small blocks side by side.
   static constexpr int kBytes = kElement == ElementKind::F16 || kElement == ElementKind::BF16 ? 2 : 1;

@@ -120,4 +120,5 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> d
         "LEFT_ALONG_K": int(problem.left_major == K_MAJOR),
         "RIGHT_ALONG_K": int(schedule.x_along_k),
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
+        "X_COPIED": int(bool(prepared_x(desc))),
     }

@@ -16,7 +16,7 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
 from ...vocab import INT64_MAX, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, prepared_bytes
+from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, Prepared, prepared_bytes
 from ..prepasses import SOURCES, PrePasses
 from ..schedules.blocks_wgmma import APART, IN_TURN, LONG_FIRST, NO_SLICES, BlocksWgmmaSchedule, Cut
 from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
@@ -130,7 +130,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             "blocks_wgmma",
             schedule.threads,
             device,
-            defines(desc, schedule, self._majors, cut.slices),
+            defines(desc, schedule, prepared, cut.slices),
             shared_bytes=schedule.shared_bytes(),
         )
         self._parameters = BlocksWgmmaParams(
@@ -217,10 +217,14 @@ def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
 
 
 def defines(
-    desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, majors: tuple[int, int], slices: int
+    desc: BlockSparseMatmulDescriptor,
+    schedule: BlocksWgmmaSchedule,
+    prepared: tuple[Prepared, ...],
+    slices: int,
 ) -> dict[str, int]:
-    """Macros of the kernel for one problem type and schedule."""
+    """Macros of the kernel for one problem type and schedule, with the operands that pre-passes copy."""
     problem = KernelProblem(desc)
+    majors = problem.majors(prepared)
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
@@ -236,5 +240,6 @@ def defines(
         "UNALIGNED_ROWS": int(problem.unaligned_rows),
         "SAMPLED": int(problem.sampled),
         "SLICES": slices,
+        "X_COPIED": int(not problem.sampled and [one.name for one in prepared] == [problem.right]),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }
