@@ -9,14 +9,14 @@
 // row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
 //
 //   role       threads      what it does
-//   Mainloop   warps        loads and multiplies the units of a share, kUnits of op(S) and kXUnits of X ahead. If a
-//                           pre-pass copies X, tables and op(S) are loaded while it does
+//   Mainloop   warps        loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; after a share puts its
+//                           sums into shared memory. If a pre-pass copies X, it loads tables and op(S) meanwhile
 //   write      all threads  adds the sums of slots, epilogue, store
 //
 //   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has both halves
 //   registers  4 * kStrips * kN8Tiles accumulators, at most 32; op(S) of kUnits and X of kXUnits, up to 32 words each
 //
-//   table   | blocks of 32 units |                    one load a lane; the next 32 are prefetched to L2
+//   table   | blocks of 32 units |                    to shared memory; the next 32 are prefetched to L2
 //   load    |                    | 0 .. kUnits - 1 | kUnits | ..  each takes the registers of a multiplied unit
 //   mma     |                                      | 0      | 1 | ..
 #include "blocksparse/blocks_mma/fragments.cuh"
@@ -118,50 +118,68 @@ struct Slots {
   }
 };
 
+// The block of a unit: its block column, or -1 if there is none, and its index in the values.
+struct alignas(8) Block {
+  int column, place;
+};
+
+// What shared memory keeps for a warp during the mainloop, which needs the registers.
+using Shares = WarpShares<Config::kWarps, Config::kBlockUnits, Config::kUnits>;
+struct WarpTables {
+  Shares units;
+  Block blocks[32];  // of 32 units
+};
+
 // The mainloop of a warp.
 struct Mainloop {
   const BlocksMmaParams& p;
+  WarpTables& mine;        // of the warp, in shared memory
   const Bits *values, *x;  // this lane's first cells of block 0 and of block column 0, in the warp's unit
-  int tokens;              // tokens from the lane's first on
+  int tokens;              // tokens from the lane's first on, if lanes load k of single tokens
 
-  int column, place;            // block column, or -1, and index in the values, of unit lane of a round of 32
   int columns[Config::kUnits];  // block column of each unit in flight, or -1
   u32 left[Config::kUnits][Config::kLeftWords], right[Config::kXUnits][Config::kRightWords];
 
-  __device__ __forceinline__ Mainloop(const BlocksMmaParams& p, const WorkTile& work, int warp) : p(p) {
+  __device__ __forceinline__ Mainloop(const BlocksMmaParams& p, WarpTables& mine, const WorkTile& work, int warp)
+      : p(p), mine(mine) {
     const int group = threadIdx.x % 32 / 4;
     const int k = warp % Config::kBlockUnits * Config::kDepth + fragment_k<Config::kDepth>(threadIdx.x % 4, 0, 0);
     const int row = work.row + fragment_row<Config::kLeftAlongK, kStrips>(group, 0, 0);
     constexpr int kPitch = Config::kBlock;
     values = (const Bits*)p.values + (i64)work.batch * p.blocks * kPitch * kPitch +
              (Config::kLeftAlongK ? row * kPitch + k : k * kPitch + row);
-    const i64 token = work.token + fragment_token<Config::kRightAlongK, kN8Tiles>(group, 0);
+    i64 token = work.token + fragment_token<Config::kRightAlongK, kN8Tiles>(group, 0);
+    if (!Config::kRightAlongK && token >= p.tokens) token = work.token;  // no result is stored for them
     x = (const Bits*)p.x + work.matrix(p) * p.x_matrix +
         (Config::kRightAlongK ? token * p.x_stride + k : k * p.x_stride + token);
     tokens = (int)(p.tokens - token);
   }
 
-  // Begins a round: finds the blocks of units `begin` + lane, and prefetches the tables of the next round. op(S) has k
-  // contiguous if it is not transposed, and then its entries are in the order of the values.
-  __device__ __forceinline__ void look_up(const ShareUnits<Config::kBlockUnits>& share, int begin) {
-    const int unit = begin + threadIdx.x % 32, at = share.entry_of(unit), next = share.entry_of(unit + 32);
-    column = -1, place = at;
+  // Finds the blocks of 32 units from `begin` on, and prefetches the tables of the next 32. op(S) has k contiguous if it
+  // is not transposed, and then its entries are in the order of the values.
+  __device__ __forceinline__ void look_up(int begin) {
+    const int lane = threadIdx.x % 32, at = mine.units.entry_of(begin + lane),
+              next = mine.units.entry_of(begin + 32 + lane);
+    Block found{-1, at};
     if (at >= 0) {
-      column = p.columns[at];
-      if constexpr (!Config::kLeftAlongK) place = p.value_index[at];
+      found.column = p.columns[at];
+      if constexpr (!Config::kLeftAlongK) found.place = p.value_index[at];
     }
     if (next >= 0) {
       prefetch_l2(p.columns + next);
       if constexpr (!Config::kLeftAlongK) prefetch_l2(p.value_index + next);
     }
+    __syncwarp();
+    mine.blocks[lane] = found;
+    __syncwarp();
   }
 
-  // Loads op(S) of a unit, and finds its block column.
+  // Loads op(S) of a unit.
   __device__ __forceinline__ void load_left(int slot, int unit) {
-    columns[slot] = __shfl_sync(~0u, column, unit % 32);
-    const i64 at = __shfl_sync(~0u, place, unit % 32);
-    const bool exists = columns[slot] >= 0;
-    const Bits* const from = values + at * (Config::kBlock * Config::kBlock);
+    const Block block = mine.blocks[unit % 32];
+    columns[slot] = block.column;
+    const bool exists = block.column >= 0;
+    const Bits* const from = values + (i64)block.place * (Config::kBlock * Config::kBlock);
 #pragma unroll
     for (int i = 0; i < Config::kLeftWords / Config::kLeftLoad; ++i)
       load_words_once<Config::kLeftLoad>(left[slot] + i * Config::kLeftLoad,
@@ -174,7 +192,7 @@ struct Mainloop {
     const i64 step = Config::kRightAlongK ? 8 * p.x_stride : p.x_stride;
 #pragma unroll
     for (int i = 0; i < Config::kRightWords / Config::kRightLoad; ++i, from += step) {
-      const bool exists = columns[slot] >= 0 && tokens > (Config::kRightAlongK ? 8 * i : 0);
+      const bool exists = columns[slot] >= 0 && (!Config::kRightAlongK || tokens > 8 * i);
       if constexpr (!Config::kRightAlongK && kN8Tiles == 1) load_half_word(right[to][i], from, exists);
       else load_words<Config::kRightLoad>(right[to] + i * Config::kRightLoad, from, exists);
     }
@@ -216,24 +234,32 @@ struct Mainloop {
       }
   }
 
-  // Adds a share to the sums.
-  __device__ __forceinline__ void run(Accumulators& acc, const ShareUnits<Config::kBlockUnits>& share) {
+  // Sums the warp's shares. If it has several, their sums are in the slots then.
+  __device__ __forceinline__ void run(Accumulators& acc, float* buffers, int warp) {
     constexpr int kUnits = Config::kUnits, kXUnits = Config::kXUnits;
-    const int units = share.count();
-    look_up(share, 0);
+    const int units = mine.units.units();
+    int end = mine.units.length;  // of the share's units
+    look_up(0);
 #pragma unroll
     for (int slot = 0; slot < kUnits; ++slot) load_left(slot, slot);
     if constexpr (Config::kXCopied) grid_dependency_wait();
 #pragma unroll
     for (int slot = 0; slot < kXUnits; ++slot) load_right(slot, slot);
     for (int unit = 0, next = kUnits; unit < units; unit = next, next += kUnits) {
-      if (next % 32 == 0) look_up(share, next);
+      if (next % 32 == 0) look_up(next);
 #pragma unroll
       for (int slot = 0; slot < kUnits; ++slot) {
         if (unit + slot >= units) break;
-        multiply(acc, slot);
+        if (unit + slot < end) multiply(acc, slot);
         load_left(slot, next + slot);
         load_right(slot % kXUnits, (slot + kXUnits) % kUnits);
+      }
+      if (next >= end && mine.units.has_several()) {
+        const Slots slots{buffers, mine.units.shares / 2};
+        const int share = warp + mine.units.shares_before(unit) * Config::kWarps;
+        if (share < slots.count) slots.store(acc, share);
+        else slots.add(acc, share);
+        clear(acc), end += mine.units.pitch();
       }
     }
   }
@@ -273,22 +299,22 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResident
     blocks_mma(const __grid_constant__ BlocksMmaParams p) {
   extern __shared__ __align__(16) float buffers[];
   __shared__ ResultTile tile;
+  __shared__ WarpTables of_warps[Config::kWarps];
   launch_dependent_grids();
   if constexpr (!Config::kXCopied) grid_dependency_wait();
   const WorkTile work(p);
+  const int warp = threadIdx.x / 32;
+  WarpTables& mine = of_warps[warp];
   if (threadIdx.x == 0) tile.set(p, work);
-  const int warp = threadIdx.x / 32, shares = shares_of(work.count * Config::kBlockUnits);
-  const Slots slots{buffers, shares / 2};
-  const bool has_several = shares > Config::kWarps;
-  Mainloop mainloop(p, work, warp);
+  if (threadIdx.x % 32 == 0) mine.units = Shares::of(work.first, work.count, warp);
+  __syncwarp();
   Accumulators acc;
-  for (int share = warp; share < shares; share += Config::kWarps) {
-    clear(acc);
-    mainloop.run(acc, {work.first, work.count, share, shares});
-    if (share >= slots.count && has_several) slots.add(acc, share);
-    else if (share >= slots.count || has_several) slots.store(acc, share);
-  }
-  if (!has_several) {
+  clear(acc);
+  Mainloop mainloop(p, mine, work, warp);
+  mainloop.run(acc, buffers, warp);
+  const Slots slots{buffers, mine.units.shares / 2};
+  if (!mine.units.has_several()) {
+    if (warp >= slots.count && warp < mine.units.shares) slots.store(acc, warp);
     __syncthreads();
     if (warp < slots.count) slots.add(acc, warp);
   }

@@ -22,24 +22,37 @@ def shares_of(units: int) -> int:
     return 4 if units <= 16 else 8 if units <= 64 else 16
 
 
-def entries_of(block_units: int, count: int, share: int) -> range:
-    """The entries of a share's units, in the order in which they are multiplied."""
-    return range(share // block_units, count, shares_of(count * block_units) // block_units)
+class Warp:
+    """A warp: the entries of the units of each of its shares, and where these lie among its units."""
+
+    def __init__(self, warps: int, block_units: int, round_units: int, count: int, warp: int) -> None:
+        self.shares = shares_of(count * block_units)
+        self.mine = range(warp, self.shares, warps)
+        self.several = self.shares > warps
+        apart = self.shares // block_units
+        self.entries = [range(share // block_units, count, apart) for share in self.mine]
+        self.length = max(map(len, self.entries), default=0)
+        self.pitch = -(-self.length // round_units) * round_units
+        self.units = self.pitch * len(self.mine) if self.several else self.length
+
+    def in_order(self) -> list[int]:
+        """The entry of each unit, -1 where there is none."""
+        found = [-1] * self.units
+        for at, some in enumerate(self.entries):
+            found[at * self.pitch : at * self.pitch + len(some)] = some
+        return found
 
 
 def sums_of(warps: int, block_units: int, count: int) -> list[dict[str, list[tuple[int, int]]]]:
     """What each slot holds in the end: the units of the share that was stored, and of the one added to it."""
-    shares, slots = shares_of(count * block_units), {}
-    half = shares // 2
-
-    def units(share: int) -> list[tuple[int, int]]:
-        return [(entry, share % block_units) for entry in entries_of(block_units, count, share)]
-
-    for warp in range(warps):
-        for share in range(warp, shares, warps):
-            if shares > warps and share >= half:  # the warp has stored the lower share itself
-                assert (share - half) % warps == warp
-            slots.setdefault(share % half, {})["upper" if share >= half else "lower"] = units(share)
+    slots: dict[int, dict[str, list[tuple[int, int]]]] = {}
+    half = shares_of(count * block_units) // 2
+    for one in (Warp(warps, block_units, 4, count, warp) for warp in range(warps)):
+        if one.several:  # the warp has stored the lower share itself
+            assert {share % half for share in one.mine if share >= half} <= set(one.mine)
+        for share, entries in zip(one.mine, one.entries, strict=True):
+            units = [(entry, share % block_units) for entry in entries]
+            slots.setdefault(share % half, {})["upper" if share >= half else "lower"] = units
     assert sorted(slots) == list(range(half))
     assert len(slots) <= SLOTS
     return [slots[slot] for slot in range(half)]
@@ -56,16 +69,19 @@ def test_sums_do_not_depend_on_the_number_of_warps(block_units, count):
 
 
 @every_division
-def test_the_kernel_has_the_models_shares(block_units):
+@pytest.mark.parametrize("round_units", [1, 2, 8])
+def test_the_kernel_has_the_models_shares(block_units, round_units):
     counts, at = (0, 1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 65, 70), 40
     tables = [Table("shares_of(i0)", [shares_of(units) for units in range(100)])]
-    for count in counts:
-        shares = shares_of(count * block_units)
-        found = [entries_of(block_units, count, share) for share in range(shares)]
-        one = f"ShareUnits<{block_units}>(100, {count}, i0, {shares})"
-        tables.append(Table(f"{one}.count()", [len(entries) for entries in found]))
-        entries = np.full((shares, at), -1)
-        for share, some in enumerate(found):
-            entries[share, : len(some)] = 100 + np.array(some[:at])
+    for warps, count in itertools.product(WARPS, counts):
+        lines = [Warp(warps, block_units, round_units, count, warp) for warp in range(warps)]
+        one = f"WarpShares<{warps}, {block_units}, {round_units}>::of(100, {count}, i0)"
+        tables.append(Table(f"{one}.length", [line.length for line in lines]))
+        tables.append(Table(f"{one}.pitch()", [line.pitch for line in lines]))
+        tables.append(Table(f"{one}.units()", [line.units for line in lines]))
+        entries = np.full((warps, at), -1)
+        for warp, line in enumerate(lines):
+            some = np.array(line.in_order()[:at], int)
+            entries[warp, : len(some)] = np.where(some >= 0, some + 100, -1)
         tables.append(Table(f"{one}.entry_of(i1)", entries))
     check_tables(HEADER, {}, *tables)

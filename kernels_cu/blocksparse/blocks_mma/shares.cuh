@@ -10,15 +10,32 @@ constexpr int kMostShares = 16, kSlots = kMostShares / 2;  // a slot holds the s
 // Number of shares of a block row with so many units.
 __device__ constexpr int shares_of(int units) { return units <= 16 ? 4 : units <= 64 ? 8 : kMostShares; }
 
-// The units of a share. A block has kBlockUnits units.
-template <int kBlockUnits> struct ShareUnits {
-  int begin, end, apart;  // the share's first entry; the end of the row's; from one of its entries to the next
+// The units of one of kWarps warps. A block has kBlockUnits units. A warp takes kRound units at a time, and begins each
+// of its shares with such a round, so between shares there are units that do not exist.
+template <int kWarps, int kBlockUnits, int kRound> struct WarpShares {
+  int shares;      // of the block row
+  int begin, end;  // the warp's first entry; the end of the row's
+  int length;      // units of each of the warp's shares
 
   // first, count: entries of the block row.
-  __device__ constexpr ShareUnits(int first, int count, int share, int shares)
-      : begin(first + share / kBlockUnits), end(first + count), apart(shares / kBlockUnits) {}
+  static __device__ constexpr WarpShares of(int first, int count, int warp) {
+    const int shares = shares_of(count * kBlockUnits), apart = shares / kBlockUnits, ahead = warp / kBlockUnits;
+    return {shares, first + ahead, first + count, warp < shares ? (count - ahead + apart - 1) / apart : 0};
+  }
 
+  __device__ constexpr bool has_several() const { return kWarps < kMostShares && shares > kWarps; }
+  // Units from the first of a share to the first of the warp's next one.
+  __device__ constexpr int pitch() const { return (length + kRound - 1) / kRound * kRound; }
+  // The warp's units.
+  __device__ constexpr int units() const { return has_several() ? pitch() * (shares / kWarps) : length; }
+  // The warp's shares before that of a unit.
+  __device__ constexpr int shares_before(int unit) const {
+    return has_several() ? (unit >= pitch()) + (unit >= 2 * pitch()) + (unit >= 3 * pitch()) : 0;
+  }
   // The entry of a unit, or -1 if there is none.
-  __device__ constexpr int entry_of(int unit) const { return begin + unit * apart < end ? begin + unit * apart : -1; }
-  __device__ constexpr int count() const { return (end - begin + apart - 1) / apart; }
+  __device__ constexpr int entry_of(int unit) const {
+    const int before = shares_before(unit);
+    const int at = begin + before * (kWarps / kBlockUnits) + (unit - before * pitch()) * (shares / kBlockUnits);
+    return unit < units() && at < end ? at : -1;
+  }
 };
