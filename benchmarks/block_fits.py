@@ -12,6 +12,7 @@ import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
 from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS, DENSE, FEW, Way
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
@@ -35,12 +36,15 @@ from .descent import (
 PACKED = "packed-times"
 DENSITY = "blocks_density_limits"
 SHORT_SUMS = "sdd_mma"
+TIMES_COUNT = 3.0
+"""The weight of errors of a way's predicted times, by which ways are compared, beside that of its choices."""
 LEAST_PAIRS = 8
 """Problems of a kind from which a limit is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 PACKED_BOUNDS = {
     "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
-    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "rounds": (0.01, 3), "weight_bytes": (1e-7, 1e-6),
+    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "rounds": (0.01, 5), "written_cells": (1e-3, 3),
+    "weight_bytes": (1e-7, 1e-6),
     "token_bytes": (1e-8, 1e-6), "cells": (1e-10, 1e-8), "wave_cells": (1e-10, 1e-8),
 }  # fmt: skip
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
@@ -253,32 +257,50 @@ def packed_lines(gpu: str) -> Iterator[tuple[Mapping[str, Any], BlockSparseMatmu
 
 
 def packed_problems(model: str, gpu: str) -> list[Any]:
-    """Descriptors of measured products of packed operands, each with the time that the model predicts."""
+    """Descriptors of measured products of packed operands, each with the times that the model predicts.
+
+    Each time comes with its work: one of a way that has one schedule, or of every schedule for few tokens.
+    """
     way = WAY_OF[model]
     field = next(name for name, one in MEASURED.items() if one is way)
     return [
-        (desc, row[field]) for row, desc in packed_lines(gpu) if field in row and way.model(desc) == model
+        (desc, timed_work(way, desc, row[field]))
+        for row, desc in packed_lines(gpu)
+        if field in row and way.model(desc) == model
+    ]
+
+
+def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tuple[tuple[float, ...], float]]:
+    if way is not FEW:
+        return [(way.work(desc), us)]
+    return [
+        (one.work(desc, SMS), us[f"{one.warps},{one.strips}"]) for one in BlocksMmaSchedule.candidates(desc)
     ]
 
 
 def packed_choices(problems: Sequence[Any], way: Way) -> Choices:
-    """Each problem has one candidate: what is fitted are times, which models are compared by."""
-    work = np.array([way.work(desc) for desc, _ in problems])
-    before = np.array([way.copies_us(desc) for desc, _ in problems])
-    taken = np.array([us for _, us in problems])
+    """What is fitted are times, by which ways are compared, and the choice of a schedule for few tokens."""
+    work = np.array([one for _, timed in problems for one, _ in timed])
+    before = np.array([way.copies_us(desc) for desc, timed in problems for _ in timed])
+    taken = np.array([us for _, timed in problems for _, us in timed])
+    counts = [len(timed) for _, timed in problems]
+    begins = np.cumsum([0, *counts])[:-1]
 
     def predict(constants: Array) -> Array:
         launch, exponent, *costs = constants
         norm = ((np.array(costs) * work) ** exponent).sum(axis=1)
         return launch + norm ** (1 / exponent) + before
 
-    return Choices(predict, taken, np.arange(len(taken)), taken, np.ones(len(taken)), True)
+    best, weights = np.minimum.reduceat(taken, begins), np.ones(len(counts))
+    return Choices(predict, taken, begins, best, weights, True, off=TIMES_COUNT)
 
 
 def packed_entry(model: str, gpu: str) -> Constants:
     """The entry of a model of packed operands, with its errors in place of losses."""
     way, problems = WAY_OF[model], packed_problems(model, gpu)
-    bounds = {"launch": (1, 8), "exponent": (1.05, 8), **{term: PACKED_BOUNDS[term] for term in way.terms}}
+    # What takes time in a kernel for few tokens follows one another, so it is added up.
+    launch, exponent = ((0.05, 8), (1, 1)) if way is FEW else ((1, 8), (1.05, 8))
+    bounds = {"launch": launch, "exponent": exponent, **{term: PACKED_BOUNDS[term] for term in way.terms}}
     fit = Fit(
         problems,
         lambda one: (one[0].layout.rows, one[0].layout.cols),

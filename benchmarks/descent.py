@@ -61,6 +61,8 @@ class Choices(NamedTuple):
     """How much each choice counts."""
     in_microseconds: bool
     """Whether predicted times are microseconds; else they compare a problem's schedules alone."""
+    off: float = OFF
+    """The weight of errors of predicted times."""
 
     def lost(self, constants: Array) -> Array:
         """The time of each chosen candidate over that of its problem's best."""
@@ -93,7 +95,7 @@ class Choices(NamedTuple):
             off = near * error / FAR
             wrong = 2 * FAR**2 * (np.sqrt(1 + off**2) - 1).mean()
             worst = ((self.weights * each**8).sum() / total) ** 0.125
-            return float((self.weights * each).sum() / total + WORST * worst + OFF * wrong)
+            return float((self.weights * each).sum() / total + WORST * worst + self.off * wrong)
 
         return loss
 

@@ -13,8 +13,8 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
   ``<gpu>-packed-times.jsonl``.
 
 A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
-Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix, and those of few tokens
-``mma_us``, of the kernel for few tokens.
+Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix. Those of few tokens also
+have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps and strips.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS
 from sparse24_plans.device.devices import cuda_properties
@@ -282,19 +283,27 @@ def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
                 yield cell
 
 
-def packed_times(problem: blocks.Problem) -> dict[str, float]:
+def packed_times(problem: blocks.Problem) -> dict[str, Any]:
     """Microseconds of a packed product by its kept blocks, by either kernel, and as a dense copy."""
     contenders = []
-    backends = {"us": "blocks_wgmma", "dense_us": "inflate_cublas"}
-    if problem.desc.n <= FEW_TOKENS:
-        backends["mma_us"] = "blocks_mma"
-    for name, backend in backends.items():
-        wanted = {"prefer_backend": backend}
+
+    def add(name: str, backend: str, **wishes: Any) -> None:
+        wanted = {"prefer_backend": backend, **wishes}
         plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted)
         contenders.append(problem.ours(plan))
         problem.check(contenders[-1])
         contenders[-1].name = name
-    return time_contenders(contenders, rounds=5, round_ms=0.7)
+
+    add("us", "blocks_wgmma")
+    add("dense_us", "inflate_cublas")
+    tried = BlocksMmaSchedule.candidates(problem.desc) if problem.desc.n <= FEW_TOKENS else []
+    for number, one in enumerate(tried):
+        with mock.patch.object(BlocksMmaSchedule, "of", return_value=one):  # plans are cached
+            add(f"{one.warps},{one.strips}", "blocks_mma", max_workspace_bytes=(1 << 30) + number)
+    found = time_contenders(contenders, rounds=5, round_ms=0.7)
+    times: dict[str, Any] = {name: round(us, 2) for name, us in found.items()}
+    by_mma = {contender.name: times.pop(contender.name) for contender in contenders[2:]}
+    return {**times, "mma_us": by_mma} if by_mma else times
 
 
 def measure_packed(seed: int, end: float) -> Iterator[Row]:
@@ -310,7 +319,7 @@ def measure_packed(seed: int, end: float) -> Iterator[Row]:
             print(f"{cell}: {error}", file=sys.stderr, flush=True)
             continue
         about = {"blocks": problem.layout.shape.blocks, "longest_panel": problem.desc.longest_panel}
-        yield {**cell.fields, **about, **{name: round(one, 2) for name, one in times.items()}}
+        yield {**cell.fields, **about, **times}
         free_memory()
 
 

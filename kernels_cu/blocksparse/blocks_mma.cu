@@ -40,12 +40,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kDepth = S24_DEPTH, kSteps = kDepth / 16, kLaneK = kDepth / 4;  // k of a unit, and of a lane
   static constexpr int kBlockUnits = kBlock / kDepth;
   static constexpr int kThreads = 32 * kWarps;
-  // Resident warps of an SM, which bound a thread's registers. More fit if a unit has few rows, and X is not loaded as
-  // single tokens, each of which takes a register.
-  static constexpr bool kSingleTokens = !kRightAlongK && kN8Tiles == 1;
-  static constexpr int kResidentWarps = kN8Tiles > 1 || kStrips == 4 || (kSingleTokens && kStrips == 1) ? 16
-                                        : kSingleTokens                                                 ? 20
-                                                                                                        : 24;
+  static constexpr int kResidentWarps = S24_RESIDENT_WARPS;  // of an SM, which bound a thread's registers
   static constexpr int kTileM = 16 * kStrips, kTileN = 8 * kN8Tiles, kRowTiles = kBlock / kTileM;
   // Words of a lane's loads: of a unit, and of one load.
   static constexpr int kLeftWords = kStrips * kLaneK, kLeftLoad = kLeftAlongK ? kLaneK / 2 : kStrips;
@@ -245,7 +240,8 @@ struct Mainloop {
     if constexpr (Config::kXCopied) grid_dependency_wait();
 #pragma unroll
     for (int slot = 0; slot < kXUnits; ++slot) load_right(slot, slot);
-    for (int unit = 0, next = kUnits; unit < units; unit = next, next += kUnits) {
+    for (int unit = 0; unit < units; unit += kUnits) {
+      const int next = unit + kUnits;
       if (next % 32 == 0) look_up(next);
 #pragma unroll
       for (int slot = 0; slot < kUnits; ++slot) {

@@ -62,8 +62,7 @@ def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     counts = {"block rows": block_rows(problem), "tokens": problem.n}
     if (reason := _transposes(prepared_x(problem)) or _beyond(counts)) is not None:
         return reason
-    # No other schedule has more CTAs than the one for a device that is never busy.
-    return grid_limit_refusal(BlocksMmaSchedule.of(problem, _MOST).ctas(problem))
+    return grid_limit_refusal(max(one.ctas(problem) for one in BlocksMmaSchedule.candidates(problem)))
 
 
 def sdd_mma(problem: BlockSparseMatmulDescriptor) -> str | None:

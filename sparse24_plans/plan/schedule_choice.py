@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 FOLDER = Path(__file__).parent.parent / "tuning" / "models"
 REFERENCE_GPU = "nvidia_h200"
@@ -30,6 +30,25 @@ def models(gpu: str) -> dict[str, Any]:
 def constants(model: str) -> Any:
     """The fitted constants of one cost model, as its file names them."""
     return models(REFERENCE_GPU)[model]["constants"]
+
+
+class CostModel(NamedTuple):
+    """The time of a kernel: ``launch`` microseconds and the norm of its terms, each with a cost."""
+
+    launch: float
+    exponent: float
+    costs: tuple[float, ...]
+
+    @classmethod
+    def of(cls, model: str, terms: Sequence[str]) -> CostModel:
+        """The model of a name, with the costs of these terms."""
+        found = constants(model)
+        return cls(found["launch"], found["exponent"], tuple(found[term] for term in terms))
+
+    def microseconds(self, work: Sequence[float]) -> float:
+        """The time of so much work of each kind."""
+        norm = sum((cost * one) ** self.exponent for cost, one in zip(self.costs, work, strict=True))
+        return self.launch + float(norm ** (1 / self.exponent))
 
 
 def fastest(

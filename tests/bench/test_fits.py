@@ -20,11 +20,11 @@ from sparse24_plans import (
     GemmSparse24Descriptor,
 )
 from sparse24_plans.blocksparse.schedules import predicted_times
-from sparse24_plans.blocksparse.schedules.predicted_times import Model
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_for
-from sparse24_plans.plan.schedule_choice import FOLDER, constants, fastest, invariant_split
+from sparse24_plans.plan.schedule_choice import FOLDER, CostModel, constants, fastest, invariant_split
 
 from ..sample_devices import H200
 
@@ -112,7 +112,7 @@ def test_no_model_is_without_constants():
 
 TRUE = {
     "us": (3.0, 2.0, (0.2, 2e-5, 3e-9, 5e-8, 3e-7, 1.0)),
-    "mma_us": (2.0, 1.5, (2.5e-7, 1.2e-7, 0.3, 0.5)),
+    "mma_us": (2.0, 1.0, (2.5e-7, 1.2e-7, 1.5, 0.5, 0.3)),
     "dense_us": (4.0, 4.0, (2.7e-7, 1e-7, 2.8e-9, 5e-10)),
 }
 """By a field of a measured line, the constants of the model that its times follow."""
@@ -132,9 +132,14 @@ def made_times(seed: int) -> list[dict]:
             packed=True,
         )
         about = {"blocks": desc.layout.blocks, "longest_panel": desc.longest_panel}
-        times = {
-            field: Model(*TRUE[field]).microseconds(way.work(desc)) + way.copies_us(desc)
+        times: dict = {
+            field: CostModel(*TRUE[field]).microseconds(way.work(desc)) + way.copies_us(desc)
             for field, way in block_fits.MEASURED.items()
+        }
+        times["mma_us"] = {
+            f"{one.warps},{one.strips}": CostModel(*TRUE["mma_us"]).microseconds(one.work(desc, 132))
+            + block_fits.FEW.copies_us(desc)
+            for one in BlocksMmaSchedule.candidates(desc)
         }
         lines.append({**cell.fields, **about, **times})
     return lines

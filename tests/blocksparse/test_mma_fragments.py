@@ -184,26 +184,28 @@ def test_schedules_fit(block, op, k_last):
     """Registers hold what is in flight, shared memory the sums, and units of a round keep their registers."""
     turned = {"trans_b" if op == "dsd" else "trans_a": k_last == (op == "dsd")}
     tokens, sms, longest = (1, 7, 8, 9, 24, 33, 64, 4096), (1, 132), (0, 640)
-    warps = set()
     for rows, cols, density in itertools.product((1, 40, 640), (1, 640), (0.0, 0.05, 1.0)):
         blocks = int(rows * cols * density)
         shape = BlockSparseShape(heads=1, rows=rows * block, cols=cols * block, block=block, blocks=blocks)
         desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=1, element="bf16", packed=True, **turned)
         for n, many, panel in itertools.product(tokens, sms, longest):
             desc = desc.model_copy(update={"n": n, "longest_panel": min(panel, blocks)})
-            one = BlocksMmaSchedule.of(desc, many)
-            warps.add(one.warps)
-            assert one.depth == unit_depth(block)
-            assert block % one.rows == 0
-            assert one.warps % (block // one.depth) == 0
-            assert one.strips * one.depth // 4 * one.units <= 32
-            assert 32 % one.units == one.units % one.x_units == 0
-            assert 1 <= one.x_units <= one.units
-            assert one.shared_bytes(desc) <= 98 << 10
-            if not one.x_along_k:
-                copies = prepared_x(desc)
-                assert (copies[0].sides[1] if copies else n) % one.n8_tiles == 0
-    assert warps == set(WARPS)
+            chosen, tried = BlocksMmaSchedule.of(desc, many), BlocksMmaSchedule.candidates(desc)
+            assert chosen in tried
+            assert {one.warps for one in tried} == set(WARPS)
+            for one in tried:
+                assert one.depth == unit_depth(block)
+                assert block % one.rows == 0
+                assert one.warps % (block // one.depth) == 0
+                assert one.strips * one.depth // 4 * one.units <= 32
+                assert 32 % one.units == one.units % one.x_units == 0
+                assert 1 <= one.x_units <= one.units
+                assert one.shared_bytes(desc) <= 98 << 10
+                assert one.resident_warps % 4 == 0
+                assert one.resident_warps >= one.warps
+                if not one.x_along_k:
+                    copies = prepared_x(desc)
+                    assert (copies[0].sides[1] if copies else n) % one.n8_tiles == 0
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])

@@ -9,17 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse24_plans.blocksparse.schedules.blocks_mma import SLOTS
+from sparse24_plans.blocksparse.schedules.blocks_mma import SLOTS, shares_of
 
 from ..kernels.index_functions import Table, check_tables
 
 HEADER = "blocksparse/blocks_mma/shares.cuh"
 WARPS, BLOCK_UNITS = (4, 8, 16), (1, 2, 4)
 every_division = pytest.mark.parametrize("block_units", BLOCK_UNITS)
-
-
-def shares_of(units: int) -> int:
-    return 4 if units <= 16 else 8 if units <= 64 else 16
 
 
 class Warp:

@@ -28,6 +28,7 @@ from sparse24_plans.blocksparse import kernel_table as blocks_table
 from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
 from sparse24_plans.device import pad_rows, transpose
 from sparse24_plans.gemm import kernel_table as gemm_table
@@ -381,26 +382,17 @@ def _block_problem(
     return BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, trans_a=turned[0], trans_b=turned[1], **kind)
 
 
-def few_tokens(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:
-    """Products of few tokens of every form, kind, size of block and schedule, with the SMs; or a few."""
+def few_tokens(few: bool) -> Iterator[BlockSparseMatmulDescriptor]:
+    """Products of few tokens of every form, kind and size of block, some with a copy of X; or a few."""
     turns = [(False, True)] if few else itertools.product((False, True), repeat=2)
     kinds = [kind for kind in KINDS[:8] if kind["element"] in ("f16", "bf16") and "op" not in kind]
     plain = [{name: word for name, word in kind.items() if "order" not in name} for kind in kinds]
     for block, turned, op in itertools.product((16, 32, 64, 128), turns, ("dsd", "dds")):
-        for across in (4, 64) if few else (4, 20, 512):  # block columns, all kept
-            shape = BlockSparseShape(
-                heads=1, rows=16 * block, cols=across * block, block=block, blocks=16 * across
-            )
-            if turned[op == "dds"] != (op == "dds"):
-                shape = shape.model_copy(update={"rows": shape.cols, "cols": shape.rows})
-            for n, sms in itertools.product((8, 64) if few else (1, 6, 16, 32, 64), (1, 4, 132)):
-                yield _block_problem(op, shape, n, turned, {"element": "bf16"}), sms
-                for kind in plain if n == 16 and across == 20 and sms == 4 else ():
-                    yield _block_problem(op, shape, n, turned, kind), sms
-                if across >= 64:  # one block row is much longer than the others
-                    uneven = shape.model_copy(update={"blocks": 2 * across})
-                    one = {"element": "bf16", "packed": True, "longest_panel": across}
-                    yield _block_problem(op, uneven, n, turned, one), sms
+        shape = BlockSparseShape(heads=1, rows=16 * block, cols=20 * block, block=block, blocks=40)
+        for n in (8, 64) if few else (1, 6, 9, 16, 30, 32, 64):
+            yield _block_problem(op, shape, n, turned, {"element": "bf16"})
+            for kind in plain if n == 16 else ():
+                yield _block_problem(op, shape, n, turned, kind)
 
 
 def short_sums(few: bool) -> Iterator[tuple[BlockSparseMatmulDescriptor, int]]:
@@ -418,12 +410,18 @@ def mma_requests(ops: tuple[BlockSparseOp, ...], capability: tuple[int, int]) ->
     """Every variant on Hopper, a few elsewhere, by the entry that serves any n."""
     row = next(one for one in blocks_table.MATMUL_ENTRIES if one.ops == ops and one.name.endswith("mma_any"))
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
-    problems = short_sums if ops == (BlockSparseOp.SDD,) else few_tokens
+    few = capability != HOPPER
     with recorded_loads(row.kernel) as found:
-        for desc, sms in problems(few=capability != HOPPER):
-            one = device.model_copy(update={"multiprocessors": sms})
-            if serves(row, desc, preference, one):
-                row.kernel(Choice(desc, one, row, preference, {}))
+        if ops == (BlockSparseOp.SDD,):
+            for desc, sms in short_sums(few):
+                one = device.model_copy(update={"multiprocessors": sms})
+                if serves(row, desc, preference, one):
+                    row.kernel(Choice(desc, one, row, preference, {}))
+        for desc in few_tokens(few) if ops != (BlockSparseOp.SDD,) else ():
+            if serves(row, desc, preference, device):
+                for schedule in BlocksMmaSchedule.candidates(desc)[:: 4 if few else 1]:
+                    with mock.patch.object(BlocksMmaSchedule, "of", lambda *_, one=schedule: one):
+                        row.kernel(Choice(desc, device, row, preference, {}))
     return found
 
 

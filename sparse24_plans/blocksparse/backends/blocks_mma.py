@@ -12,7 +12,7 @@ from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
 from ..prepasses import SOURCES, PrePasses
-from ..schedules.blocks_mma import RESIDENT_WARPS, BlocksMmaSchedule, block_rows, prepared_x
+from ..schedules.blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
 
 _SOURCE = "blocksparse/blocks_mma.cu"
 
@@ -59,7 +59,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         schedule = BlocksMmaSchedule.of(desc, device.multiprocessors)
         self._ctas = schedule.ctas(desc)
         # The longest block rows come first if not all CTAs run at once.
-        self._ordered = self._ctas * schedule.warps > RESIDENT_WARPS * device.multiprocessors
+        self._ordered = self._ctas > schedule.resident_ctas(device.multiprocessors)
         self.details = (
             f"{self._ctas} CTAs of {schedule.rows} rows x {schedule.tokens} tokens, "
             f"{schedule.warps} warps a block row{self._prepasses.details}"
@@ -112,6 +112,7 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> d
         **type_defines(desc),
         "BLOCK": desc.layout.block,
         "WARPS": schedule.warps,
+        "RESIDENT_WARPS": schedule.resident_warps,
         "STRIPS": schedule.strips,
         "N8_TILES": schedule.n8_tiles,
         "DEPTH": schedule.depth,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import ceil, inf
 from typing import NamedTuple
 
+from ...plan.schedule_choice import CostModel, fastest
+from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, Prepared
-from .blocks_wgmma import MULTIPROCESSORS, has_long_panel
+from .blocks_wgmma import mean_panel
 
 STRIP_ROWS, TILE_TOKENS = 16, 8
 """Rows and tokens of an mma."""
@@ -14,24 +17,18 @@ _STRIPS = (4, 2, 1)
 """Numbers of strips of a CTA."""
 _MOST_STRIPS = {1: 4, 2: 2, 4: 2, 8: 1}
 """Most strips of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
+_SHARES = ((16, 4), (64, 8), (inf, 16))
+"""The most units of a block row, and its shares."""
 _LANE_WORDS = 32
 """Registers of a lane for values in flight, and for cells of X in flight. With 64 tokens values have half."""
-_BUSY_CTAS = 2
-"""CTAs for each SM, below which a CTA gets fewer strips."""
-_FEW_UNITS, _MANY_UNITS = 16, 64
-"""Mean number of units of a block row below which four warps share it, and from which 16 may."""
-_MANY_TILES, _FEW_TILES = 6 * MULTIPROCESSORS, MULTIPROCESSORS
-"""Row tiles from which CTAs of four warps keep the H200 busy, and below which 16 warps share a block row."""
-_LONG_UNITS = 512
-"""Units of a full block row beyond which four warps would take too long for it."""
 _WARPS = (4, 8, 16)
 """Numbers of warps of a CTA."""
-RESIDENT_WARPS = 16
-"""Warps that a multiprocessor runs at once, at least."""
 SLOTS = 8
 """Places for the sums of shares of a block row."""
-_ROUND_US, _BYTES_PER_US = 0.9, 2.3e6
-"""Time from a warp's loads to their values, and bytes of values that are multiplied in a microsecond."""
+MODEL = "packed_mma"
+"""The name of the cost models, one for each size of a block and order of X."""
+TERMS = ("memory_bytes", "l2_bytes", "wave", "rounds", "written_cells")
+"""The names of the kinds of work that take time."""
 
 
 class BlocksMmaSchedule(NamedTuple):
@@ -49,27 +46,61 @@ class BlocksMmaSchedule(NamedTuple):
     """Whether k is contiguous in X; otherwise its tokens are."""
 
     @classmethod
-    def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksMmaSchedule:
-        """The schedule with the most strips that keeps the device busy.
-
-        More warps share a block row if a long one would take longer than all others.
-        """
+    def candidates(cls, desc: BlockSparseMatmulDescriptor) -> list[BlocksMmaSchedule]:
+        """Every schedule of a problem."""
         x_along_k = _reads_along_k(desc) or any(copy.transposes for copy in prepared_x(desc))
-        shared = n8_tiles_of(desc), unit_depth(desc.layout.block), x_along_k
-        most = min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[shared[0]])
+        n8_tiles, depth = n8_tiles_of(desc), unit_depth(desc.layout.block)
+        most = min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[n8_tiles])
         strips = [one for one in _STRIPS if one <= most]
-        tried = [cls(_warps(desc), one, *shared) for one in strips]
-        found = next((one for one in tried if one.ctas(desc) >= _BUSY_CTAS * multiprocessors), tried[-1])
-        more = [found._replace(warps=one) for one in _WARPS if one >= found.warps]
-        return next((one for one in more if not one.waits_for_a_long_row(desc)), more[-1])
+        return [cls(warps, one, n8_tiles, depth, x_along_k) for one in strips for warps in _WARPS]
 
-    def waits_for_a_long_row(self, desc: BlockSparseMatmulDescriptor) -> bool:
-        """Whether the longest block row is known to take longer than all values from memory."""
-        if not has_long_panel(desc):
-            return False
-        values = 2 * desc.layout.blocks * desc.layout.block**2
-        units = desc.longest_panel * (desc.layout.block // self.depth)
-        return units / (self.warps * self.units) * _ROUND_US > values / _BYTES_PER_US
+    @classmethod
+    def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksMmaSchedule:
+        """The schedule of the least predicted time."""
+        model = CostModel.of(model_of(MODEL, desc), TERMS)
+        return fastest(
+            cls.candidates(desc),
+            lambda some: [model.microseconds(one.work(desc, multiprocessors)) for one in some],
+        )
+
+    def work(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> tuple[float, ...]:
+        """How much there is of each of TERMS.
+
+        Memory delivers values, X and C, and L2 delivers X to every CTA. In each wave CTAs begin and write
+        cells of C. No CTA ends before the rounds of its block row do, of which the longest counts.
+        """
+        one = desc.layout
+        values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
+        longest = mean = one.blocks / max(block_rows(desc), 1)
+        if desc.longest_panel:  # as much longer than others as the longest panel is
+            longest = min(mean * max(1.0, desc.longest_panel / mean_panel(desc)), float(desc.longest_panel))
+        waves = self.ctas(desc) / self.resident_ctas(multiprocessors)
+        waves = max((waves + ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
+        units = longest * one.block / self.depth
+        cells_of_a_thread = self.rows * self.tokens / (32 * self.warps)
+        return (
+            values + dense_bytes(desc),
+            values * self.n_tiles(desc) * self.tokens / self.rows,
+            waves,
+            units / min(self.warps, shares_of(units)) / self.units,
+            waves * cells_of_a_thread,
+        )
+
+    @property
+    def resident_warps(self) -> int:
+        """Warps that a multiprocessor has registers for.
+
+        More fit if a unit has few rows, and X is not loaded as single tokens, each of which takes a register.
+        """
+        if self.n8_tiles > 1 or self.strips == max(_STRIPS):
+            return 16
+        if self.x_along_k:
+            return 24
+        return 16 if self.strips == 1 else 20
+
+    def resident_ctas(self, multiprocessors: int) -> int:
+        """CTAs that run at once."""
+        return multiprocessors * (self.resident_warps // self.warps)
 
     @property
     def rows(self) -> int:
@@ -90,8 +121,10 @@ class BlocksMmaSchedule(NamedTuple):
     @property
     def x_units(self) -> int:
         """Units of a warp whose X is in flight."""
-        cells_of_word = 1 if self.n8_tiles == 1 and not self.x_along_k else 2
-        return min(_LANE_WORDS * cells_of_word // (self.n8_tiles * self.depth // 4), self.units)
+        cells = _LANE_WORDS * (1 if self.n8_tiles == 1 and not self.x_along_k else 2)
+        if self.n8_tiles == 4 and self.units == 8:  # the columns of eight units take registers, too
+            cells //= 2
+        return min(cells // (self.n8_tiles * self.depth // 4), self.units)
 
     def n_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles of a result."""
@@ -109,6 +142,11 @@ class BlocksMmaSchedule(NamedTuple):
         else:
             padded = tokens * (rows + 4)
         return 4 * padded * SLOTS
+
+
+def shares_of(units: float) -> int:
+    """Shares of a block row of so many units."""
+    return next(shares for most, shares in _SHARES if units <= most)
 
 
 def block_rows(desc: BlockSparseMatmulDescriptor) -> int:
@@ -146,17 +184,14 @@ def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
     return desc.dense_k_last or desc.n == 1
 
 
-def _warps(desc: BlockSparseMatmulDescriptor) -> int:
-    """Warps that share a block row.
+def model_of(name: str, desc: BlockSparseMatmulDescriptor) -> str:
+    """The name of the cost model for the problem's blocks and order of X."""
+    return f"{name}_{'k' if desc.dense_k_last else 'n'}_last_{desc.layout.block}"
 
-    The fewer share it, the more units each has, and the less of a CTA's time is the wait for its first ones.
-    """
-    one, lines = desc.layout, max(block_rows(desc), 1)
-    depth = unit_depth(one.block)
-    units, tiles = (
-        one.blocks / lines * (one.block // depth),
-        lines * -(-one.block // (STRIP_ROWS * _STRIPS[0])),
-    )
-    if units < _FEW_UNITS or (tiles >= _MANY_TILES and desc.reduction <= _LONG_UNITS * depth):
-        return 4
-    return 16 if units >= _MANY_UNITS and tiles < _FEW_TILES else 8
+
+def dense_bytes(desc: BlockSparseMatmulDescriptor) -> float:
+    """Bytes of the dense operand and of the result."""
+    one, on_the_right = desc.layout, desc.op is BlockSparseOp.DDS
+    rows, cols = desc.sides[::-1] if on_the_right else desc.sides
+    matrices = desc.batch * one.heads * desc.n
+    return float(matrices * (cols * desc.element.itemsize + rows * desc.out_element.itemsize))

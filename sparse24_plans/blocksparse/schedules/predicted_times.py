@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ...plan.schedule_choice import constants
-from ...vocab import BlockSparseOp
+from ...plan.schedule_choice import CostModel, constants
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, prepared_bytes
 from ..panels import expected_occupancy
-from .blocks_mma import RESIDENT_WARPS, BlocksMmaSchedule, block_rows, prepared_x
+from .blocks_mma import MODEL as FEW_TOKENS_MODEL
+from .blocks_mma import TERMS as FEW_TOKENS_TERMS
+from .blocks_mma import BlocksMmaSchedule, dense_bytes, model_of, prepared_x
 from .blocks_wgmma import APART, IN_TURN, MULTIPROCESSORS, Cut, mean_panel, panel_count
 
 INFLATING = "inflate_blocks"
@@ -24,18 +25,6 @@ FEW_TOKENS = 64
 """Most tokens that a kernel for few of them is preferred for."""
 _TILE_ROWS, _TILE_TOKENS = 128, 256
 """The tile of a large dense product."""
-
-
-class Model(NamedTuple):
-    """The time of a product: ``launch`` microseconds and the norm of its terms, each with a cost."""
-
-    launch: float
-    exponent: float
-    costs: tuple[float, ...]
-
-    def microseconds(self, work: tuple[float, ...]) -> float:
-        norm = sum((cost * one) ** self.exponent for cost, one in zip(self.costs, work, strict=True))
-        return self.launch + float(norm ** (1 / self.exponent))
 
 
 class Way(NamedTuple):
@@ -53,13 +42,10 @@ class Way(NamedTuple):
 
     def model(self, desc: BlockSparseMatmulDescriptor) -> str:
         """The name of the model that serves the problem."""
-        if not self.by_block:
-            return self.name
-        return f"{self.name}_{'k' if desc.dense_k_last else 'n'}_last_{desc.layout.block}"
+        return model_of(self.name, desc) if self.by_block else self.name
 
     def microseconds(self, desc: BlockSparseMatmulDescriptor) -> float:
-        found: Any = constants(self.model(desc))
-        model = Model(found["launch"], found["exponent"], tuple(found[term] for term in self.terms))
+        model = CostModel.of(self.model(desc), self.terms)
         return model.microseconds(self.work(desc)) + self.copies_us(desc)
 
 
@@ -88,7 +74,7 @@ def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
         steps * schedule.rows * schedule.tokens,
         float(desc.batch * one.blocks * one.block**2 * tiles * schedule.tokens),
         gathered + values * tiles,
-        values + _token_bytes(desc),
+        values + dense_bytes(desc),
         waves,
     )
 
@@ -121,36 +107,15 @@ def _dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     whole_waves = -(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS
     return (
         float(matrices * cells * desc.element.itemsize),
-        _token_bytes(desc),
+        dense_bytes(desc),
         float(matrices * cells * desc.n),
         float(whole_waves * _TILE_ROWS * _TILE_TOKENS * desc.reduction),
     )
 
 
-def _token_bytes(desc: BlockSparseMatmulDescriptor) -> float:
-    """Bytes of the dense operand and of the result."""
-    one, on_the_right = desc.layout, desc.op is BlockSparseOp.DDS
-    rows, cols = desc.sides[::-1] if on_the_right else desc.sides
-    matrices = desc.batch * one.heads * desc.n
-    return float(matrices * (cols * desc.element.itemsize + rows * desc.out_element.itemsize))
-
-
 def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of a product by ``blocks_mma``."""
-    one, schedule = desc.layout, BlocksMmaSchedule.of(desc, MULTIPROCESSORS)
-    values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
-    padded = schedule.n_tiles(desc) * schedule.tokens
-    longest = mean = one.blocks / max(block_rows(desc), 1)
-    if desc.longest_panel:  # as much longer than others as the longest panel is
-        longest = min(mean * max(1.0, desc.longest_panel / mean_panel(desc)), float(desc.longest_panel))
-    rounds = longest * (one.block // schedule.depth) / (schedule.warps * schedule.units)
-    resident = MULTIPROCESSORS * RESIDENT_WARPS
-    return (
-        values + _token_bytes(desc),
-        values * padded / schedule.rows,
-        rounds * schedule.n8_tiles,
-        max(schedule.ctas(desc) * schedule.warps / resident, 1.0),
-    )
+    return BlocksMmaSchedule.of(desc, MULTIPROCESSORS).work(desc, MULTIPROCESSORS)
 
 
 def _few_tokens_copies_us(desc: BlockSparseMatmulDescriptor) -> float:
@@ -159,9 +124,7 @@ def _few_tokens_copies_us(desc: BlockSparseMatmulDescriptor) -> float:
     return _copies_us(len(prepared), prepared_bytes(prepared))
 
 
-FEW = Way(
-    "packed_mma", ("memory_bytes", "l2_bytes", "rounds", "wave"), _few_tokens_work, _few_tokens_copies_us
-)
+FEW = Way(FEW_TOKENS_MODEL, FEW_TOKENS_TERMS, _few_tokens_work, _few_tokens_copies_us)
 BLOCKS = Way(
     "packed_blocks",
     ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave"),
