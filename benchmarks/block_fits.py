@@ -43,10 +43,16 @@ LEAST_PAIRS = 8
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 PACKED_BOUNDS = {
     "step": (0.12, 1), "step_cells": (1e-6, 1e-4), "kept_cells": (2.5e-9, 6e-9), "l2_bytes": (1e-8, 1e-6),
-    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "rounds": (0.01, 5), "written_cells": (1e-3, 3),
-    "weight_bytes": (1e-7, 1e-6),
+    "memory_bytes": (1e-8, 2e-6), "wave": (0.01, 10), "weight_bytes": (1e-7, 1e-6),
     "token_bytes": (1e-8, 1e-6), "cells": (1e-10, 1e-8), "wave_cells": (1e-10, 1e-8),
+    "launch": (1, 8), "exponent": (1.05, 8),
 }  # fmt: skip
+FEW_BOUNDS = {
+    "memory_bytes": (4e-8, 6e-7), "l2_bytes": (4e-8, 6e-7), "wave": (0.8, 4), "rounds": (0.3, 4),
+    "written_cells": (0.1, 1), "copies": (0.5, 6), "copied_bytes": (3e-7, 1e-5),
+    "launch": (0.1, 4), "exponent": (1, 1),
+}  # fmt: skip
+"""What takes time in a kernel for few tokens follows one another, so it is added up."""
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
 SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
@@ -298,9 +304,8 @@ def packed_choices(problems: Sequence[Any], way: Way) -> Choices:
 def packed_entry(model: str, gpu: str) -> Constants:
     """The entry of a model of packed operands, with its errors in place of losses."""
     way, problems = WAY_OF[model], packed_problems(model, gpu)
-    # What takes time in a kernel for few tokens follows one another, so it is added up.
-    launch, exponent = ((0.05, 8), (1, 1)) if way is FEW else ((1, 8), (1.05, 8))
-    bounds = {"launch": launch, "exponent": exponent, **{term: PACKED_BOUNDS[term] for term in way.terms}}
+    limits = FEW_BOUNDS if way is FEW else PACKED_BOUNDS
+    bounds = {name: limits[name] for name in ("launch", "exponent", *way.terms)}
     fit = Fit(
         problems,
         lambda one: (one[0].layout.rows, one[0].layout.cols),

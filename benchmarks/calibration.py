@@ -70,7 +70,7 @@ def _calibrated(
     calibrate(model, batches, method=method, progress=False)
     if on_gpu:
         torch.cuda.synchronize()
-    seconds = round(time.perf_counter() - begin, 1)
+    seconds = round(time.perf_counter() - begin, 2)
     return {"seconds": seconds, "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None}
 
 

@@ -112,7 +112,7 @@ def test_no_model_is_without_constants():
 
 TRUE = {
     "us": (3.0, 2.0, (0.2, 2e-5, 3e-9, 5e-8, 3e-7, 1.0)),
-    "mma_us": (2.0, 1.0, (2.5e-7, 1.2e-7, 1.5, 0.5, 0.3)),
+    "mma_us": (2.0, 1.0, (2.5e-7, 1.2e-7, 1.5, 0.5, 0.3, 3.0, 1e-6)),
     "dense_us": (4.0, 4.0, (2.7e-7, 1e-7, 2.8e-9, 5e-10)),
 }
 """By a field of a measured line, the constants of the model that its times follow."""
@@ -138,7 +138,6 @@ def made_times(seed: int) -> list[dict]:
         }
         times["mma_us"] = {
             f"{one.warps},{one.strips}": CostModel(*TRUE["mma_us"]).microseconds(one.work(desc, 132))
-            + block_fits.FEW.copies_us(desc)
             for one in BlocksMmaSchedule.candidates(desc)
         }
         lines.append({**cell.fields, **about, **times})

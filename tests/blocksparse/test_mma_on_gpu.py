@@ -73,7 +73,7 @@ def test_it_serves_few_tokens_where_it_is_predicted_to_be_the_fastest(device, op
 )
 def test_denser_packed_operands_may_be_faster_as_a_dense_copy(packed, kept, serves):
     layout = SHAPE.model_copy(update={"blocks": int(kept * 64 * 64)})
-    assert (chosen(op="dsd", n=4, layout=layout, packed=packed, device=H200) == "blocks_mma") == serves
+    assert (chosen(op="dsd", n=16, layout=layout, packed=packed, device=H200) == "blocks_mma") == serves
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
@@ -411,8 +411,8 @@ def test_bits_of_a_row_depend_on_its_own_blocks_alone(block):
 
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
-def test_most_warps_share_the_rows_of_a_packed_operand_with_a_long_one(block):
-    """Its bits are those of a plan that knows of no long row."""
+def test_a_packed_operand_with_a_long_row_has_the_bits_of_a_plan_that_knows_of_none(block):
+    """The plan that knows of it may let more warps share a row."""
     import cupy
 
     kept = np.random.default_rng(block).random((1, 600, 16384 // block)) < 0.01
@@ -423,7 +423,6 @@ def test_most_warps_share_the_rows_of_a_packed_operand_with_a_long_one(block):
     x = rng.standard_normal((1, 1, layout.shape.cols, 16)).astype(np.float16)
     for packed in (False, True):
         plan = plan_of(op="dsd", layout=layout, n=16, batch=1, element="f16", packed=packed)
-        assert not packed or " 16 warps a block row" in plan.explain().details
         y = cupy.full((1, 1, layout.shape.rows, 16), np.nan, np.float16)
         own = (
             {"layout": None, "a": plan.pack(layout, values)}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...plan.schedule_choice import CostModel, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import KernelProblem, Prepared
+from ..kernel_problem import KernelProblem, Prepared, prepared_bytes
 from .blocks_wgmma import mean_panel
 
 STRIP_ROWS, TILE_TOKENS = 16, 8
@@ -27,7 +27,7 @@ SLOTS = 8
 """Places for the sums of shares of a block row."""
 MODEL = "packed_mma"
 """The name of the cost models, one for each size of a block and order of X."""
-TERMS = ("memory_bytes", "l2_bytes", "wave", "rounds", "written_cells")
+TERMS = ("memory_bytes", "l2_bytes", "wave", "rounds", "written_cells", "copies", "copied_bytes")
 """The names of the kinds of work that take time."""
 
 
@@ -67,7 +67,8 @@ class BlocksMmaSchedule(NamedTuple):
         """How much there is of each of TERMS.
 
         Memory delivers values, X and C, and L2 delivers X to every CTA. In each wave CTAs begin and write
-        cells of C. No CTA ends before the rounds of its block row do, of which the longest counts.
+        cells of C. No CTA ends before the rounds of its block row do, of which the longest counts. X may be
+        copied first.
         """
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
@@ -76,7 +77,7 @@ class BlocksMmaSchedule(NamedTuple):
             longest = min(mean * max(1.0, desc.longest_panel / mean_panel(desc)), float(desc.longest_panel))
         waves = self.ctas(desc) / self.resident_ctas(multiprocessors)
         waves = max((waves + ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
-        units = longest * one.block / self.depth
+        units, copies = longest * one.block / self.depth, prepared_x(desc)
         cells_of_a_thread = self.rows * self.tokens / (32 * self.warps)
         return (
             values + dense_bytes(desc),
@@ -84,6 +85,8 @@ class BlocksMmaSchedule(NamedTuple):
             waves,
             units / min(self.warps, shares_of(units)) / self.units,
             waves * cells_of_a_thread,
+            len(copies),
+            prepared_bytes(copies),
         )
 
     @property

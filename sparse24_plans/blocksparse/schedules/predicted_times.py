@@ -16,7 +16,7 @@ from ..kernel_problem import KernelProblem, prepared_bytes
 from ..panels import expected_occupancy
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
-from .blocks_mma import BlocksMmaSchedule, dense_bytes, model_of, prepared_x
+from .blocks_mma import BlocksMmaSchedule, dense_bytes, model_of
 from .blocks_wgmma import APART, IN_TURN, MULTIPROCESSORS, Cut, mean_panel, panel_count
 
 INFLATING = "inflate_blocks"
@@ -36,8 +36,8 @@ class Way(NamedTuple):
     """The names of the kinds of work."""
     work: Callable[[BlockSparseMatmulDescriptor], tuple[float, ...]]
     """How much there is of each kind."""
-    copies_us: Callable[[BlockSparseMatmulDescriptor], float]
-    """Microseconds of the pre-passes and of what else is copied."""
+    copies_us: Callable[[BlockSparseMatmulDescriptor], float] = lambda desc: 0.0
+    """Microseconds of the pre-passes and of what else is copied, if that is no work of the model."""
     by_block: bool = True
 
     def model(self, desc: BlockSparseMatmulDescriptor) -> str:
@@ -118,13 +118,7 @@ def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     return BlocksMmaSchedule.of(desc, MULTIPROCESSORS).work(desc, MULTIPROCESSORS)
 
 
-def _few_tokens_copies_us(desc: BlockSparseMatmulDescriptor) -> float:
-    """Microseconds of the pre-pass that copies X for ``blocks_mma``."""
-    prepared = prepared_x(desc)
-    return _copies_us(len(prepared), prepared_bytes(prepared))
-
-
-FEW = Way(FEW_TOKENS_MODEL, FEW_TOKENS_TERMS, _few_tokens_work, _few_tokens_copies_us)
+FEW = Way(FEW_TOKENS_MODEL, FEW_TOKENS_TERMS, _few_tokens_work)
 BLOCKS = Way(
     "packed_blocks",
     ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave"),
