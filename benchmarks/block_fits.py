@@ -14,9 +14,17 @@ from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSpar
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
-from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS, DENSE, FEW, Way
+from sparse24_plans.blocksparse.schedules.predicted_times import (
+    BLOCKS,
+    DENSE,
+    FEW,
+    SAMPLED,
+    SAMPLED_DENSE,
+    Way,
+)
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 
+from . import random_blocks
 from .blocks import Cell
 from .descent import (
     Array,
@@ -33,8 +41,8 @@ from .descent import (
     summary,
 )
 
-PACKED = "packed-times"
-DENSITY = "blocks_density_limits"
+CELL_FIELDS = ("op", "m", "k", "n", "block", "density", "pattern", "trans_a", "trans_b")
+PACKED, BLOCKS_MEASURED = "packed-times", "block-times"
 SHORT_SUMS = "sdd_mma"
 TIMES_COUNT = 3.0
 """The weight of errors of a way's predicted times, by which ways are compared, beside that of its choices."""
@@ -53,31 +61,50 @@ FEW_BOUNDS = {
     "launch": (0.1, 4), "exponent": (1, 1),
 }  # fmt: skip
 """What takes time in a kernel for few tokens follows one another, so it is added up."""
+SAMPLED_BOUNDS = {
+    "step_rows": (1e-4, 3e-3), "rows": (1e-5, 3e-2), "value_bytes": (1e-8, 5e-6),
+    "factor_bytes": (1e-8, 5e-6), "kept_cells": (1e-10, 2e-8), "cells": (1e-10, 5e-9),
+    "wave_cells": (1e-10, 5e-9), "product_bytes": (1e-8, 5e-6), "launch": (1, 12), "exponent": (1.05, 8),
+}  # fmt: skip
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
 SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
 MEASURED = {"us": BLOCKS, "mma_us": FEW, "dense_us": DENSE}
 """The field of a measured line that has the time of each way to multiply a packed operand."""
-WAY_OF = {DENSE.name: DENSE} | {
+SAMPLED_MEASURED = {"us": SAMPLED, "inflate_us": SAMPLED_DENSE}
+"""The field of a measured line that has the time of each way to compute an ``sdd``."""
+SAMPLED_MODELS = {
+    **{f"{SAMPLED.name}_{kind}": SAMPLED for kind in ("16", "16_in_pieces", "32")},
+    **{f"{SAMPLED_DENSE.name}_{block}": SAMPLED_DENSE for block in (16, 32)},
+}
+PACKED_MODELS = {DENSE.name: DENSE} | {
     f"{way.name}_{kind}_last_{block}": way
     for way in (BLOCKS, FEW)
     for kind in ("k", "n")
     for block in BLOCK_SIZES
 }
-PACKED_MODELS = list(WAY_OF)
+WAY_OF = PACKED_MODELS | SAMPLED_MODELS
 
 
 def described(row: Mapping[str, Any]) -> BlockSparseMatmulDescriptor:
     """The problem of a measured line."""
-    op, about = BlockSparseOp(row["op"]), ("m", "k", "n", "block", "density", "pattern")
-    kept = int(Cell(op, **{name: row[name] for name in about}).bitmap().sum())
-    shape = BlockSparseShape(heads=1, rows=row["m"], cols=row["k"], block=row["block"], blocks=kept)
-    return BlockSparseMatmulDescriptor(op=op, layout=shape, n=row["n"], element="bf16")
+    cell = (random_blocks.Cell if "seed" in row else Cell)(
+        **{name: row[name] for name in (*CELL_FIELDS, "seed") if name in row}
+    )
+    about = {"heads": 1, "rows": cell.m, "cols": cell.k, "block": cell.block}
+    return BlockSparseMatmulDescriptor(
+        op=cell.op,
+        layout=BlockSparseShape(**about, blocks=int(cell.bitmap().sum())),
+        n=cell.n,
+        element="bf16",
+        trans_a=cell.trans_a,
+        trans_b=cell.trans_b,
+    )
 
 
 def block_lines(gpu: str) -> list[Mapping[str, Any]]:
     """Measured products of block-sparse matrices, without short sums, which have a kernel of their own."""
-    return [row for row in lines_of(gpu, "block-times") if "mma_us" not in row]
+    return [row for row in lines_of(gpu, BLOCKS_MEASURED) if "mma_us" not in row]
 
 
 def block_problems(op: str, block: int, gpu: str) -> list[Any]:
@@ -89,27 +116,6 @@ def block_problems(op: str, block: int, gpu: str) -> list[Any]:
 def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
     """Lines whose inflated product was measured, too."""
     return [row for row in block_lines(gpu) if row.get("inflate_us") is not None]
-
-
-def density_entry(gpu: str) -> Constants:
-    """The densities beyond which an inflated ``sdd`` is faster, for each size of a block."""
-    found: Constants = copy.deepcopy(given_models()[DENSITY]["constants"])
-    measured = [(described(row), row) for row in beside_inflated(gpu) if row["op"] == BlockSparseOp.SDD]
-    losses: list[float] = []
-    for block in BLOCK_SIZES:
-        pairs = [
-            (desc.layout.density, np.log(row["inflate_us"] / chosen_us((desc, row["us"]))))
-            for desc, row in measured
-            if desc.layout.block == block
-        ]
-        if len(pairs) < LEAST_PAIRS:
-            continue
-        most, lost = best_limit(pairs, (np.arange(101) / 100).tolist())
-        losses += lost
-        found["sdd"].pop(str(block), None)
-        if most < max(density for density, _ in pairs):
-            found["sdd"][str(block)] = most
-    return limits_entry(found, losses, file_of(gpu, "block-times"))
 
 
 def inflating_entry(gpu: str) -> Constants:
@@ -136,13 +142,13 @@ def inflating_entry(gpu: str) -> Constants:
     best = min(tried, key=lambda limits: np.log(lost(limits)).mean())
     found = {"launch": plain(float(f"{launch:.4g}")), "bytes": plain(float(f"{each:.4g}"))}
     found |= dict(zip(("least_density", "most_of_dense"), best, strict=True))
-    return limits_entry(found, lost(best).tolist(), file_of(gpu, "block-times"))
+    return limits_entry(found, lost(best).tolist(), file_of(gpu, BLOCKS_MEASURED))
 
 
 def short_sums_entry(gpu: str) -> Constants:
     """The longest sums of ``sdd`` for which the kernel of short ones is the fastest, by size of a block."""
     found: Constants = copy.deepcopy(given_models()[SHORT_SUMS]["constants"])
-    measured = [(described(row), row) for row in lines_of(gpu, "block-times") if "mma_us" in row]
+    measured = [(described(row), row) for row in lines_of(gpu, BLOCKS_MEASURED) if "mma_us" in row]
     losses: list[float] = []
     for block in BLOCK_SIZES:
         pairs = [
@@ -155,7 +161,7 @@ def short_sums_entry(gpu: str) -> Constants:
         most, lost = best_limit(pairs, range(0, max(n for n, _ in pairs) + 8, 8))
         found["most_terms"][str(block)] = most
         losses += lost
-    return limits_entry(found, losses, file_of(gpu, "block-times"))
+    return limits_entry(found, losses, file_of(gpu, BLOCKS_MEASURED))
 
 
 def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], list[float]]:
@@ -267,7 +273,7 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
 
     Each time comes with its work: one of a way that has one schedule, or of every schedule for few tokens.
     """
-    way = WAY_OF[model]
+    way = PACKED_MODELS[model]
     field = next(name for name, one in MEASURED.items() if one is way)
     return [
         (desc, timed_work(way, desc, row[field]))
@@ -284,7 +290,19 @@ def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tup
     ]
 
 
-def packed_choices(problems: Sequence[Any], way: Way) -> Choices:
+def sampled_problems(model: str, gpu: str) -> list[Any]:
+    """Descriptors of measured ``sdd``, each with its work and the time that the model predicts."""
+    way = SAMPLED_MODELS[model]
+    rows = [row for row in beside_inflated(gpu) if row["op"] == BlockSparseOp.SDD]
+    found = [(described(row), row) for row in rows]
+    return [
+        (desc, [(way.work(desc), chosen_us((desc, row["us"])) if way is SAMPLED else row["inflate_us"])])
+        for desc, row in found
+        if way.model(desc) == model
+    ]
+
+
+def way_choices(problems: Sequence[Any], way: Way) -> Choices:
     """What is fitted are times, by which ways are compared, and the choice of a schedule for few tokens."""
     work = np.array([one for _, timed in problems for one, _ in timed])
     before = np.array([way.copies_us(desc) for desc, timed in problems for _ in timed])
@@ -301,15 +319,16 @@ def packed_choices(problems: Sequence[Any], way: Way) -> Choices:
     return Choices(predict, taken, begins, best, weights, True, off=TIMES_COUNT)
 
 
-def packed_entry(model: str, gpu: str) -> Constants:
-    """The entry of a model of packed operands, with its errors in place of losses."""
-    way, problems = WAY_OF[model], packed_problems(model, gpu)
-    limits = FEW_BOUNDS if way is FEW else PACKED_BOUNDS
+def way_entry(model: str, gpu: str) -> Constants:
+    """The entry of a model of a way to multiply, with its errors in place of losses."""
+    way, sampled = WAY_OF[model], model in SAMPLED_MODELS
+    problems = (sampled_problems if sampled else packed_problems)(model, gpu)
+    limits = FEW_BOUNDS if way is FEW else SAMPLED_BOUNDS if sampled else PACKED_BOUNDS
     bounds = {name: limits[name] for name in ("launch", "exponent", *way.terms)}
     fit = Fit(
         problems,
         lambda one: (one[0].layout.rows, one[0].layout.cols),
-        partial(packed_choices, way=way),
+        partial(way_choices, way=way),
         bounds,
         steps=6000,
         descents=1,
@@ -322,7 +341,7 @@ def packed_entry(model: str, gpu: str) -> Constants:
         return summary(np.exp(np.abs(np.log(choices.predict(constants) / choices.taken))))
 
     measured = {
-        "file": file_of(gpu, PACKED),
+        "file": file_of(gpu, BLOCKS_MEASURED if sampled else PACKED),
         "problems": len(problems),
         "error": errors(found, problems),
         "held_out": {"problems": len(outside), "error": errors(elsewhere, outside)},

@@ -50,19 +50,19 @@ from sparse24_plans.plan import schedule_choice
 from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
-    DENSITY,
     PACKED,
     PACKED_MODELS,
+    SAMPLED_MODELS,
     SDD_MODELS,
     SHORT_SUMS,
     SMALL_MODELS,
+    WAY_OF,
     beside_inflated,
     block_fit,
-    density_entry,
     inflating_entry,
-    packed_entry,
     short_sums_entry,
     small_constants,
+    way_entry,
 )
 from .descent import (
     SCHEDULES,
@@ -227,10 +227,10 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
 GEMM_MODELS = [f"wgmma_sp_{kind}_{size}" for kind in ("16bit", "8bit", "quantized") for size in CLASSES]
 F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
 STREAM_K = "wgmma_sp_stream_k"
-BLOCK_LIMITS = {DENSITY: density_entry, SHORT_SUMS: short_sums_entry, INFLATING: inflating_entry}
+BLOCK_LIMITS = {SHORT_SUMS: short_sums_entry, INFLATING: inflating_entry}
 STAGES = (
     (STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS),
-    (DENSITY, SHORT_SUMS, *PACKED_MODELS),
+    (SHORT_SUMS, *WAY_OF),
     (INFLATING,),
 )
 """The models, each behind those whose choices it is fitted to."""
@@ -248,7 +248,8 @@ def family_of(model: str) -> str:
         return PACKED
     if model in F32_MODELS:
         return F32
-    return "block-times" if model in (*SMALL_MODELS, *SDD_MODELS, *BLOCK_LIMITS) else gemm_family(model)
+    blocks = (*SMALL_MODELS, *SDD_MODELS, *SAMPLED_MODELS, *BLOCK_LIMITS)
+    return "block-times" if model in blocks else gemm_family(model)
 
 
 def is_measured(model: str, gpu: str) -> bool:
@@ -263,8 +264,8 @@ def entry(model: str, gpu: str) -> Constants:
         return stream_k_entry(gpu)
     if model in BLOCK_LIMITS:
         return BLOCK_LIMITS[model](gpu)
-    if model in PACKED_MODELS:
-        return packed_entry(model, gpu)
+    if model in WAY_OF:
+        return way_entry(model, gpu)
     gemm = model in GEMM_MODELS
     fit_of = gemm_fit if gemm else f32_fit if model in F32_MODELS else block_fit
     fit = fit_of(model, gpu)

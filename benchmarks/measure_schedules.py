@@ -231,17 +231,24 @@ def measure_gemm(family: str, rng: random.Random, end: float) -> Iterator[Row]:
             free_memory()
 
 
-def block_cells(rng: random.Random) -> Iterator[blocks.Cell]:
-    """Cells of the record's shapes at first, then any. For dsd and dds the density decides below 64 alone."""
-    yield from (cell for cell in blocks.cells() if cell.op is BlockSparseOp.SDD or cell.block < 64)
+def block_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
+    """Any cells, half of them sdd. For dsd and dds the density decides below blocks of 64 alone."""
     while True:
-        op = rng.choice(list(BlockSparseOp))
-        block = rng.choice((16, 32, 64, 128) if op is BlockSparseOp.SDD else (16, 32))
-        pattern = "random" if op is BlockSparseOp.SDD else rng.choice(blocks.PATTERNS)
-        m, k = (128 * int(2 ** rng.uniform(2, 6.5)) for _ in range(2))
-        few = op is BlockSparseOp.SDD and rng.random() < 0.5
-        n = int(2 ** rng.uniform(0, 6)) if few else 8 * int(2 ** rng.uniform(2, 10))
-        yield blocks.Cell(op, m, k, n, block, rng.uniform(0.02, 0.6), pattern)
+        op = rng.choice((BlockSparseOp.SDD, rng.choice(list(BlockSparseOp))))
+        sampled = op is BlockSparseOp.SDD
+        few = sampled and rng.random() < 0.25
+        yield random_blocks.Cell(
+            op=op,
+            m=128 * int(2 ** rng.uniform(2, 6.5)),
+            k=128 * int(2 ** rng.uniform(2, 6.5)),
+            n=int(2 ** rng.uniform(0, 6)) if few else int(2 ** rng.uniform(6, 13)),
+            block=rng.choice((16, 32, 64, 128) if sampled else (16, 32)),
+            density=rng.uniform(0.02, 0.6),
+            pattern=rng.choice(("random", "uneven")) if sampled else rng.choice(blocks.PATTERNS),
+            trans_a=rng.random() < 0.5,
+            trans_b=rng.random() < 0.5,
+            seed=rng.randrange(2**31),
+        )
 
 
 def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:

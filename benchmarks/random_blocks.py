@@ -53,7 +53,7 @@ ATTENTION_CELLS = 24
 
 @dataclass(frozen=True)
 class Cell(blocks.Cell):
-    """A random product. ``pattern`` is ``random`` or ``uneven``."""
+    """A random product. ``pattern`` is ``random``, ``uneven`` or ``banded``; records have the first two."""
 
     shape: str = ""
     seed: int = 0
@@ -67,6 +67,8 @@ class Cell(blocks.Cell):
 
     def bitmap(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Blocks drawn independently, or rows of blocks whose counts follow 1 / rank, in any order."""
+        if self.pattern == "banded":
+            return super().bitmap()
         rng = np.random.default_rng(self.seed)
         rows, columns = self.m // self.block, self.k // self.block
         if self.pattern == "random":

@@ -107,8 +107,8 @@ class KernelProblem:
         ]
         if size == 1 or found:
             return tuple(found)
-        one, in_pieces = desc.layout, MN_MAJOR if self.sampled else K_MAJOR
-        if one.block != min(BLOCK_SIZES) or self.right_major != in_pieces or desc.n % _WHOLE:
+        one = desc.layout
+        if not self._has_pieces or desc.n % _WHOLE:
             return ()
         x = Prepared.of(next(one for one in factors if one.name == self.right), transposes=True)
         lines = narrow_panel_block_rows(one) if self.sampled else panel_block_rows(one)
@@ -118,6 +118,17 @@ class KernelProblem:
             x.nbytes >= limits["min_bytes"] and panels * expected_occupancy(one, lines) >= limits["min_reads"]
         )
         return (x,) if often and (spare is None or align_up(x.nbytes) <= spare) else ()
+
+    @property
+    def _has_pieces(self) -> bool:
+        """Whether X as the caller stores it is read in pieces of 32 bytes."""
+        small = self.desc.layout.block == min(BLOCK_SIZES) and self.desc.element.itemsize > 1
+        return small and self.right_major == (MN_MAJOR if self.sampled else K_MAJOR)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether X is read in pieces of 32 bytes, since no pre-pass transposes it."""
+        return self._has_pieces and not any(one.transposes for one in self.prepared_operands(None))
 
     @property
     def _wants_aligned_rows(self) -> bool:

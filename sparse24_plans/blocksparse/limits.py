@@ -17,7 +17,7 @@ from .kernel_problem import TMA_BYTES, KernelProblem, Prepared, prepared_bytes
 from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
-from .schedules.predicted_times import dense_wins, few_tokens_lose
+from .schedules.predicted_times import dense_wins, few_tokens_lose, sampled_loses
 from .schedules.sdd_mma import MOST_TERMS, SddMmaSchedule
 from .schedules.softmax import softmax_teams
 
@@ -92,13 +92,7 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 def _dense_is_faster(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The reason why a dense product is faster than ``blocks_wgmma``, or None."""
-    if problem.op is not BlockSparseOp.SDD:
-        return dense_wins(problem)
-    one = problem.layout
-    most = constants("blocks_density_limits")["sdd"].get(str(one.block), 1.0)
-    if problem.element.itemsize > 1 and one.density > most:
-        return f"is preferred for up to {100 * most:g}% of blocks of {one.block} here, not {one.density:.1%}"
-    return None
+    return sampled_loses(problem) if problem.op is BlockSparseOp.SDD else dense_wins(problem)
 
 
 def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from sparse24_plans import (
     UnsupportedError,
 )
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
+from sparse24_plans.blocksparse.schedules.predicted_times import sampled_loses
 from sparse24_plans.plan.schedule_choice import constants
 
 from ..sample_devices import A100, H200
@@ -92,14 +92,15 @@ def test_what_is_chosen():
     assert chosen(device=A100, preference={"max_workspace_bytes": 1 << 20}) == "blocks_strict_any"
 
 
-@pytest.mark.parametrize(
-    ("more", "wanted"), [(0, "blocks_wgmma"), (1, "inflate_cublas")], ids=["most", "one more"]
-)
-@pytest.mark.parametrize(("block", "most"), constants("blocks_density_limits")["sdd"].items())
-def test_an_sdd_of_small_blocks_is_inflated_beyond_a_density(block, most, more, wanted):
-    """A dense product takes as long whatever is kept: it wins where much is."""
-    layout = {"block": int(block), "blocks": math.floor(most * (4096 // int(block)) ** 2) + more}
-    assert chosen(op="sdd", layout=SHAPE.model_copy(update=layout)) == wanted
+@pytest.mark.parametrize("block", [16, 32])
+def test_an_sdd_of_small_blocks_is_inflated_where_that_is_predicted_to_be_faster(block, monkeypatch):
+    layout = SHAPE.model_copy(update={"block": block, "blocks": (4096 // block) ** 2 // 5})
+    model = constants(f"sampled_blocks_{block}")
+    for launch, wanted in ((-1e6, "blocks_wgmma"), (1e6, "inflate_cublas")):
+        monkeypatch.setitem(model, "launch", launch)
+        sampled_loses.cache_clear()
+        assert chosen(op="sdd", layout=layout) == wanted
+    sampled_loses.cache_clear()
 
 
 @pytest.mark.parametrize("block", [64, 128])

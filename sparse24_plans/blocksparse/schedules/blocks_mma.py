@@ -57,7 +57,7 @@ class BlocksMmaSchedule(NamedTuple):
     @classmethod
     def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksMmaSchedule:
         """The schedule of the least predicted time."""
-        model = CostModel.of(model_of(MODEL, desc), TERMS)
+        model = CostModel.of(by_order_and_block(MODEL, desc), TERMS)
         return fastest(
             cls.candidates(desc),
             lambda some: [model.microseconds(one.work(desc, multiprocessors)) for one in some],
@@ -187,7 +187,7 @@ def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
     return desc.dense_k_last or desc.n == 1
 
 
-def model_of(name: str, desc: BlockSparseMatmulDescriptor) -> str:
+def by_order_and_block(name: str, desc: BlockSparseMatmulDescriptor) -> str:
     """The name of the cost model for the problem's blocks and order of X."""
     return f"{name}_{'k' if desc.dense_k_last else 'n'}_last_{desc.layout.block}"
 

@@ -13,11 +13,21 @@ from typing import NamedTuple
 from ...plan.schedule_choice import CostModel, constants
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, prepared_bytes
-from ..panels import expected_occupancy
+from ..panels import NARROW_PANEL_ROWS, expected_occupancy
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
-from .blocks_mma import BlocksMmaSchedule, dense_bytes, model_of
-from .blocks_wgmma import APART, IN_TURN, MULTIPROCESSORS, Cut, mean_panel, panel_count
+from .blocks_mma import BlocksMmaSchedule, by_order_and_block, dense_bytes
+from .blocks_wgmma import (
+    APART,
+    IN_TURN,
+    MULTIPROCESSORS,
+    Cut,
+    best_schedule,
+    mean_panel,
+    panel_count,
+    sdd_time,
+)
+from .blocks_wgmma import model_of as blocks_wgmma_model
 
 INFLATING = "inflate_blocks"
 """The name of the model of inflating."""
@@ -25,24 +35,27 @@ FEW_TOKENS = 64
 """Most tokens that a kernel for few of them is preferred for."""
 _TILE_ROWS, _TILE_TOKENS = 128, 256
 """The tile of a large dense product."""
+_STEP_TERMS = 64
+"""Terms of a sum of ``sdd`` that a step multiplies."""
 
 
 class Way(NamedTuple):
     """A way to compute a product, and what takes time in it."""
 
     name: str
-    """The name of its models: one, or one for each size of a block and order of X."""
+    """How the names of its models begin."""
     terms: tuple[str, ...]
     """The names of the kinds of work."""
     work: Callable[[BlockSparseMatmulDescriptor], tuple[float, ...]]
     """How much there is of each kind."""
     copies_us: Callable[[BlockSparseMatmulDescriptor], float] = lambda desc: 0.0
     """Microseconds of the pre-passes and of what else is copied, if that is no work of the model."""
-    by_block: bool = True
+    model_of: Callable[[str, BlockSparseMatmulDescriptor], str] = by_order_and_block
+    """Returns the name of the model that serves a problem, given the name of the way."""
 
     def model(self, desc: BlockSparseMatmulDescriptor) -> str:
         """The name of the model that serves the problem."""
-        return model_of(self.name, desc) if self.by_block else self.name
+        return self.model_of(self.name, desc)
 
     def microseconds(self, desc: BlockSparseMatmulDescriptor) -> float:
         model = CostModel.of(self.model(desc), self.terms)
@@ -130,7 +143,61 @@ DENSE = Way(
     ("weight_bytes", "token_bytes", "cells", "wave_cells"),
     _dense_work,
     _dense_copies_us,
-    by_block=False,
+    model_of=lambda name, desc: name,
+)
+
+
+def _sampled_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
+    """The terms of ``sdd`` by ``blocks_wgmma``: rows that its busiest CTA loads, and bytes."""
+    schedule = best_schedule(desc, MULTIPROCESSORS)
+    (rows,) = sdd_time([schedule], desc, MULTIPROCESSORS, constants(blocks_wgmma_model(desc)))
+    kept = desc.batch * desc.layout.blocks * desc.layout.block**2
+    return (
+        rows * ceil(desc.n / _STEP_TERMS),
+        rows,
+        float(kept * desc.out_element.itemsize),
+        _factor_bytes(desc),
+        float(kept * desc.n),
+    )
+
+
+def _sampled_dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
+    """The terms of ``sdd`` as a dense product of which the kept blocks are copied."""
+    one, matrices = desc.layout, desc.batch * desc.layout.heads
+    cells = matrices * one.rows * one.cols
+    tiles = matrices * -(-one.rows // _TILE_ROWS) * -(-one.cols // _TILE_TOKENS)
+    whole_waves = -(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS
+    return (
+        float(cells * desc.n),
+        float(whole_waves * _TILE_ROWS * _TILE_TOKENS * desc.n),
+        float(cells * KernelProblem(desc).product_element.itemsize),
+        _factor_bytes(desc),
+        float(desc.batch * one.blocks * one.block**2 * desc.out_element.itemsize),
+    )
+
+
+def _factor_bytes(sdd: BlockSparseMatmulDescriptor) -> float:
+    """Bytes of A and B."""
+    one = sdd.layout
+    return float(sdd.batch * one.heads * (one.rows + one.cols) * sdd.n * sdd.element.itemsize)
+
+
+def _by_pieces(name: str, desc: BlockSparseMatmulDescriptor) -> str:
+    """The name of the model for the size of a block, and for whether X is read in pieces of 32 bytes."""
+    return f"{name}_{desc.layout.block}{'_in_pieces' if KernelProblem(desc).in_pieces else ''}"
+
+
+SAMPLED = Way(
+    "sampled_blocks",
+    ("step_rows", "rows", "value_bytes", "factor_bytes", "kept_cells"),
+    _sampled_work,
+    model_of=_by_pieces,
+)
+SAMPLED_DENSE = Way(
+    "sampled_dense",
+    ("cells", "wave_cells", "product_bytes", "factor_bytes", "value_bytes"),
+    _sampled_dense_work,
+    model_of=lambda name, desc: f"{name}_{desc.layout.block}",
 )
 
 
@@ -182,6 +249,20 @@ def dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
         return None
     dense = "a dense copy" if desc.packed else "inflating"
     return f"would take about {found.blocks_us:.1f} us, {dense} {found.dense_us:.1f} us"
+
+
+@lru_cache(maxsize=4096)
+def sampled_loses(desc: BlockSparseMatmulDescriptor) -> str | None:
+    """The reason why ``sdd`` is faster as a dense product of which kept blocks are copied, or None.
+
+    Large blocks never lose: even if all are kept, it is a dense product without the copy.
+    """
+    if desc.element.itemsize == 1 or desc.layout.block >= NARROW_PANEL_ROWS or not desc.n or not desc.batch:
+        return None
+    us, other = SAMPLED.microseconds(desc), SAMPLED_DENSE.microseconds(desc)
+    if us <= constants("packed_choice")["most_of_dense"] * other:
+        return None
+    return f"would take about {us:.1f} us, a dense product {other:.1f} us"
 
 
 @lru_cache(maxsize=4096)
