@@ -71,8 +71,6 @@ SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block 
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
 MEASURED = {"us": BLOCKS, "mma_us": FEW, "dense_us": DENSE}
 """The field of a measured line that has the time of each way to multiply a packed operand."""
-SAMPLED_MEASURED = {"us": SAMPLED, "inflate_us": SAMPLED_DENSE}
-"""The field of a measured line that has the time of each way to compute an ``sdd``."""
 SAMPLED_MODELS = {
     **{f"{SAMPLED.name}_{kind}": SAMPLED for kind in ("16", "16_in_pieces", "32")},
     **{f"{SAMPLED_DENSE.name}_{block}": SAMPLED_DENSE for block in (16, 32)},
@@ -283,6 +281,7 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
 
 
 def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tuple[tuple[float, ...], float]]:
+    """The work and the time of each schedule that was measured."""
     if way is not FEW:
         return [(way.work(desc), us)]
     return [
@@ -292,14 +291,13 @@ def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tup
 
 def sampled_problems(model: str, gpu: str) -> list[Any]:
     """Descriptors of measured ``sdd``, each with its work and the time that the model predicts."""
-    way = SAMPLED_MODELS[model]
-    rows = [row for row in beside_inflated(gpu) if row["op"] == BlockSparseOp.SDD]
-    found = [(described(row), row) for row in rows]
-    return [
-        (desc, [(way.work(desc), chosen_us((desc, row["us"])) if way is SAMPLED else row["inflate_us"])])
-        for desc, row in found
-        if way.model(desc) == model
-    ]
+    way, found = SAMPLED_MODELS[model], []
+    for row in beside_inflated(gpu):
+        desc = described(row)
+        if desc.op is BlockSparseOp.SDD and way.model(desc) == model:
+            us = chosen_us((desc, row["us"])) if way is SAMPLED else row["inflate_us"]
+            found.append((desc, timed_work(way, desc, us)))
+    return found
 
 
 def way_choices(problems: Sequence[Any], way: Way) -> Choices:

@@ -87,12 +87,8 @@ def prepared_x_bytes(problem: BlockSparseMatmulDescriptor) -> int:
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
     """The kernel's limits, and a preference for what it does faster than a dense product."""
-    return blocks_wgmma_any(problem) or _dense_is_faster(problem)
-
-
-def _dense_is_faster(problem: BlockSparseMatmulDescriptor) -> str | None:
-    """The reason why a dense product is faster than ``blocks_wgmma``, or None."""
-    return sampled_loses(problem) if problem.op is BlockSparseOp.SDD else dense_wins(problem)
+    loses = sampled_loses if problem.op is BlockSparseOp.SDD else dense_wins
+    return blocks_wgmma_any(problem) or loses(problem)
 
 
 def blocks_wgmma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
