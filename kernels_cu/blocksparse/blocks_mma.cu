@@ -9,8 +9,8 @@
 // row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
 //
 //   role       threads      what it does
-//   Mainloop   warps        loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; after a share puts its
-//                           sums into shared memory. If a pre-pass copies X, it loads tables and op(S) meanwhile
+//   Mainloop   warps        loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; after a share puts
+//                           its sums into shared memory. If a pre-pass copies X, it loads tables and op(S) meanwhile
 //   write      all threads  adds the sums of slots, epilogue, store
 //
 //   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has both halves
@@ -150,8 +150,8 @@ struct Mainloop {
     tokens = (int)(p.tokens - token);
   }
 
-  // Finds the blocks of 32 units from `begin` on, and prefetches the tables of the next 32. op(S) has k contiguous if it
-  // is not transposed, and then its entries are in the order of the values.
+  // Finds the blocks of 32 units from `begin` on, and prefetches the tables of the next 32. op(S) has k contiguous if
+  // it is not transposed, and then its entries are in the order of the values.
   __device__ __forceinline__ void look_up(int begin) {
     const int lane = threadIdx.x % 32, at = mine.units.entry_of(begin + lane),
               next = mine.units.entry_of(begin + 32 + lane);
