@@ -116,14 +116,18 @@ def _dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     one = desc.layout
     matrices, cells = desc.batch * one.heads, one.rows * one.cols
     rows = cells // max(desc.reduction, 1)
-    tiles = matrices * -(-rows // _TILE_ROWS) * -(-desc.n // _TILE_TOKENS)
-    whole_waves = -(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS
     return (
         float(matrices * cells * desc.element.itemsize),
         dense_bytes(desc),
         float(matrices * cells * desc.n),
-        float(whole_waves * _TILE_ROWS * _TILE_TOKENS * desc.reduction),
+        _wave_cells(matrices, rows, desc.n) * desc.reduction,
     )
+
+
+def _wave_cells(matrices: int, rows: int, columns: int) -> float:
+    """Cells of the tiles of a dense product's results, in whole waves."""
+    tiles = matrices * -(-rows // _TILE_ROWS) * -(-columns // _TILE_TOKENS)
+    return float(-(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS * _TILE_ROWS * _TILE_TOKENS)
 
 
 def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
@@ -165,11 +169,9 @@ def _sampled_dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of ``sdd`` as a dense product of which the kept blocks are copied."""
     one, matrices = desc.layout, desc.batch * desc.layout.heads
     cells = matrices * one.rows * one.cols
-    tiles = matrices * -(-one.rows // _TILE_ROWS) * -(-one.cols // _TILE_TOKENS)
-    whole_waves = -(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS
     return (
         float(cells * desc.n),
-        float(whole_waves * _TILE_ROWS * _TILE_TOKENS * desc.n),
+        _wave_cells(matrices, one.rows, one.cols) * desc.n,
         float(cells * KernelProblem(desc).product_element.itemsize),
         _factor_bytes(desc),
         float(desc.batch * one.blocks * one.block**2 * desc.out_element.itemsize),
