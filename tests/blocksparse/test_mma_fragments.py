@@ -184,6 +184,7 @@ def test_schedules_fit(block, op, k_last):
     """Registers hold what is in flight, shared memory the sums, and units of a round keep their registers."""
     turned = {"trans_b" if op == "dsd" else "trans_a": k_last == (op == "dsd")}
     tokens, sms, longest = (1, 7, 8, 9, 24, 33, 64, 4096), (1, 132), (0, 640)
+    warps = set()
     for rows, cols, density in itertools.product((1, 40, 640), (1, 640), (0.0, 0.05, 1.0)):
         blocks = int(rows * cols * density)
         shape = BlockSparseShape(heads=1, rows=rows * block, cols=cols * block, block=block, blocks=blocks)
@@ -192,6 +193,7 @@ def test_schedules_fit(block, op, k_last):
             desc = desc.model_copy(update={"n": n, "longest_panel": min(panel, blocks)})
             chosen, tried = BlocksMmaSchedule.of(desc, many), BlocksMmaSchedule.candidates(desc)
             assert chosen in tried
+            warps.add(chosen.warps)
             assert {one.warps for one in tried} == set(WARPS)
             for one in tried:
                 assert one.depth == unit_depth(block)
@@ -206,6 +208,7 @@ def test_schedules_fit(block, op, k_last):
                 if not one.x_along_k:
                     copies = prepared_x(desc)
                     assert (copies[0].sides[1] if copies else n) % one.n8_tiles == 0
+    assert warps == set(WARPS)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])

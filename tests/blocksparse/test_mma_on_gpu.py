@@ -411,8 +411,8 @@ def test_bits_of_a_row_depend_on_its_own_blocks_alone(block):
 
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_packed_operand_with_a_long_row_has_the_bits_of_a_plan_that_knows_of_none(block):
-    """The plan that knows of it may let more warps share a row."""
+def test_more_warps_share_the_rows_of_a_packed_operand_with_a_long_one(block):
+    """Its bits are those of a plan that knows of no long row."""
     import cupy
 
     kept = np.random.default_rng(block).random((1, 600, 16384 // block)) < 0.01
@@ -423,6 +423,7 @@ def test_a_packed_operand_with_a_long_row_has_the_bits_of_a_plan_that_knows_of_n
     x = rng.standard_normal((1, 1, layout.shape.cols, 16)).astype(np.float16)
     for packed in (False, True):
         plan = plan_of(op="dsd", layout=layout, n=16, batch=1, element="f16", packed=packed)
+        assert (" 4 warps a block row" in plan.explain().details) == (not packed)
         y = cupy.full((1, 1, layout.shape.rows, 16), np.nan, np.float16)
         own = (
             {"layout": None, "a": plan.pack(layout, values)}

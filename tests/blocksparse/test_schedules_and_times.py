@@ -33,7 +33,7 @@ KINDS = [
 ]
 
 
-UNEVEN = [("sdd", 16, 1.04, 1.16), ("sdd", 32, 1.04, 1.2), ("sdd", 64, 1.05, 1.25), ("sdd", 128, 1.05, 1.2)]
+UNEVEN = [("sdd", 16, 1.02, 1.08), ("sdd", 32, 1.03, 1.18), ("sdd", 64, 1.04, 1.21), ("sdd", 128, 1.04, 1.18)]
 """Bounds for rows of blocks whose counts follow 1 / rank, which a schedule of ``sdd`` does not know of."""
 
 
@@ -59,7 +59,7 @@ def test_the_fastest_is_missed_by_little(op, block, mean, most, uneven):
             for desc, times in problems(op, block, uneven=uneven)
         ]
     )
-    assert len(found) > 40
+    assert len(found) > (40 if uneven else 50)
     assert np.exp(np.log(found).mean()) <= mean
     assert np.quantile(found, 0.95) <= most
 
