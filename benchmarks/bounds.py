@@ -53,6 +53,22 @@ def beside_auto(element: str, backend: str, span: tuple[int, int] = ALL) -> Call
     return values
 
 
+_C_ELEMENT_BYTES = 2
+_BYTES_PER_US = {"H100": 3.0e6, "H200": 4.3e6}
+"""What one pass over memory reaches, by a part of the GPU's name."""
+
+
+def _beta_over_bytes(record: Record) -> Values:
+    """Products with beta * C over the plain product's time and what reading C from memory takes."""
+    rate = next((rate for name, rate in _BYTES_PER_US.items() if name in record.get("gpu", "")), None)
+    if rate is None:
+        return []
+    return [
+        (cell_of(row), row["us"] / (row["plain_us"] + row["m"] * row["n"] * _C_ELEMENT_BYTES / rate))
+        for row in chosen(record["variants"], variant="beta")
+    ]
+
+
 _NOT_FORCED = {"auto", "invariant", "cusparselt", "wgmma_sp_invariant"}
 
 
@@ -253,7 +269,17 @@ _GRID = [
     *(Bound(f"{element}: forced / auto, each", partial(_forced, element), 0.97) for element in _ELEMENTS),
     least_mean("f16 / bf16", _over_bf16, most=1.03),
     *_ERRORS,
-    least_mean("epilogues / plain", ratios("epilogues", "us", "identity_us"), most=None),
+    Bound(
+        "an epilogue / plain, N 256, each",
+        ratios("epilogues", "us", "identity_us", span=(256, 256)),
+        most=1.04,
+    ),
+    Bound(
+        "an epilogue / plain, N >= 1024, each",
+        ratios("epilogues", "us", "identity_us", span=(1024, 8192)),
+        most=1.02,
+    ),
+    Bound("beta / plain and the bytes of C, each", _beta_over_bytes, most=1.0),
     Bound("one batch / plain, each", ratios("variants", "us", "plain_us", variant="batch"), most=1.03),
     *(
         Bound(f"{op}, share of a copy's speed", ratios("prepare", "copy_us", op=op, element="bf16"), least)

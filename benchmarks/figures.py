@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+from sparse24_plans.bench.additions import ADDITIONS, ELEMENTS
+from sparse24_plans.bench.additions import TOKENS as ADDED_TOKENS
 from sparse24_plans.bench.record import Record, load
 from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
 from sparse24_plans.weights.quantized import STORED
@@ -164,6 +166,18 @@ def _energy(record: Record) -> list[str]:
     m, k = _ENERGY_SHAPE
     head = ("element", "N", f"{m} x {k}", "power", "clock", "dense: energy", "cuSPARSELt: energy")
     return table(head, rows)
+
+
+def _additions(record: Record) -> list[str]:
+    """Time of a product with something added over the plain product's, by element and tokens."""
+    rows = []
+    for element, (part, (field, plain_us, additions)) in itertools.product(ELEMENTS, ADDITIONS.items()):
+        for name in additions:
+            cells = list(chosen(record[part], element=element.value, **{field: name}))
+            by_n = [[row["us"] / row[plain_us] for row in cells if row["n"] == n] for n in ADDED_TOKENS]
+            if cells:
+                rows.append((element.value, name, *map(with_range, by_n)))
+    return table(("element", "added", *(f"N {n}" for n in ADDED_TOKENS)), rows)
 
 
 def _preparation(record: Record) -> list[str]:
@@ -393,6 +407,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "decoder": _decoder,
     "blocks24": patterned_blocks,
     "energy": _energy,
+    "additions": _additions,
     "grouped": _grouped,
     "quantized": _quantized,
     "layers": _layers,

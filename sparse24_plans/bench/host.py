@@ -20,6 +20,8 @@ from . import peers
 from .gemm import FORCED
 from .record import sources_of
 
+_BLOCK_S = 0.3
+_FEWEST_ROUNDS = 10
 _IMPORT = "import time; t = time.perf_counter(); import sparse24_plans; {}; print(time.perf_counter() - t)"
 
 
@@ -70,16 +72,18 @@ def _of_plan(plan: GemmSparse24Plan, matrix: Matrix, prefix: str) -> dict[str, f
     return {prefix + name: _host_us(call) for name, call in calls.items()}
 
 
-def _host_us(call: Callable[[], object], *, calls: int = 200, rounds: int = 25) -> float:
+def _host_us(call: Callable[[], object], *, calls: int = 200) -> float:
+    """Median microseconds of a call, of the second half of a block, by when the core's clock is up."""
     synchronize = import_cupy().cuda.Device().synchronize
-    times = []
-    for _ in range(rounds):
+    times: list[float] = []
+    start = time.perf_counter()
+    while time.perf_counter() - start < _BLOCK_S or len(times) < _FEWEST_ROUNDS:
         synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         times.append((time.perf_counter() - begin) / calls * 1e6)
-    return round(statistics.median(times), 2)
+    return round(statistics.median(times[len(times) // 2 :]), 2)
 
 
 def _import_s(then: str) -> float:

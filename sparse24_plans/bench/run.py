@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from ..vocab import ElementKind
-from . import epilogues, gemm, host, prepare, variants
+from . import additions, gemm, host, prepare
 from .gemm import matrix_of
 from .record import Record, Step
 from .scope import Scope
@@ -28,10 +28,9 @@ def steps(scope: Scope) -> list[Step]:
         name = scope.backends[0] if scope.backends else "auto"
         measure = partial(_products, scope, m, k, n, element)
         found.append(Step("gemm", {**about, "backend": name}, measure))
-        if (m, k) == epilogues.SHAPE and n in epilogues.TOKENS and element in epilogues.ELEMENTS:
-            found.append(Step("epilogues", about, partial(_epilogues, m, k, n, element)))
-        if (m, k) in variants.SHAPES and n in variants.TOKENS and element in variants.ELEMENTS:
-            found.append(Step("variants", about, partial(_variants, m, k, n, element)))
+        if (m, k) in additions.SHAPES and n in additions.TOKENS and element in additions.ELEMENTS:
+            for part in additions.ADDITIONS:
+                found.append(Step(part, about, partial(_additions, part, m, k, n, element)))
     for element, (m, k) in product(scope.elements, scope.prepare_shapes):
         about = {"m": m, "k": k, "element": element.value}
         found.append(Step("prepare", about, partial(_preparation, m, k, element)))
@@ -43,12 +42,8 @@ def _products(scope: Scope, m: int, k: int, n: int, element: ElementKind, source
     return {"gemm": gemm.measured(matrix_of(m, k, element), n, scope.backends, sources)}
 
 
-def _epilogues(m: int, k: int, n: int, element: ElementKind, sources: set[str]) -> Record:
-    return {"epilogues": epilogues.measured(matrix_of(m, k, element), n, sources)}
-
-
-def _variants(m: int, k: int, n: int, element: ElementKind, sources: set[str]) -> Record:
-    return {"variants": variants.measured(matrix_of(m, k, element), n, sources)}
+def _additions(part: str, m: int, k: int, n: int, element: ElementKind, sources: set[str]) -> Record:
+    return {part: additions.measured(part, matrix_of(m, k, element), n, sources)}
 
 
 def _preparation(m: int, k: int, element: ElementKind, sources: set[str]) -> Record:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import check, gpus, measure
 from sparse24_plans import BackendUnavailableError, InvalidProblemError, UnsupportedError
-from sparse24_plans.bench import epilogues, gemm, host, prepare, record, run, variants
+from sparse24_plans.bench import additions, gemm, host, prepare, record, run
 from sparse24_plans.bench.scope import PREPARE_SHAPES, SHAPES, Scope
 from sparse24_plans.cli.app import app
 
@@ -79,13 +80,10 @@ def played(monkeypatch):
         sources.add("prepare/pack.cu")
         return [{"op": "pack", "m": shape[0], "k": shape[1], "element": element, "us": 1.0, "copy_us": 0.9}]
 
-    def gated(matrix, n, sources):
+    def added(part, matrix, n, sources):
+        field, plain_us, names = additions.ADDITIONS[part]
         about = {"m": matrix[0], "k": matrix[1], "n": n, "element": str(matrix[2])}
-        return [{**about, "epilogue": "bias_swiglu", "us": 3.0, "identity_us": 2.0}]
-
-    def variant(matrix, n, sources):
-        about = {"m": matrix[0], "k": matrix[1], "n": n, "element": str(matrix[2])}
-        return [{"variant": "batch", **about, "us": 2.5, "plain_us": 2.0}]
+        return [{**about, field: name, "us": 3.0, plain_us: 2.0} for name in names]
 
     def matrix(*about):
         return about
@@ -95,8 +93,7 @@ def played(monkeypatch):
     monkeypatch.setattr(gpus, "visible_gpus", lambda: ["0"])
     monkeypatch.setattr(run, "matrix_of", matrix)
     monkeypatch.setattr(gemm, "measured", product)
-    monkeypatch.setattr(epilogues, "measured", gated)
-    monkeypatch.setattr(variants, "measured", variant)
+    monkeypatch.setattr(additions, "measured", added)
     monkeypatch.setattr(prepare, "measured", op)
     monkeypatch.setattr(prepare, "peer_rows", lambda shape, element: [])
     monkeypatch.setattr(host, "measured", lambda sources: {"run_us": 7.0})
@@ -119,14 +116,17 @@ def test_parts_of_a_record_add_up_in_its_file(played, tmp_path):
     assert len(found["gemm"]) == 6
     assert found["host"] == {"run_us": 7.0}
     assert [(one["m"], one["k"]) for one in found["prepare"]] == [PREPARE_SHAPES[1]]
-    assert [(one["m"], one["k"], one["n"]) for one in found["epilogues"]] == [
-        (28672, 4096, 16),
-        (28672, 4096, 2048),
-    ]
-    assert [(one["m"], one["k"], one["n"]) for one in found["variants"]] == [
-        (*shape, 256) for shape in SHAPES[:3]
-    ]
-    assert "1.25" in result.stdout
+    gates, activations = {"swiglu", "geglu", "geglu_tanh"}, {"relu", "relu2", "gelu", "gelu_tanh", "silu"}
+    for part, name, added, n in (
+        ("epilogues", "epilogue", {"bias", *activations, *gates}, 2048),
+        ("variants", "variant", {"beta", "batch"}, 256),
+    ):
+        rows = found[part]
+        assert [(one["m"], one["k"], one["n"]) for one in rows[:: len(added)]] == [
+            (*shape, n) for shape in SHAPES[:3]
+        ]
+        assert Counter(one[name] for one in rows) == dict.fromkeys(added, 3)
+    assert "1.5" in result.stdout
     assert found["kernel_files"] == record.files_of(["gemm/mma_sp.cu", "prepare/pack.cu"])
     assert record.is_current(found)
     assert found["schema"] == 1

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.bench import gemm, own, power, steady
+from sparse24_plans.bench import additions, gemm, power, steady
 from sparse24_plans.bench.steady import BLOCK_US, MANY_TOKENS, SHORT_BLOCK_US, Steady, Work
 from sparse24_plans.tuning import timing
 from sparse24_plans.tuning.timing import Contender
+from sparse24_plans.vocab import ElementKind
 
 
 class Device:
@@ -280,14 +281,26 @@ def test_names_of_one_kernel_share_a_time_and_others_are_scaled_by_auto(gpu, mon
 
 
 @pytest.mark.parametrize("n", [16, MANY_TOKENS])
-def test_variants_stand_beside_the_plain_product_with_power_for_many_tokens(monkeypatch, n):
-    times = {"plain": Steady(2.0, 1500.0, 600.0), "beta": Steady(3.0, 1400.0, 700.0)}
-    monkeypatch.setattr(
-        own, "time_alone", lambda contenders: {one.name: times[one.name] for one in contenders}
-    )
-    plain, beta = (Contender(name, []) for name in times)
-    (row,) = own.rows_beside(plain, [beta], {"n": n}, "variant", "plain_us")
-    expected = {"n": n, "variant": "beta", "us": 3.0, "plain_us": 2.0}
+@pytest.mark.parametrize("part", additions.ADDITIONS)
+def test_additions_stand_beside_the_plain_product_with_power_for_many_tokens(monkeypatch, part, n):
+    field, plain_us, names = additions.ADDITIONS[part]
+    made = {}
+
+    def contender(matrix, n, name, sources, **fields):
+        made[name] = fields
+        return Contender(name, [])
+
+    def alone(contenders):
+        times = {one.name: Steady(3.0, 1400.0, 700.0) for one in contenders}
+        return times | {"plain": Steady(2.0, 1500.0, 600.0)}
+
+    monkeypatch.setattr(additions, "_contender", contender)
+    monkeypatch.setattr(additions, "time_alone", alone)
+    matrix = SimpleNamespace(m=64, k=32, element=ElementKind.BF16)
+    rows = additions.measured(part, matrix, n, set())
+    assert made == {"plain": {}, **names}
+    expected = {"m": 64, "k": 32, "n": n, "element": "bf16", "us": 3.0, plain_us: 2.0}
     if n >= MANY_TOKENS:
-        expected |= {"sm_mhz": 1400, "watts": 700, "plain_sm_mhz": 1500, "plain_watts": 600}
-    assert row == expected
+        peer = plain_us.removesuffix("us")
+        expected |= {"sm_mhz": 1400, "watts": 700, f"{peer}sm_mhz": 1500, f"{peer}watts": 600}
+    assert rows == [{**expected, field: name} for name in names]

@@ -1,8 +1,11 @@
-"""Contenders that select chooses for a product with something added to it, their results checked."""
+"""Products with something added, beside the plain product: a record's ``epilogues`` and ``variants``.
+
+``epilogues`` has every activation and gate, and a bias; ``variants`` has beta * C, and a single batch. Each
+is what select chooses, alone in a steady state, its result checked before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +18,48 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..tuning.data import Matrix, Problem, random_bits, typed, widened
 from ..tuning.timing import Contender
+from ..vocab import ElementKind, EpilogueKind
 from .gemm import Row, rounded
 from .record import sources_of
+from .scope import LLAMA_8B
 from .steady import MANY_TOKENS, time_alone
 
+SHAPES = LLAMA_8B
+TOKENS = (64, 256, 2048, 8192)
+ELEMENTS = (ElementKind.BF16, ElementKind.FP8_E4M3)
+EPILOGUES = tuple(
+    kind
+    for kind in EpilogueKind
+    if kind is EpilogueKind.BIAS or (kind.activation != "identity" and not kind.has_bias)
+)
+ADDITIONS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
+    "epilogues": ("epilogue", "identity_us", {kind.value: {"epilogue": kind} for kind in EPILOGUES}),
+    "variants": ("variant", "plain_us", {"beta": {"beta": 1.0}, "batch": {"batches": 1}}),
+}
+"""By the list of a record: the field of an addition's name, the field of the plain product's time, and by an
+addition's name its fields of the descriptor."""
 _WORST_ERROR = 0.02
 _CHECKED = 4
 """Rows of a result that are compared with float64."""
 
 
-def contender(matrix: Matrix, n: int, name: str, sources: set[str], **fields: Any) -> Contender:
+def measured(part: str, matrix: Matrix, n: int, sources: set[str]) -> list[Row]:
+    """A row of each addition of that list, for one shape and n. Adds to ``sources`` what was timed."""
+    field, plain_us, additions = ADDITIONS[part]
+    plain = _contender(matrix, n, "plain", sources)
+    others = [_contender(matrix, n, name, sources, **fields) for name, fields in additions.items()]
+    times = time_alone([plain, *others])
+    rows = []
+    for name in additions:
+        row: Row = {"m": matrix.m, "k": matrix.k, "n": n, "element": matrix.element.value, field: name}
+        row |= {"us": rounded(times[name].us), plain_us: rounded(times["plain"].us)}
+        if n >= MANY_TOKENS:
+            row |= times[name].fields() | times["plain"].fields(plain_us)
+        rows.append(row)
+    return rows
+
+
+def _contender(matrix: Matrix, n: int, name: str, sources: set[str], **fields: Any) -> Contender:
     """The contender ``name``, whose descriptor has ``fields``: an epilogue, beta, a single batch.
 
     Adds to ``sources`` what it launches. Raises UnsupportedError for a wrong result.
@@ -54,23 +89,6 @@ def contender(matrix: Matrix, n: int, name: str, sources: set[str], **fields: An
         raise UnsupportedError(f"{name} {desc}: relative error {error:.3g}, not recorded")
     sources.update(sources_of(plan))
     return Contender(name, [one.launch for one in bound])
-
-
-def rows_beside(plain: Contender, others: Sequence[Contender], about: Row, name: str, peer: str) -> list[Row]:
-    """A row of each of ``others``, called ``name``, with the time of ``plain`` as ``peer``, each alone."""
-    times = time_alone([plain, *others])
-    rows = []
-    for one in others:
-        row = {
-            **about,
-            name: one.name,
-            "us": rounded(times[one.name].us),
-            peer: rounded(times[plain.name].us),
-        }
-        if about["n"] >= MANY_TOKENS:
-            row |= times[one.name].fields() | times[plain.name].fields(peer)
-        rows.append(row)
-    return rows
 
 
 def _arguments(problem: Problem, packed: Any, bias: Any, c: Any) -> Any:
