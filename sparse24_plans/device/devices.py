@@ -156,6 +156,7 @@ GPUS = {
 """A card's name, compute capability and number of SMs, by its architecture and by its name."""
 
 
+@cache
 def absent_gpu(name: str) -> DeviceProperties:
     """Assumed properties of a GPU, by its name in GPUS, with every library installed."""
     card, capability, multiprocessors = GPUS[name]

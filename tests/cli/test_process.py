@@ -22,6 +22,7 @@ import pytest
 import safetensors.numpy
 
 from sparse24_plans.checkpoints.weights_file import load_weight
+from sparse24_plans.cli import app
 
 from . import page
 
@@ -207,7 +208,15 @@ def wait_for_a_temporary_file(folder: Path, process: subprocess.Popen) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(("name", "times"), [*((name, 1) for name in FATAL), ("SIGINT", 3), ("SIGTERM", 3)])
+def test_every_signal_that_would_end_the_run_is_caught(monkeypatch):
+    caught: dict[signal.Signals, object] = {}
+    monkeypatch.setattr(app.signal, "getsignal", lambda number: signal.SIG_DFL)
+    monkeypatch.setattr(app.signal, "signal", caught.__setitem__)
+    app._catch_signals()
+    assert {number.name for number in caught} >= set(FATAL)
+
+
+@pytest.mark.parametrize(("name", "times"), [("SIGINT", 1), ("SIGXCPU", 1), ("SIGINT", 3), ("SIGTERM", 3)])
 def test_a_killed_run_leaves_nothing(tmp_path, name, times):
     """Also where this process ignores the signal, as one in the background does; also if it comes again."""
     number, source = getattr(signal, name), zeros(tmp_path / "source", 4)

@@ -2,7 +2,7 @@
 
 By default, ``--compile=kinds``, ``every_kind()``:
 
-- Every architecture with each function.
+- Each function, for sm_80, sm_90a and sm_120a where it is for them.
 - Every element, stored element and epilogue.
 
 With ``--compile=values``, as CI does, ``REQUESTS``:
@@ -34,8 +34,38 @@ import pytest
 
 from sparse24_plans.device.jit import compiler
 
-from .requests import ASKED, Request
+from .block_requests import (
+    ATTENTION_ENTRIES,
+    BLOCKS_ENTRIES,
+    CONVOLUTION_ENTRIES,
+    SOFTMAX_ENTRIES,
+    attention_requests,
+    blocks_requests,
+    convolution_requests,
+    softmax_requests,
+    table_requests,
+)
+from .gemm_requests import GEMM_ENTRIES, PREPARE_ENTRIES, gemm_requests, prepare_requests
+from .requests import CAPABILITIES, Request
 
+ASKED = list(
+    dict.fromkeys(
+        request
+        for rows, requests in (
+            (GEMM_ENTRIES, gemm_requests),
+            (PREPARE_ENTRIES, prepare_requests),
+            (BLOCKS_ENTRIES, blocks_requests),
+            (ATTENTION_ENTRIES, attention_requests),
+            (CONVOLUTION_ENTRIES, convolution_requests),
+            (SOFTMAX_ENTRIES, softmax_requests),
+            ((None,), lambda row, capability: table_requests(capability)),
+        )
+        for row in rows
+        for capability in CAPABILITIES
+        for request in requests(row, capability)
+    )
+)
+"""All that plans are known to ask for, the benchmarks' cells left out."""
 SOURCES = sorted(
     path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in compiler.KERNEL_FOLDER.rglob("*.cu")
 )
@@ -46,6 +76,8 @@ COUNTS = {
 """Macros that follow from others and are only numbers in the code: they take no registers."""
 KINDS = {"ELEMENT", "WEIGHT", "EPILOGUE"}
 """Macros that say which instructions and which arithmetic a kernel has."""
+BETWEEN = {"sm_86", "sm_89", "sm_100a"}
+"""Architectures that the default set leaves out: a kernel that fails there nearly always fails on another."""
 RARE = 10**9
 """What a group counts that one compilation alone has; one that many have is covered in passing."""
 
@@ -53,7 +85,9 @@ RARE = 10**9
 def kinds_of(request: Request) -> Iterator[Hashable]:
     """Return what the default set covers of a request."""
     yield from (one for one in request.defines if one[0] in KINDS)
-    yield request.arch, request.function
+    yield request.function
+    if request.arch not in BETWEEN:
+        yield request.arch, request.function
 
 
 def single_words_of(request: Request) -> Iterator[Hashable]:
@@ -125,7 +159,7 @@ def _of_all_sources(groups_of: Callable[[Request], Iterator[Hashable]]) -> list[
 
 @functools.cache
 def every_kind() -> list[Request]:
-    """Return requests that have every architecture, element and epilogue."""
+    """Return requests that have every function, element and epilogue."""
     return _of_all_sources(kinds_of)
 
 

@@ -18,7 +18,9 @@ from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.plan.kernel_table import KernelEntry, consider
 
-from .requests import BLOCKS_ENTRIES, GEMM_ENTRIES, HOPPER, Request, device_of, recorded_loads
+from .block_requests import BLOCKS_ENTRIES
+from .gemm_requests import GEMM_ENTRIES
+from .requests import HOPPER, Request, device_of, recorded_loads
 
 _KINDS = (
     {"element": "bf16", "epilogue": "bias_gelu"},

@@ -1,4 +1,7 @@
-"""Every kernel compiles for every architecture without spills, as plans ask for it. NVRTC needs no GPU."""
+"""Every kernel compiles without spills, as plans ask for it, for the GPUs that ``covering`` names.
+
+NVRTC needs no GPU.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from sparse24_plans.arithmetic import epilogue
 from sparse24_plans.device.jit import compiler, enum_codes
 
 from .covering import REQUESTS, SOURCES, every_source
-from .requests import GEMM_ENTRIES
+from .gemm_requests import GEMM_ENTRIES
 
 FILES = sorted(path for path in compiler.KERNEL_FOLDER.rglob("*") if path.is_file())
 

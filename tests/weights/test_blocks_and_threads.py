@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -31,7 +29,7 @@ from sparse24_plans import (
     Sparse24Weight,
     prune,
 )
-from sparse24_plans.weights import canonical, compiled, groups, host_code, threads
+from sparse24_plans.weights import canonical, compiled, groups, threads
 
 from ..support import same_bits
 from .canonical_model import assert_is, every_element, model_prune
@@ -181,32 +179,6 @@ def test_scratch_that_is_in_use_is_not_handed_out_again():
         again.array("keys", 64 << 20, np.uint8)
     with groups.scratch() as small:
         assert small.nbytes == 0  # so much isn't kept
-
-
-# Speed: with room for a busy machine; the figures themselves are for `sparse24 bench` ---------
-
-
-def cpu_seconds(call: Callable[[], object]) -> float:
-    """Return the CPU seconds of all threads, on which other processes have little influence."""
-    begin = time.process_time()
-    call()
-    return time.process_time() - begin
-
-
-def test_pruning_takes_less_of_the_processor_than_numpys_partition(monkeypatch):
-    """Half at most; quietly it is a sixth. The partition finds the two largest, and moves nothing."""
-    monkeypatch.setattr(host_code, "best", lambda cells: groups)
-    dense = np.random.default_rng(0).standard_normal((1024, 4096), np.float32).astype(np.float16)
-    keys = -np.abs(dense).reshape(-1, 4).view(np.int16)
-    pairs = [
-        (
-            cpu_seconds(lambda: Sparse24Weight.prune_compress(dense)),
-            cpu_seconds(lambda: np.argpartition(keys, 1, axis=1)),
-        )
-        for _ in range(8)
-    ]
-    ours, theirs = (min(times) for times in zip(*pairs, strict=True))
-    assert ours < theirs / 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the kernel's page faults")
