@@ -87,7 +87,7 @@ class _Signature:
 
 
 class _TypedErrors:
-    """Raises InvalidProblemError for what pydantic refuses. A class, since a generator takes twice as long."""
+    """Raises InvalidProblemError for what pydantic refuses. A generator would take twice as long."""
 
     def __init__(self, model: type[Model]) -> None:
         self.model = model
