@@ -16,7 +16,6 @@ import pytest
 from sparse24_plans import (
     BackendUnavailableError,
     Device,
-    DeviceProperties,
     ElementKind,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
@@ -35,6 +34,8 @@ from sparse24_plans import (
 )
 from sparse24_plans.device import devices
 from sparse24_plans.vocab import IN_MEMORY, element_kind
+
+from .sample_devices import gpu_of
 
 HUGE = 10**5000  # Python refuses to print it
 PROBLEM = {"n": 4, "m": 16, "k": 8, "element": "f32"}
@@ -292,9 +293,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(
         devices, "import_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     )
-    monkeypatch.setattr(
-        devices, "cuda_properties", lambda ordinal: DeviceProperties(kind="cuda", ordinal=ordinal)
-    )
+    monkeypatch.setattr(devices, "cuda_properties", lambda ordinal: gpu_of(9, 0, ordinal=ordinal))
 
 
 def torchs(text: str) -> object:
@@ -331,7 +330,7 @@ class Named:
 def test_every_form_of_a_cuda_device(gpus, given, ordinal):
     if isinstance(given, str) and given.startswith("torch "):
         given = torchs(given.removeprefix("torch "))
-    assert devices.resolve(given) == DeviceProperties(kind="cuda", ordinal=ordinal)
+    assert devices.resolve(given) == gpu_of(9, 0, ordinal=ordinal)
 
 
 def test_every_form_of_the_host(gpus):
@@ -383,7 +382,7 @@ def test_a_device_that_is_not_there():
 @pytest.mark.parametrize("version", [None, "abc", "0", "0.8", "0.8.0.1", "9" * 5000, "\u0661.\u0662", "-1.2"])
 def test_explain_takes_properties_of_any_gpu(name, version):
     """Also of one that reports nonsense: names are looked for in the shipped tables, never opened."""
-    device = DeviceProperties(kind="cuda", compute_capability=(9, 0), name=name, cusparselt=version)
+    device = gpu_of(9, 0, name=name, cusparselt=version)
     problem = GemmSparse24Descriptor(n=16, m=32, k=32, element="f16")
     found = explain(problem, device=device)
     assert found.chosen == "wgmma_sp"

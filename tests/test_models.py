@@ -50,7 +50,7 @@ def from_plans() -> list[Model]:
             preference = PlanPreference(require={"batch_invariant": flag})
             plan = GemmSparse24Plan.select(desc, device="host", preference=preference)
             found += [plan.sku, plan.guarantee, plan.explain(), plan.device]
-    absent = DeviceProperties(kind="cuda", compute_capability=(7, 5))
+    absent = DeviceProperties(kind="cuda", compute_capability=(7, 5), multiprocessors=40)
     return [*found, explain(desc, device=absent)]
 
 
@@ -218,10 +218,17 @@ def test_fields_by_position_are_refused_with_their_names():
         GemmSparse24Descriptor(1, 16, 8, "bf16")
 
 
+def test_a_gpu_without_multiprocessors_is_refused():
+    """Plans would be for no CTAs, and compute nothing."""
+    with pytest.raises(InvalidProblemError, match="multiprocessors: expected at least 1"):
+        DeviceProperties(kind="cuda", compute_capability=(9, 0))
+    assert DeviceProperties(kind="host").multiprocessors == 0
+
+
 @pytest.mark.parametrize("field", ["name", "cublaslt", "cusparselt", "driver"])
 def test_a_devices_text_that_json_cannot_hold_is_refused(field):
     with pytest.raises(InvalidProblemError, match=f"{field}: expected text that UTF-8 can encode"):
-        DeviceProperties(kind="cuda", **{field: "\ud800"})
+        DeviceProperties(kind="host", **{field: "\ud800"})
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_the_epilogues_that_take_a_bias_say_so(kind):
     ],
 )
 def test_the_compilers_target_of_a_device(capability, arch):
-    assert DeviceProperties(kind="cuda", compute_capability=capability).cuda_arch == arch
+    assert DeviceProperties(kind="cuda", compute_capability=capability, multiprocessors=1).cuda_arch == arch
 
 
 @pytest.mark.parametrize("kind", ElementKind)

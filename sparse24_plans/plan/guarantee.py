@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import AfterValidator
 
 from ..device.tensors import TensorView
-from ..errors import InvalidProblemError, shown
+from ..errors import InvalidProblemError, refusing, shown
 from ..vocab import (
     INT64_MAX,
     ElementKind,
@@ -280,11 +280,8 @@ def _scores(scores: Float64s, sizes: Float64s, *, dimensions: int) -> tuple[Floa
 
 
 def _epilogue_kind(epilogue: object) -> EpilogueKind:
-    try:
+    with refusing("epilogue", f"one of {', '.join(EpilogueKind)}", epilogue):
         return EpilogueKind(epilogue)
-    except ValueError:
-        known = ", ".join(EpilogueKind)
-        raise InvalidProblemError(f"epilogue: expected one of {known}, got {shown(epilogue)}") from None
 
 
 def _length(k: object) -> int:

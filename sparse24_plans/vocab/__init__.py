@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, SupportsIn
 
 import ml_dtypes
 import numpy as np
-from pydantic import GetCoreSchemaHandler
+from pydantic import GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from ..errors import InvalidProblemError, shown
@@ -458,7 +458,7 @@ class DeviceProperties(Model):
     compute_capability: tuple[Size, Size] = (0, 0)
     """Major and minor number: (9, 0) for Hopper."""
     multiprocessors: Size = 0
-    """Number of streaming multiprocessors."""
+    """Number of streaming multiprocessors, at least 1 on a GPU."""
     cublaslt: Text | None = None
     """Version of the cuBLASLt library that loads, or None."""
     cusparselt: Text | None = None
@@ -480,6 +480,12 @@ class DeviceProperties(Model):
             cusparselt: str | None = ...,
             driver: str | None = ...,
         ) -> None: ...
+
+    @model_validator(mode="after")
+    def _has_multiprocessors(self) -> DeviceProperties:
+        if self.kind == "cuda" and not self.multiprocessors:
+            raise ValueError("multiprocessors: expected at least 1 for kind cuda, got 0")
+        return self
 
     @property
     def cuda_arch(self) -> str:

@@ -26,8 +26,9 @@ from sparse24_plans.blocksparse.pattern24 import metadata_of
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.codes import VALID_CODES
 
+from ..float64 import activated, saturated
 from ..plan.cases import PlanCase
-from ..support import activated, random_values, saturated
+from ..support import random_values
 
 Array = np.ndarray
 Expected = dict[str, tuple[Array, Array]]

@@ -11,8 +11,9 @@ import numpy as np
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, PlanPreference, UnsupportedError
 from sparse24_plans.errors import MisalignedOperandError
 
+from ..float64 import reference
 from ..gemm.batched_cases import ORDERS, SHARED, batched_case
-from ..support import case_of, place_name, reference, same_bits
+from ..support import case_of, place_name, same_bits
 
 _MOST_BATCHES = 24
 

@@ -31,6 +31,7 @@ from sparse24_plans.arithmetic.epilogue import encoded
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.packing import pack
 
+from ..float64 import reference
 from ..gemm.grouped_cases import grouped_case
 from ..plan.cases import equal, matrix, parts_of
 from ..prepare.models import (
@@ -46,10 +47,11 @@ from ..prepare.models import (
     quantized_rows,
 )
 from ..prepare.prepare_cases import PrepareCase
-from ..support import POISON, Case, Data, case_of, reference, same_bits, weight_of
+from ..support import POISON, Case, Data, case_of, same_bits, weight_of
 from .batches import BatchedProduct, check_batched
+from .block_problems import BlockProblem
 from .check_blocks import check_block_problem
-from .problems import BlockProblem, GroupedProduct, Preparation, Problem, Product
+from .problems import GroupedProduct, Preparation, Problem, Product
 
 
 def check(problem: Problem, device: int | str) -> bool:

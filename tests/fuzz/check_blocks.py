@@ -10,7 +10,7 @@ from sparse24_plans import PlanPreference, UnsupportedError
 
 from ..blocksparse.problems import case_of, random_operands, reference
 from ..plan.cases import PlanCase, equal, select
-from .problems import BlockProblem
+from .block_problems import BlockProblem
 
 
 def check_block_problem(problem: BlockProblem, device: int | str) -> bool:

@@ -116,7 +116,7 @@ PLAIN: dict[str, Make] = {
     "ElementKind": lambda _: ElementKind.I32,
     "Device": lambda _: Device("tpu", HUGE),  # type: ignore[arg-type]
     "DeviceProperties": lambda _: DeviceProperties(
-        kind="cuda", name="x" * 300, cusparselt="abc", compute_capability=(9, 0)
+        kind="cuda", name="x" * 300, cusparselt="abc", compute_capability=(9, 0), multiprocessors=1
     ),
 }
 TENSORS: dict[str, Make] = {

@@ -17,7 +17,8 @@ from sparse24_plans.prepare.backends import host as prepare_host
 
 from . import __main__ as fuzz
 from . import worker
-from .problems import BlockProblem, Preparation, Product, draw
+from .block_problems import BlockProblem
+from .problems import Preparation, Product, draw
 
 
 def test_a_case_follows_from_seed_and_number():

@@ -10,17 +10,8 @@ import numpy as np
 
 from sparse24_plans import DgradSparse24Args, ElementKind, GemmSparse24Args, GemmSparse24Plan
 
-from ..support import (
-    Data,
-    Guarded,
-    dense_of,
-    place_name,
-    random_values,
-    reference,
-    scratch,
-    synchronize,
-    weight_of,
-)
+from ..float64 import reference
+from ..support import Data, Guarded, dense_of, place_name, random_values, scratch, synchronize, weight_of
 
 
 @dataclass

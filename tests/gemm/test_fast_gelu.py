@@ -10,7 +10,8 @@ import pytest
 
 from sparse24_plans import GemmSparse24Descriptor
 
-from ..support import activate, case_of, device_of_row, plan_of_row, random_data
+from ..float64 import activate
+from ..support import case_of, device_of_row, plan_of_row, random_data
 from .fast_math import APPROXIMATE, fast_gelu
 
 U, TINY = 2.0**-24, 2.0**-149

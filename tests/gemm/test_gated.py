@@ -37,18 +37,9 @@ from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
 from sparse24_plans.vocab import ElementKind
 
+from ..float64 import activate, rows_of_gates
 from ..sample_devices import gpu_of
-from ..support import (
-    Case,
-    activate,
-    case_of,
-    device_of_row,
-    make_case,
-    plan_of_row,
-    random_data,
-    rows_of_gates,
-    same_bits,
-)
+from ..support import Case, case_of, device_of_row, make_case, plan_of_row, random_data, same_bits
 from .kernel_entries import marked, row_of
 
 GATED = ("bias_swiglu", "bias_geglu", "bias_geglu_tanh")

@@ -153,7 +153,10 @@ def test_mma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, 
     part = desc.model_copy(update={"m": -(-desc.m // shards)})
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, mma_sp)
-        for device in (hopper(132), DeviceProperties(kind="cuda", compute_capability=(8, 9))):
+        for device in (
+            hopper(132),
+            DeviceProperties(kind="cuda", compute_capability=(8, 9), multiprocessors=100),
+        ):
             whole, found = compiled.of(desc, row, device), compiled.of(part, row, device, whole_m=desc.m)
             assert found["SPLIT_K"] == whole["SPLIT_K"]
 

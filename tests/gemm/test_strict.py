@@ -15,7 +15,8 @@ from sparse24_plans.arithmetic.epilogue import apply_epilogue
 from sparse24_plans.arithmetic.fma32 import fma_f32
 from sparse24_plans.vocab import EpilogueKind
 
-from ..support import ELEMENTS, EPILOGUES, activate, make_case, same_bits
+from ..float64 import activate
+from ..support import ELEMENTS, EPILOGUES, make_case, same_bits
 
 ROWS = ("host_strict", "inflate_strict")
 f32_bits = st.integers(0, 2**32 - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import ml_dtypes
@@ -31,8 +32,8 @@ from sparse24_plans.arithmetic.fma32 import fma_f32
 from sparse24_plans.gemm import guarantees
 from sparse24_plans.plan import tolerance
 
+from ..float64 import activate, rows_of_gates, saturated, tanh_exponent
 from ..gemm.fast_math import APPROXIMATE, fast_gelu
-from ..support import activate, rows_of_gates, saturated, tanh_exponent
 
 U, TINY = 2.0**-24, 2.0**-149
 N, M, K = 5, 32, 24
@@ -330,6 +331,8 @@ def test_an_error_of_the_sum_is_passed_on(kind, seed, sign):
     ("change", "said"),
     [
         ({"epilogue": "squash"}, "epilogue: expected one of identity, relu"),
+        ({"epilogue": np.zeros(2)}, "epilogue: expected one of identity, relu"),
+        ({"epilogue": functools.reduce(lambda inner, _: [inner], range(100_000), [])}, "epilogue: expected"),
         ({"epilogue": "bias_silu"}, "bias: expected an array for epilogue bias_silu, got None"),
         ({"bias": np.ones(32)}, "bias: expected None for epilogue identity"),
         ({"c": np.ones(32)}, "c: expected None for beta 0.0"),

@@ -106,7 +106,7 @@ def test_what_overflows_the_grid_is_unsupported(kind, m, k):
         ({"tier": "sparse_tensor_core"}, HOPPER, "tier is sparse_tensor_core"),
         (
             {},
-            DeviceProperties(kind="cuda", compute_capability=(7, 5)),
+            DeviceProperties(kind="cuda", compute_capability=(7, 5), multiprocessors=40),
             r"needs compute capability 8\.0, got|does not serve op",
         ),
     ],
