@@ -60,7 +60,7 @@ FEW_BOUNDS = {
     "written_cells": (0.1, 1), "copies": (0.5, 6), "copied_bytes": (3e-7, 1e-5),
     "launch": (0.1, 4), "exponent": (1, 1),
 }  # fmt: skip
-"""What takes time in a kernel for few tokens follows one another, so it is added up."""
+"""The parts of a kernel for few tokens follow one another, so their times are added up."""
 SAMPLED_BOUNDS = {
     "step_rows": (1e-4, 3e-3), "rows": (1e-5, 3e-2), "value_bytes": (1e-8, 5e-6),
     "factor_bytes": (1e-8, 5e-6), "kept_cells": (1e-10, 2e-8), "cells": (1e-10, 5e-9),
@@ -301,7 +301,7 @@ def sampled_problems(model: str, gpu: str) -> list[Any]:
 
 
 def way_choices(problems: Sequence[Any], way: Way) -> Choices:
-    """What is fitted are times, by which ways are compared, and the choice of a schedule for few tokens."""
+    """The fit is of times, by which ways are compared, and of the choice of a schedule for few tokens."""
     work = np.array([one for _, timed in problems for one, _ in timed])
     before = np.array([way.copies_us(desc) for desc, timed in problems for _ in timed])
     taken = np.array([us for _, timed in problems for _, us in timed])

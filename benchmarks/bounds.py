@@ -55,7 +55,7 @@ def beside_auto(element: str, backend: str, span: tuple[int, int] = ALL) -> Call
 
 _C_ELEMENT_BYTES = 2
 _BYTES_PER_US = {"H100": 3.0e6, "H200": 4.3e6}
-"""What one pass over memory reaches, by a part of the GPU's name."""
+"""The rate of a pass over memory, by a part of the GPU's name."""
 
 
 def _beta_over_bytes(record: Record) -> Values:

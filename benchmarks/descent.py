@@ -1,4 +1,4 @@
-"""What a fit of a model to measured problems is, and the descent that finds its constants."""
+"""A fit of a model to measured problems, and the descent that finds its constants."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ follow_imports = skip
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> Path:
-    """What mypy keeps of the package and of NumPy from one test to the next."""
+    """The folder of what mypy keeps of the package and of NumPy from one test to the next."""
     return tmp_path_factory.mktemp("cache")
 
 

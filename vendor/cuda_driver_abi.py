@@ -314,7 +314,7 @@ class MapDescription(NamedTuple):
     """In im2col mode the lower corner, the upper corner and the element strides: 2, 2 and 4 numbers."""
 
     def to_bytes(self) -> bytes:
-        """As many bytes as a tensor map has."""
+        """Return as many bytes as a tensor map has."""
         sizes, pitches, box = (
             one + (0,) * (most - len(one))
             for one, most in zip((self.sizes, self.pitches, self.box), (5, 4, 5), strict=True)

@@ -118,7 +118,7 @@ struct alignas(8) Block {
   int column, place;
 };
 
-// What shared memory keeps for a warp during the mainloop, which needs the registers.
+// The part of shared memory that keeps a warp's values during the mainloop, which needs the registers.
 using Shares = WarpShares<Config::kWarps, Config::kBlockUnits, Config::kUnits>;
 struct WarpTables {
   Shares units;
@@ -261,7 +261,7 @@ struct Mainloop {
   }
 };
 
-// Where the results of a work tile lie: elements of C and of the bias before the first, and tokens of the tile. Shared
+// The place of a work tile's results: elements of C and of the bias before the first, and tokens of the tile. Shared
 // memory keeps it during the mainloop, which needs the registers.
 struct ResultTile {
   i64 out, bias;

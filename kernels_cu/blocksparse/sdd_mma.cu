@@ -67,7 +67,7 @@ struct Run {
   Config::Out::Bits* out;                            // this lane's first result in the first piece
   int pieces;
 
-  // Of block `lane` of the run: its block row, and where its rows of op(A) and its columns of op(B) begin.
+  // Block `lane` of the run: its block row, and where its rows of op(A) and its columns of op(B) begin.
   int block_row;
   i64 left_at, right_at;
 

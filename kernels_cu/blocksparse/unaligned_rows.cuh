@@ -18,7 +18,7 @@ template <int kBytes, int kStepBytes> struct UnalignedRows {
   static constexpr int kEndResults = kPiece / kBytes - 1;  // the most results of an end that is no whole piece
   static_assert(kStepBytes % kSector == 0, "all steps of a row begin at the same place of a sector");
 
-  // Where a result of the step is, in its warp's part of the staging area.
+  // Returns where a result of the step is, in its warp's part of the staging area.
   static __device__ __forceinline__ constexpr int staged_at(int row, int column) {
     return row * kPitch + kMargin + column * kBytes;
   }
@@ -29,8 +29,8 @@ template <int kBytes, int kStepBytes> struct UnalignedRows {
     const int among = lane / kLanes, other = among / 4 + pass * (kPassRows / 4);
     return among % 4 * kApart + other % kApart + other / kApart * (4 * kApart);
   }
-  // Where a lane's piece begins. skew: bytes from the beginning of a sector to the step's first byte. The lanes of a
-  // row have the sectors that end in the step. In the last step there may be one piece behind them.
+  // Returns where a lane's piece begins. skew: bytes from the beginning of a sector to the step's first byte. The lanes
+  // of a row have the sectors that end in the step. In the last step there may be one piece behind them.
   static __device__ __forceinline__ constexpr int piece_at(int lane, int skew) { return lane % kLanes * kPiece - skew; }
   static __device__ __forceinline__ constexpr int last_piece_at(int skew) { return kStepBytes - skew; }
   // Whether a piece is stored: no part of it is before the tile, or behind the `end` of the row's results.

@@ -168,7 +168,7 @@ def fill_narrow_slices(
 
 
 def _start(lengths: Array, slices: Array, at: Array) -> Array:
-    """Where slice ``at`` of panels of these lengths begins, counted in kept columns."""
+    """The kept column with which slice ``at`` of panels of these lengths begins."""
     found: Array = at.astype(np.int64) * lengths // slices
     return found
 

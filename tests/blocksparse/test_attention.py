@@ -231,7 +231,7 @@ def words_of(seed: int, offset: int) -> np.ndarray:
     ],
 )
 def test_known_answers_of_philox(counter, key, words):
-    """Those of the generator's authors."""
+    """The vectors are those of the generator's authors."""
     counter, key = (tuple(np.array([word]) for word in one) for one in (counter, key))
     assert tuple(int(word[0]) for word in philox(counter, key)) == words
 

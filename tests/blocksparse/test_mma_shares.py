@@ -40,7 +40,7 @@ class Warp:
 
 
 def sums_of(warps: int, block_units: int, count: int) -> list[dict[str, list[tuple[int, int]]]]:
-    """What each slot holds in the end: the units of the share that was stored, and of the one added to it."""
+    """Return what each slot holds: the units of the share that was stored, and of the one added to it."""
     slots: dict[int, dict[str, list[tuple[int, int]]]] = {}
     half = shares_of(count * block_units) // 2
     for one in (Warp(warps, block_units, 4, count, warp) for warp in range(warps)):

@@ -42,7 +42,7 @@ def described(**fields: Any) -> BlockSparseMatmulDescriptor:
 
 
 def chosen(density: float = 0.1, block: int = 128, preference: Any = None, device: Any = H200, **fields: Any):
-    """What ``select`` would choose for a weight of 4096 x 4096."""
+    """Return what ``select`` would choose for a weight of 4096 x 4096."""
     kept = int((4096 // block) ** 2 * density)
     layout = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=kept)
     return explain(

@@ -198,7 +198,7 @@ class Problem:
 
 
 def differs(c: C, opened: Any, wish: Wish, n: int, seed: random.Random) -> str | None:
-    """What differs between C and Python for one number of tokens."""
+    """Return what differs between C and Python for one number of tokens."""
     descriptor = wish.descriptor.model_copy(update={"n": n}) if n else wish.descriptor
     preference = {**wish.preference, "exportable": True}
     plan = plan_of(descriptor).select(descriptor, preference=preference, device=0)

@@ -408,7 +408,7 @@ HOSTILE = (
 
 
 def outcome(call: Callable[[Any], Any], given: Any) -> Any:
-    """What the call returns, or the package's error that it raises."""
+    """Return the call's result, or the package's error that it raises."""
     try:
         return call(given)
     except Sparse24Error as error:

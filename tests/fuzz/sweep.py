@@ -15,7 +15,7 @@ from .hostile_values import VALUES
 
 
 def failures(call: str, argument: str) -> list[str]:
-    """What is wrong with the call for hostile values of the argument."""
+    """Return what is wrong with the call for hostile values of the argument."""
     found = []
     for value in VALUES:
         try:

@@ -267,7 +267,7 @@ def test_sums_that_are_recomputed_add_c_once(row, n, in_place):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "m", "k"), [(9, 4096, 1032), (64, 8448, 520), (200, 4096, 2048)])
 def test_both_tensor_core_kernels_have_the_same_bits(monkeypatch, n, m, k):
-    """Where wgmma_sp cuts K into as many slices as mma_sp."""
+    """They have them where wgmma_sp cuts K into as many slices as mma_sp."""
     slices = split_k_of(m)
     schedule = next(one for one in schedules_in(slices, n) if one.split_k * one.k_chunks == slices)
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: schedule)

@@ -348,7 +348,7 @@ def test_each_rank_has_its_part_of_stored_values(tmp_path, at_rank, stored, grou
 def test_stored_values_are_held_packed_where_kernels_read_them_so(
     tmp_path, at_rank, monkeypatch, stored, group
 ):
-    """As on a GPU: kernels of the CPU read the canonical weight, of which the op makes it."""
+    """It is as on a GPU: kernels of the CPU read the canonical weight, of which the op makes it."""
     folder = saved(tmp_path, tensors_of_a_model(), "sparse24", weights=stored, group=group)
     plain = load(folder).block
     monkeypatch.setattr(Sparse24WeightOnlyLinear, "hold_packed", Sparse24WeightOnlyLinear._pack)

@@ -1,4 +1,4 @@
-"""What the plugin for vLLM claims by a checkpoint's configuration, and what it refuses."""
+"""The plugin for vLLM: what it claims by a checkpoint's configuration, and what it refuses."""
 
 from __future__ import annotations
 

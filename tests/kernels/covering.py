@@ -79,7 +79,7 @@ KINDS = {"ELEMENT", "WEIGHT", "EPILOGUE"}
 BETWEEN = {"sm_86", "sm_89", "sm_100a"}
 """Architectures that the default set leaves out: a kernel that fails there nearly always fails on another."""
 RARE = 10**9
-"""What a group counts that one compilation alone has; one that many have is covered in passing."""
+"""The weight of a group that one compilation alone has; one that many have is covered in passing."""
 
 
 def kinds_of(request: Request) -> Iterator[Hashable]:

@@ -65,7 +65,7 @@ def test_every_word_is_compiled(source):
 
 @every_source
 def test_every_two_words_are_compiled_together(source, request):
-    """Of what is asked for of the largest source, a part is enough where pairs are not compiled."""
+    """A part of what is asked for of the largest source is enough where pairs are not compiled."""
     asked_for = [one for one in ASKED if one.source == source]
     if request.config.getoption("--compile") == "pairs":
         of_source = [one for one in every_pair() if one.source == source]

@@ -49,7 +49,7 @@ def unguarded(case: PlanCase) -> Iterator[tuple[str, TensorView]]:
 
 
 def memory_of(case, argument: str, name: str) -> TensorView:
-    """What the plan reads or writes: of a packed operand its values, or the dense copy of them."""
+    """Return what the plan reads or writes: of a packed operand its values, or the dense copy of them."""
     given = getattr(case.args, argument)
     return given.buffers[0] if isinstance(given, PackedBlocks) else case.guarded[name].view
 

@@ -154,7 +154,7 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
 
 
 def result(model: Any, case: Case) -> torch.Tensor:
-    """What the model makes of its inputs."""
+    """Return the model's outputs."""
     with torch.no_grad():
         return model(**{name: one.to(model.device) for name, one in inputs(case).items()}).logits
 

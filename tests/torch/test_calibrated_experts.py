@@ -22,7 +22,7 @@ def experts_in(report: CalibrationReport) -> dict[str, calibrated_block.Calibrat
 
 
 class Experts(nn.Module):
-    """What transformers' experts compute, by the parameters that they have."""
+    """Return what transformers' experts compute, by the parameters that they have."""
 
     def __init__(self, experts: int = 4, hidden: int = 64, width: int = 96) -> None:
         super().__init__()

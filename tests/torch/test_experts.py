@@ -20,7 +20,7 @@ grouped_mm = torch.ops.sparse24.grouped_mm
 
 
 class DenseExperts(nn.Module):
-    """What transformers' experts compute, in float64 (MixtralExperts)."""
+    """Return what transformers' experts compute, in float64 (MixtralExperts)."""
 
     def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()

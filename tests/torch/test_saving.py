@@ -1,4 +1,4 @@
-"""What a saved model keeps, what a folder may hold, and what is refused."""
+"""Saved models: what they keep, what a folder may hold, and what is refused."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_a_recipe_stores_the_values_of_a_models_experts(architectures, name):
     assert all(form_of(one) == {Quantization("s4", 32, "bf16")} for one in found)
     entries = [one for one in report.layers if one.name.endswith(".experts.gate_up_proj")]
     assert len(entries) == len(found)
-    # Of each 32 columns: 8 bytes of values, 8 of metadata, a scale of 2, in place of 64.
+    # Each 32 columns take 8 bytes of values, 8 of metadata, a scale of 2, in place of 64.
     assert all(one.sparse_bytes == one.dense_bytes * 18 // 64 for one in entries)
     assert all(0.5 < one.kept_energy < 1 for one in entries)
     plain = architectures.dense_model(case)

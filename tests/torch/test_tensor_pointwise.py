@@ -202,7 +202,7 @@ def test_a_custom_table_serves_its_class_and_subclasses(monkeypatch):
 
 
 def test_a_table_of_pytorchs_kind_is_taken(monkeypatch):
-    """As torchao's training code calls it, which uses each part and the constructor."""
+    """It is called as in torchao's training code, which uses each part and the constructor."""
 
     def like_torchaos(func, types, args=(), kwargs=None):
         (a,) = args

@@ -27,7 +27,7 @@ struct Claims {
       barrier_arrive_release_cluster(cluster_address(full(slot), lane));
     }
   }
-  // What was published. All lanes of a warp call it together.
+  // Returns the claim that was published. All lanes of a warp call it together.
   __device__ __forceinline__ u32 read(u32 slot, u32 parity) const {
     if constexpr (Config::kClusterN == 1) barrier_wait(full(slot), parity);
     else barrier_wait_cluster(full(slot), parity);

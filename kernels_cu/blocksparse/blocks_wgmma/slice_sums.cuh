@@ -43,7 +43,7 @@ struct SlicesApart {
   __device__ __forceinline__ u64* arrivals(const WorkTile& work) const {
     return p.arrivals + tile(work) * ((p.tokens + 63) / 64) + token / 64;
   }
-  // What the counter of arrivals holds. It is loaded before the mainloop, so that no arrival waits for it.
+  // The value of the counter of arrivals. It is loaded before the mainloop, so that no arrival waits for it.
   __device__ __forceinline__ u64 seen(const WorkTile& work) const {
     return work.slices > 1 && threadIdx.x % 128 == 0 && token < p.tokens ? load_relaxed(arrivals(work)) : 0;
   }

@@ -46,7 +46,7 @@ _MOST_TOGETHER = 128
 
 
 class Pass(NamedTuple):
-    """What a launch over the kept blocks computes."""
+    """The gradients that a launch over the kept blocks computes, and the operands that it reads."""
 
     code: int
     """The value of Gradients in ``attention_backward_wgmma/config.cuh``."""

@@ -21,7 +21,7 @@ COPY_BYTES = 32 * 48 * 2
 
 @pytest.fixture
 def always_dense(monkeypatch):
-    """As on a device where a dense copy is faster for more than two rows."""
+    """Plans are as on a device where a dense copy is faster for more than two rows."""
     monkeypatch.setattr(dense_copy, "_prefers_dense", lambda shape, longest, n, *about: n > 2)
 
 

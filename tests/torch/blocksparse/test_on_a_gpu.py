@@ -228,7 +228,7 @@ def test_a_captured_product_follows_inputs_and_mask():
 
 @pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
 def test_a_layout_on_the_cpu_serves_a_gpu(mode):
-    """As in the reference library, whose layouts are made on the CPU."""
+    """It is as in the reference library, whose layouts are made on the CPU."""
     layout, there = layout_of(), layout_of().cuda()
     a, b = (one.cuda().requires_grad_() for one in operands(mode, layout))
     for mask in (layout.layout, BlockSparseLayout(layout.layout.bitmap[::-1, ::-1], 16)):
