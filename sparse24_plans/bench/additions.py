@@ -30,7 +30,7 @@ ELEMENTS = (ElementKind.BF16, ElementKind.FP8_E4M3)
 EPILOGUES = tuple(
     kind
     for kind in EpilogueKind
-    if kind is EpilogueKind.BIAS or (kind.activation != "identity" and not kind.has_bias)
+    if kind is EpilogueKind.BIAS or not (kind is EpilogueKind.IDENTITY or kind.has_bias)
 )
 ADDITIONS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
     "epilogues": ("epilogue", "identity_us", {kind.value: {"epilogue": kind} for kind in EPILOGUES}),

@@ -214,6 +214,7 @@ def test_every_signal_that_would_end_the_run_is_caught(monkeypatch):
     monkeypatch.setattr(app.signal, "signal", caught.__setitem__)
     app._catch_signals()
     assert {number.name for number in caught} >= set(FATAL)
+    assert set(caught.values()) == {app._terminate}
 
 
 @pytest.mark.parametrize(("name", "times"), [("SIGINT", 1), ("SIGXCPU", 1), ("SIGINT", 3), ("SIGTERM", 3)])

@@ -18,13 +18,7 @@ from sparse24_plans.gemm import kernel_table
 
 from ..sample_devices import AMPERE, HOPPER, HOST, TURING, gpu_of
 from .kernel_entries import MOST_TOKENS
-from .test_selection import (
-    HOPPER_BARE,
-    PROBLEM,
-    WEIGHT_BYTES,
-    choose,
-    chosen,
-)
+from .test_selection import HOPPER_BARE, PROBLEM, WEIGHT_BYTES, choose, chosen
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from unittest import mock
 
 from sparse24_plans import (
@@ -24,10 +24,11 @@ from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntr
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
+from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice
 
 from .gemm_requests import KINDS
-from .requests import HOPPER, Request, device_of, recorded_loads, serves
+from .requests import HOPPER, Request, device_of, recorded_loads, recorded_loads_of, serves
 
 BLOCK_KINDS_OF_8_BITS = (
     {"element": "s8"},
@@ -153,6 +154,17 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
     return found
 
 
+def _requests_of(
+    row: BlockSparseEntry, capability: tuple[int, int], problems: Iterable[Descriptor]
+) -> list[Request]:
+    device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
+    with recorded_loads(row.kernel) as found:
+        for desc in problems:
+            if serves(row, desc, preference, device):
+                row.kernel(Choice(desc, device, row, preference, {}))
+    return found
+
+
 def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
     """Problems of each op, element, block and mask, with and without dropout, and of each tile of head sizes.
 
@@ -175,12 +187,7 @@ def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
 @functools.cache
 def attention_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant, on Hopper alone."""
-    device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
-    with recorded_loads(row.kernel) as found:
-        for desc in attention_problems():
-            if serves(row, desc, preference, device):
-                row.kernel(Choice(desc, device, row, preference, {}))
-    return found
+    return _requests_of(row, capability, attention_problems())
 
 
 def convolutions() -> Iterator[BlockSparseConv2dDescriptor]:
@@ -198,12 +205,7 @@ def convolutions() -> Iterator[BlockSparseConv2dDescriptor]:
 @functools.cache
 def convolution_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant, on Hopper alone."""
-    device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
-    with recorded_loads(row.kernel) as found:
-        for desc in convolutions():
-            if serves(row, desc, preference, device):
-                row.kernel(Choice(desc, device, row, preference, {}))
-    return found
+    return _requests_of(row, capability, convolutions())
 
 
 def softmaxes(*, few: bool) -> Iterator[BlockSparseSoftmaxDescriptor]:
@@ -233,12 +235,7 @@ def table_requests(capability: tuple[int, int]) -> list[Request]:
     """Kernels that make look-up tables, which no plan's kernel loads."""
     shapes = [BlockSparseShape(heads=1, rows=1024, cols=1024, block=one, blocks=9) for one in (64, 128)]
     device_tables._function.cache_clear()
-    found: list[Request] = []
-
-    def record(source, name, threads, device, defines, shared_bytes=0):
-        found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
-
-    with mock.patch.object(device_tables, "load", record):
+    with recorded_loads_of([device_tables]) as found:
         for shape in shapes:
             device_tables.TableKernel(shape, device_of(capability))
     device_tables._function.cache_clear()

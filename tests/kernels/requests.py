@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
@@ -45,20 +46,23 @@ def serves(row: KernelEntry, desc: Descriptor, preference: PlanPreference, devic
     return considered.reason is None
 
 
-@contextmanager
-def recorded_loads(kernel: type[Kernel]) -> Iterator[list[Request]]:
+def recorded_loads(kernel: type[Kernel]) -> AbstractContextManager[list[Request]]:
     """Record what the backend would compile and load in the block."""
+    return recorded_loads_of(
+        {sys.modules[base.__module__] for base in kernel.__mro__} | {inflate, pad_rows, transpose}
+    )
+
+
+@contextmanager
+def recorded_loads_of(modules: Iterable[ModuleType]) -> Iterator[list[Request]]:
+    """Record what the modules would compile and load in the block."""
     found: list[Request] = []
 
     def record(source, name, threads, device, defines, shared_bytes=0):
         found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
 
     with ExitStack() as patches:
-        for module in {sys.modules[base.__module__] for base in kernel.__mro__} | {
-            inflate,
-            pad_rows,
-            transpose,
-        }:
+        for module in modules:
             if hasattr(module, "load"):
                 patches.enter_context(mock.patch.object(module, "load", record))
         yield found

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse24_plans import (
-    InvalidProblemError,
-    UnsupportedError,
-)
+from sparse24_plans import InvalidProblemError, UnsupportedError
 from sparse24_plans.torch.quantized_linear import quantize, scale_of
 
 from .cases import DEVICE
