@@ -29,7 +29,7 @@ from .table_format import mean, ratio, table, with_range
 RECORD = "benchmarks/results/h200.json"
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 TORCH_RECORD = "h200-torch.json"
-GROUPED_RECORD, QUANTIZED_RECORD = "h100-grouped.json", "h100-quantized.json"
+GROUPED_RECORD, QUANTIZED_RECORD = "h200-grouped.json", "h100-quantized.json"
 LAYERS_RECORD = "h200-layers.json"
 EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
 _EXPORTED_CALLS = {

@@ -174,7 +174,7 @@ class GroupedCell:
         self.offsets = [
             cupy.asarray(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)) for counts in self.counts
         ]
-        self.x = random_bits((tokens, layer.k), layer.element, seed=tokens)
+        self.x = random_bits((tokens, layer.k), layer.element, seed=~tokens)
         out = self.plan.descriptor.out_element
         self.y = cupy.empty((tokens, layer.m), f"u{out.itemsize}")
         self.scales: dict[str, Array] = {}

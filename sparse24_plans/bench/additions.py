@@ -66,8 +66,8 @@ def _contender(matrix: Matrix, n: int, name: str, sources: set[str], **fields: A
     """
     desc = GemmSparse24Descriptor(n=n, m=matrix.m, k=matrix.k, element=matrix.element, **fields)
     problem, plan = Problem(desc, matrix), GemmSparse24Plan.select(desc, device=0)
-    bias = random_bits((1, matrix.m), desc.bias_element, seed=n)[0] if desc.epilogue.has_bias else None
-    c = random_bits((n, desc.outputs), desc.c_element, seed=n + 1) if desc.has_c else None
+    bias = random_bits((1, matrix.m), desc.bias_element, seed=~n - 1)[0] if desc.epilogue.has_bias else None
+    c = random_bits((n, desc.outputs), desc.c_element, seed=~n - 2) if desc.has_c else None
     space = problem.workspace(plan)
     bound = [
         plan.bind(_arguments(problem, packed, bias, c), workspace=space) for packed in matrix.packed(plan)

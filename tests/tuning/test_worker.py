@@ -18,7 +18,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm.kernel_table import find
 from sparse24_plans.tuning import worker
-from sparse24_plans.tuning.data import Matrix, random_bits, widened
+from sparse24_plans.tuning.data import Matrix, Problem, random_bits, widened
 from sparse24_plans.tuning.process import python_command
 
 from .cases import of_n
@@ -96,6 +96,17 @@ def test_data_is_random_and_the_same_for_a_seed(element):
     spread = (255**2 / 12) ** 0.5 if element == "s8" else 1.0
     assert abs(values.mean()) < 0.02 * spread
     assert abs(values.std() / spread - 1) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("element", ["bf16", "s8", "fp8_e4m3"])
+def test_x_never_has_the_numbers_of_the_weight(element):
+    """A seed of n alone would make it W's where n is m + k, and sums of squares of every m-th result."""
+    desc = GemmSparse24Descriptor(n=384, m=128, k=256, element=ElementKind(element))
+    matrix = Matrix(desc.m, desc.k, desc.element)
+    kept = matrix.dense[0] != 0
+    same = (Problem(desc, matrix).x[: desc.m] == matrix.dense[0])[kept]
+    assert same.mean() < 0.1
 
 
 @pytest.mark.gpu
