@@ -48,8 +48,8 @@ def _generator(of_floats: bool) -> Any:
 def random_bits(shape: tuple[int, int], element: ElementKind, seed: int) -> Array:
     """Normal random elements (s8: uniform ones) as raw bits.
 
-    Weights have seeds from 0 on, and all else has negative ones: an X with the numbers of W would make sums of
-    squares, whose error in fp8 is far above that of independent numbers.
+    Weights have seeds from 0 on, and all else has negative ones: an X with the numbers of W would make sums
+    of squares, whose error in fp8 is far above that of independent numbers.
     """
     cupy, start = import_cupy(), np.uint64((seed + 1) * _ODD**2 % 2**64)
     if element in (ElementKind.S8, ElementKind.U8):
