@@ -118,9 +118,10 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         Whether the sparse operand of ``dsd`` or ``dds`` is what ``plan.pack(layout, values)`` returned: for
         an operand that stays, such as a layer's weight. ``select`` may then choose a dense copy of it.
     longest_panel : int
-        For ``packed``: the most block columns in which 128 neighbouring rows of op(A) (``dds``: columns of
-        op(B)) keep a block. A BlockSparseLayout's is taken; 0 stands for an unknown one. It decides
-        speed, and whether sums of long rows are cut where that is faster.
+        Of ``dsd`` and ``dds``: the most block columns in which 128 neighbouring rows of op(A) (``dds``:
+        columns of op(B)) keep a block. A BlockSparseLayout's is taken; 0 stands for an unknown one, as where
+        layouts change. It decides speed, and whether sums of long rows are cut where that is faster: a plan
+        serves layouts with longer rows too, and takes longer.
 
     Raises
     ------
@@ -164,9 +165,13 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     @model_validator(mode="before")
     @classmethod
     def _of_layout(cls, data: Any) -> Any:
-        """Take the longest panel of a packed operand's layout, of which the field keeps the shape alone."""
+        """Take the longest panel of the layout, of which the field keeps the shape alone."""
         layout = data.get("layout") if isinstance(data, dict) else None
-        if type(layout) is not BlockSparseLayout or not data.get("packed") or "longest_panel" in data:
+        if (
+            type(layout) is not BlockSparseLayout
+            or data.get("op") == BlockSparseOp.SDD
+            or "longest_panel" in data
+        ):
             return data
         on_the_right = data.get("op") == BlockSparseOp.DDS
         by_columns = bool(data.get("trans_b" if on_the_right else "trans_a", False)) != on_the_right
@@ -198,8 +203,8 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
             raise ValueError("packed: expected False for op sdd, which has no sparse operand, got True")
         if self.packed and self.inner is not InnerPattern.DENSE:
             raise ValueError(f"packed: expected False for inner {self.inner}, got True")
-        if self.longest_panel and not self.packed:
-            raise ValueError(f"longest_panel: expected 0 unless packed is True, got {self.longest_panel}")
+        if self.longest_panel and self.op is BlockSparseOp.SDD:
+            raise ValueError(f"longest_panel: expected 0 for op sdd, got {self.longest_panel}")
         if self.longest_panel > self.layout.blocks:
             most = f"at most the layout's {self.layout.blocks} blocks"
             raise ValueError(f"longest_panel: expected {most}, got {self.longest_panel}")

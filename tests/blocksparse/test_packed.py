@@ -87,10 +87,13 @@ def test_the_longest_panel_is_the_layouts(op, turned):
     kept = np.zeros((2, 9, 30), bool)
     kept[1, 3, :25], kept[0, :, 4] = True, True  # of blocks of 64 a panel has two block rows
     layout = BlockSparseLayout(kept, 64)
-    desc = described(op=op, layout=layout, **{"trans_b" if op == "dds" else "trans_a": turned})
+    trans = {"trans_b" if op == "dds" else "trans_a": turned}
+    desc = described(op=op, layout=layout, **trans)
     assert desc.longest_panel == (9 if (op == "dds") != turned else 25)
     assert described(op=op, layout=layout, longest_panel=7).longest_panel == 7
-    assert described(op=op, layout=layout, packed=False).longest_panel == 0
+    assert described(op=op, layout=layout, packed=False, **trans).longest_panel == desc.longest_panel
+    assert described(op=op, layout=layout.shape, packed=False).longest_panel == 0
+    assert described(op="sdd", layout=layout, packed=False).longest_panel == 0
     assert BlockSparseMatmulDescriptor.model_validate_json(desc.model_dump_json()) == desc
 
 
@@ -145,7 +148,7 @@ def test_what_is_required_decides():
     [
         ({"op": "sdd"}, "packed: expected False for op sdd"),
         ({"inner": "sparse24", "element": "bf16"}, "packed: expected False for inner sparse24"),
-        ({"packed": False, "longest_panel": 3}, "longest_panel: expected 0 unless packed is True, got 3"),
+        ({"op": "sdd", "packed": False, "longest_panel": 3}, "longest_panel: expected 0 for op sdd, got 3"),
         ({"longest_panel": 1 << 20}, "longest_panel: expected at most the layout's"),
     ],
 )
@@ -153,6 +156,18 @@ def test_what_cannot_be_packed(fields, words):
     layout = BlockSparseShape(heads=1, rows=128, cols=128, block=64, blocks=2)
     with pytest.raises(InvalidProblemError, match=words):
         described(layout=layout, **fields)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tiles_are_cut_only_where_a_row_may_be_long(op):
+    """A layout whose rows are alike is known to have no long one, and its CTAs claim no slices."""
+    layout = random_layout(heads=1, rows=64, cols=64, block=64, density=0.2)
+    known, unknown = (
+        chosen(op=op, layout=one, n=256, element="bf16", packed=False).details
+        for one in (layout, layout.shape)
+    )
+    assert "long panels" not in known
+    assert "long panels are cut" in unknown
 
 
 # The packed operand, on the host ------------------------------------------------------------------

@@ -234,7 +234,8 @@ def test_a_layout_stands_for_its_shape():
     layout = random_layout()
     desc = BlockSparseMatmulDescriptor(**GOOD)
     assert desc.layout == layout.shape
-    assert desc == BlockSparseMatmulDescriptor(**{**GOOD, "layout": layout.shape})
+    of_shape = {**GOOD, "layout": layout.shape, "longest_panel": desc.longest_panel}
+    assert desc == BlockSparseMatmulDescriptor(**of_shape)
     assert BlockSparseMatmulDescriptor.model_validate_json(desc.model_dump_json()) == desc
     assert BlockSparseMatmulPlan.select(desc, device="host").sku.op == "matmul_blocksparse_dsd"
 
