@@ -9,6 +9,7 @@ Exit codes are 0 for success, 1 for an error or a failed check, 2 for wrong usag
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import os
@@ -91,11 +92,18 @@ def _fatal_signals() -> list[signal.Signals]:
     return [getattr(signal, name) for name in _FATAL if hasattr(signal, name)]
 
 
+def _ignore_signals() -> None:
+    """Keep the exit status: Python's own end gives signals their default action back, which is to kill."""
+    for number in _fatal_signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _terminate(signum: int, frame: object) -> None:
     # A second signal mustn't interrupt the cleaning up. With SIG_IGN Python would print a traceback for one
     # that has arrived already.
     for number in _fatal_signals():
         signal.signal(number, lambda *_: None)
+    atexit.register(_ignore_signals)
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + signum)

@@ -232,6 +232,27 @@ def test_a_killed_run_leaves_nothing(tmp_path, name, times):
     assert list(tmp_path.iterdir()) == [source]
 
 
+ENDS_AMID_SIGNALS = """
+import os, signal, sys
+from sparse24_plans.cli import app
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)  # Python has given signals their default action back
+
+last = Last()
+app._catch_signals()
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_a_signal_at_pythons_own_end_leaves_the_exit_status():
+    assert subprocess.run([sys.executable, "-c", ENDS_AMID_SIGNALS]).returncode == 7
+
+
 @pytest.mark.parametrize("names", [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGALRM", "SIGINT")])
 def test_two_signals_at_once_are_no_traceback(tmp_path, names):
     source = zeros(tmp_path / "source", 4)
