@@ -379,21 +379,42 @@ _MANY = 2048
 _OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
+@lru_cache(4096)
+def _ranges_that_fit(n: int, has_few_outputs: bool, parts: int) -> tuple[WgmmaSpSchedule, ...]:
+    """The stream-K schedules of every shape, whatever M is."""
+    tried = (
+        WgmmaSpSchedule(w, r, tokens, cluster_m, k_chunks=parts, stream_k=H200_MULTIPROCESSORS // cluster_m)
+        for tokens in widths(n, m=int(has_few_outputs))
+        for w, r, cluster_m in _OF_RANGES
+    )
+    return tuple(one for one in tried if one.fits())
+
+
 def _schedules_of_ranges(
     n: int, m: int, parts: int = 1, min_idle: float | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
     least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
     least = least if parts == 1 else 0.0
-    found = []
-    for tokens in widths(n, m=m):
-        for warpgroups, m_tiles, cluster_m in _OF_RANGES:
-            ranges = H200_MULTIPROCESSORS // cluster_m
-            one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, k_chunks=parts, stream_k=ranges)
-            work_tiles = one.work_tiles(n, m)
-            if one.fits() and one.stream_k < work_tiles and -work_tiles % ranges > least * ranges:
-                found.append(one)
-    return tuple(found)
+
+    def pays(one: WgmmaSpSchedule) -> bool:
+        work_tiles, ranges = one.work_tiles(n, m), one.stream_k
+        return ranges < work_tiles and -work_tiles % ranges > least * ranges
+
+    return tuple(filter(pays, _ranges_that_fit(n, 0 < m < _FEW_OUTPUTS, parts)))
+
+
+@lru_cache(4096)
+def _tiles_that_fit(n: int, has_few_outputs: bool, quantized: bool) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules without stream-K, whatever M is."""
+    few = _OF_FEW_QUANTIZED if quantized else _OF_FEW
+    shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
+    tried = (
+        WgmmaSpSchedule(w, r, tokens, *rest)
+        for tokens in widths(n, m=int(has_few_outputs))
+        for w, r, *rest in shapes
+    )
+    return tuple(one for one in tried if one.fits())
 
 
 @lru_cache(1024)
@@ -405,11 +426,9 @@ def schedules_for(
     ``min_idle`` is the fraction of a last wave that must be idle for stream-K; None takes the fitted one.
     ``quantized``: W is.
     """
-    few = _OF_FEW_QUANTIZED if quantized else _OF_FEW
-    shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
-    tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in widths(n, m=m) for w, r, *rest in shapes)
-    fitting = tuple(one for one in tried if one.fits() and not (m and one.oversubscribes(n, m)))
-    found = fitting + _schedules_of_ranges(n, m, min_idle=min_idle)
+    fitting = _tiles_that_fit(n, 0 < m < _FEW_OUTPUTS, quantized)
+    found = tuple(one for one in fitting if not (m and one.oversubscribes(n, m)))
+    found += _schedules_of_ranges(n, m, min_idle=min_idle)
     return tuple(one for one in found if one.makes_elements()) if quantized else found
 
 
@@ -420,19 +439,30 @@ def schedules_in(
     """Schedules that sum K in ``slices`` slices, along a cluster or in chunks: the bits are the same."""
     tried = [one for one in schedules_for(n, m, min_idle, quantized) if one.split_k == slices]
     if slices > 1:
-        wide = [
-            WgmmaSpSchedule(w, r, tokens, cluster_m, k_chunks=slices)
-            for tokens in widths(n, m=m)
-            for w, r, cluster_m, *_ in _OF_MANY
-        ]
-        tried += [one for one in wide if n > MAX_MEMORY_BOUND_N and one.warpgroups > 1 and one.fits()]
-        tried += [
-            one for one in _schedules_of_ranges(n, m, slices) if n > MAX_MEMORY_BOUND_N and one.warpgroups > 1
-        ]
-        narrow = narrow_schedules(n)
-        tried += [one._replace(k_chunks=slices) for one in narrow]
-        tried += [one._replace(split_k=slices) for one in narrow if one.warpgroups == 1]
+        if n > MAX_MEMORY_BOUND_N:
+            tried += _wide_in_chunks(slices, n, 0 < m < _FEW_OUTPUTS)
+            tried += (one for one in _schedules_of_ranges(n, m, slices) if one.warpgroups > 1)
+        tried += _narrow_in(slices, n)
     return tuple(one for one in dict.fromkeys(tried) if not quantized or one.makes_elements())
+
+
+@lru_cache(4096)
+def _wide_in_chunks(slices: int, n: int, has_few_outputs: bool) -> tuple[WgmmaSpSchedule, ...]:
+    """Schedules of several warpgroups that sum K in chunks."""
+    tried = (
+        WgmmaSpSchedule(w, r, tokens, cluster_m, k_chunks=slices)
+        for tokens in widths(n, m=int(has_few_outputs))
+        for w, r, cluster_m, *_ in _OF_MANY
+    )
+    return tuple(one for one in tried if one.warpgroups > 1 and one.fits())
+
+
+@lru_cache(4096)
+def _narrow_in(slices: int, n: int) -> tuple[WgmmaSpSchedule, ...]:
+    """Narrow schedules that sum K in chunks, and those that sum it along a cluster."""
+    narrow = narrow_schedules(n)
+    in_chunks = (one._replace(k_chunks=slices) for one in narrow)
+    return *in_chunks, *(one._replace(split_k=slices) for one in narrow if one.warpgroups == 1)
 
 
 def narrow_schedules(n: int) -> tuple[WgmmaSpSchedule, ...]:
