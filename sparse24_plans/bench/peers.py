@@ -111,7 +111,7 @@ def cusparselt_call(matrix: Matrix, n: int) -> Callable[[], object] | None:
     """PyTorch's product with a cuSPARSELt weight, which plans anew every time; None where it has none."""
     if torch is None:
         return None
-    x = torch_tensor(random_bits((n, matrix.k), matrix.element, seed=n), matrix.element).t()
+    x = torch_tensor(random_bits((n, matrix.k), matrix.element, seed=~n), matrix.element).t()
     try:
         compressed = torch._cslt_compress(torch_tensor(matrix.dense[0], matrix.element))
         torch._cslt_sparse_mm(compressed, x, transpose_result=True)
