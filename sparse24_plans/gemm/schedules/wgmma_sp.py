@@ -315,6 +315,11 @@ def _width(tokens: int) -> int:
     return align_up(tokens, 8 if tokens <= 32 else 16)
 
 
+def _has_few_outputs(m: int) -> bool:
+    """Whether there are hardly as many work tiles as clusters. An unknown M, 0, counts as large."""
+    return 0 < m < _FEW_OUTPUTS
+
+
 def widths(n: int, widest: int = WIDEST, m: int = 0) -> tuple[int, ...]:
     """The tile widths that are tried: those that cut n into equal tiles, the widest first.
 
@@ -323,7 +328,7 @@ def widths(n: int, widest: int = WIDEST, m: int = 0) -> tuple[int, ...]:
     if n <= MAX_MEMORY_BOUND_N:
         return (_width(n),)
     fewest, most = -(-n // widest), -(-n // MAX_MEMORY_BOUND_N)
-    if not 0 < m < _FEW_OUTPUTS:
+    if not _has_few_outputs(m):
         most = min(most, fewest + _MORE_TILES)
     counts = sorted({c for w in range(16, widest + 1, 16) if fewest <= (c := -(-n // w)) <= most})
     return tuple(dict.fromkeys(_width(-(-n // blocks)) for blocks in counts))
@@ -380,13 +385,12 @@ _OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
 @lru_cache(4096)
-def _ranges_that_fit(n: int, has_few_outputs: bool, parts: int) -> tuple[WgmmaSpSchedule, ...]:
-    """The stream-K schedules of every shape, whatever M is."""
-    tried = (
-        WgmmaSpSchedule(w, r, tokens, cluster_m, k_chunks=parts, stream_k=H200_MULTIPROCESSORS // cluster_m)
-        for tokens in widths(n, m=int(has_few_outputs))
-        for w, r, cluster_m in _OF_RANGES
-    )
+def _fitting(
+    n: int, has_few_outputs: bool, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules that fit of these shapes, which are all fields but the tokens, in order."""
+    every_width = widths(n, m=int(has_few_outputs))
+    tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in every_width for w, r, *rest in shapes)
     return tuple(one for one in tried if one.fits())
 
 
@@ -396,25 +400,13 @@ def _schedules_of_ranges(
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
     least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
     least = least if parts == 1 else 0.0
+    shapes = tuple((w, r, c, 1, 1, parts, H200_MULTIPROCESSORS // c) for w, r, c in _OF_RANGES)
 
     def pays(one: WgmmaSpSchedule) -> bool:
         work_tiles, ranges = one.work_tiles(n, m), one.stream_k
         return ranges < work_tiles and -work_tiles % ranges > least * ranges
 
-    return tuple(filter(pays, _ranges_that_fit(n, 0 < m < _FEW_OUTPUTS, parts)))
-
-
-@lru_cache(4096)
-def _tiles_that_fit(n: int, has_few_outputs: bool, quantized: bool) -> tuple[WgmmaSpSchedule, ...]:
-    """The schedules without stream-K, whatever M is."""
-    few = _OF_FEW_QUANTIZED if quantized else _OF_FEW
-    shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
-    tried = (
-        WgmmaSpSchedule(w, r, tokens, *rest)
-        for tokens in widths(n, m=int(has_few_outputs))
-        for w, r, *rest in shapes
-    )
-    return tuple(one for one in tried if one.fits())
+    return tuple(filter(pays, _fitting(n, _has_few_outputs(m), shapes)))
 
 
 @lru_cache(1024)
@@ -426,7 +418,9 @@ def schedules_for(
     ``min_idle`` is the fraction of a last wave that must be idle for stream-K; None takes the fitted one.
     ``quantized``: W is.
     """
-    fitting = _tiles_that_fit(n, 0 < m < _FEW_OUTPUTS, quantized)
+    few = _OF_FEW_QUANTIZED if quantized else _OF_FEW
+    shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
+    fitting = _fitting(n, _has_few_outputs(m), shapes)
     found = tuple(one for one in fitting if not (m and one.oversubscribes(n, m)))
     found += _schedules_of_ranges(n, m, min_idle=min_idle)
     return tuple(one for one in found if one.makes_elements()) if quantized else found
@@ -440,21 +434,11 @@ def schedules_in(
     tried = [one for one in schedules_for(n, m, min_idle, quantized) if one.split_k == slices]
     if slices > 1:
         if n > MAX_MEMORY_BOUND_N:
-            tried += _wide_in_chunks(slices, n, 0 < m < _FEW_OUTPUTS)
+            wide = tuple((*shape, slices) for shape in _OF_MANY if shape[0] > 1)
+            tried += _fitting(n, _has_few_outputs(m), wide)
             tried += (one for one in _schedules_of_ranges(n, m, slices) if one.warpgroups > 1)
         tried += _narrow_in(slices, n)
     return tuple(one for one in dict.fromkeys(tried) if not quantized or one.makes_elements())
-
-
-@lru_cache(4096)
-def _wide_in_chunks(slices: int, n: int, has_few_outputs: bool) -> tuple[WgmmaSpSchedule, ...]:
-    """Schedules of several warpgroups that sum K in chunks."""
-    tried = (
-        WgmmaSpSchedule(w, r, tokens, cluster_m, k_chunks=slices)
-        for tokens in widths(n, m=int(has_few_outputs))
-        for w, r, cluster_m, *_ in _OF_MANY
-    )
-    return tuple(one for one in tried if one.warpgroups > 1 and one.fits())
 
 
 @lru_cache(4096)
