@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
+from sparse24_plans import BlockSparseLayout, BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
@@ -89,10 +89,9 @@ def described(row: Mapping[str, Any]) -> BlockSparseMatmulDescriptor:
     cell = (random_blocks.Cell if "seed" in row else Cell)(
         **{name: row[name] for name in (*CELL_FIELDS, "seed") if name in row}
     )
-    about = {"heads": 1, "rows": cell.m, "cols": cell.k, "block": cell.block}
     return BlockSparseMatmulDescriptor(
         op=cell.op,
-        layout=BlockSparseShape(**about, blocks=int(cell.bitmap().sum())),
+        layout=BlockSparseLayout(cell.bitmap()[None], cell.block),
         n=cell.n,
         element="bf16",
         trans_a=cell.trans_a,
@@ -106,9 +105,12 @@ def block_lines(gpu: str) -> list[Mapping[str, Any]]:
 
 
 def block_problems(op: str, block: int, gpu: str) -> list[Any]:
-    """Descriptors of measured products of block-sparse matrices, and times by a schedule's first sizes."""
+    """Descriptors of measured products of block-sparse matrices, and times by a schedule's first sizes.
+
+    No row panel of theirs is long, so the lengths play no part.
+    """
     rows = (row for row in block_lines(gpu) if (row["op"], row["block"]) == (op, block))
-    return [(described(row), row["us"]) for row in rows]
+    return [(described(row).model_copy(update={"longest_panel": 0}), row["us"]) for row in rows]
 
 
 def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
@@ -171,7 +173,7 @@ def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], l
 def chosen_us(problem: Any) -> float:
     """The measured time of the schedule that the package chooses."""
     tried, times = measured_of(problem)
-    return times[tried.index(blocks_wgmma.best_schedule(problem[0], SMS))]
+    return times[tried.index(blocks_wgmma.Cut.of(problem[0], SMS).schedule)]
 
 
 def block_choices(problems: Sequence[Any], predict: Callable[[Array], Array]) -> Choices:

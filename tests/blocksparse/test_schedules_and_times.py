@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.block_fits import block_lines, described
+from benchmarks.block_fits import beside_inflated, block_lines, chosen_us, described
+from sparse24_plans.blocksparse.kernel_problem import KernelProblem
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     BlocksWgmmaSchedule,
-    best_schedule,
+    Cut,
     schedules_by_density,
 )
+from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS
 
 from ..sample_devices import H200
 
@@ -55,7 +57,7 @@ def test_the_fastest_is_missed_by_little(op, block, mean, most, uneven):
     """On the mean, and by all but one of twenty."""
     found = np.array(
         [
-            times[name_of(best_schedule(desc, H200.multiprocessors))] / min(times.values())
+            times[name_of(Cut.of(desc, H200.multiprocessors).schedule)] / min(times.values())
             for desc, times in problems(op, block, uneven=uneven)
         ]
     )
@@ -68,3 +70,18 @@ def test_the_fastest_is_missed_by_little(op, block, mean, most, uneven):
 def test_every_schedule_that_may_be_taken_was_measured(op, block):
     for desc, times in problems(op, block):
         assert {name_of(one) for one in schedules_by_density(desc)} <= times.keys()
+
+
+def test_an_x_that_a_pre_pass_transposes_takes_the_time_of_one_stored_so():
+    lines = [
+        (described(row), row)
+        for row in beside_inflated("nvidia_h200")
+        if (row["op"], row["block"], row["pattern"]) == ("dds", 16, "random")
+    ]
+    transposed = [
+        BLOCKS.microseconds(desc) / chosen_us((desc, row["us"]))
+        for desc, row in lines
+        if any(one.transposes for one in KernelProblem(desc).prepared_operands(None))
+    ]
+    assert len(transposed) > 20
+    assert np.exp(np.abs(np.log(transposed)).mean()) < 1.15

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...plan.schedule_choice import CostModel, constants
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import KernelProblem, prepared_bytes
+from ..kernel_problem import K_MAJOR, KernelProblem, prepared_bytes
 from ..panels import NARROW_PANEL_ROWS, expected_occupancy
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
@@ -135,12 +135,20 @@ def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     return BlocksMmaSchedule.of(desc, MULTIPROCESSORS).work(desc, MULTIPROCESSORS)
 
 
+def _by_major_and_block(name: str, desc: BlockSparseMatmulDescriptor) -> str:
+    """The name of the model for the size of a block, and for X's order once pre-passes have transposed it."""
+    problem = KernelProblem(desc)
+    _, right = problem.majors(problem.prepared_operands(None))
+    return f"{name}_{'k' if right == K_MAJOR else 'n'}_last_{desc.layout.block}"
+
+
 FEW = Way(FEW_TOKENS_MODEL, FEW_TOKENS_TERMS, _few_tokens_work)
 BLOCKS = Way(
     "packed_blocks",
     ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave"),
     _blocks_work,
     _pre_pass_us,
+    model_of=_by_major_and_block,
 )
 DENSE = Way(
     "packed_dense",
