@@ -24,7 +24,7 @@ _SLOPES = {"relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
 _EVALUATION = {"relu": 0.0, "silu": 12 * _U, "gelu": 10 * _U, "gelu_tanh": 12 * _U}
 """Relative errors of the activations' evaluation in float32."""
 _EXP_VANISHES = 2.0**-119
-"""Largest |silu(v)| where exp(-|v|) is subnormal in float32, so that kernels give 0."""
+"""Largest |silu(v)| where 1 / (1 + exp(-v)) is subnormal in float32, so that kernels give 0."""
 
 
 def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s) -> Float64s:
@@ -107,14 +107,13 @@ def _activated(v: Float64s, error: Float64s, activation: str, tanh_error: float)
     passed = _SLOPES[activation] * error
     size = _size_of(v, activation)
     own = _EVALUATION[activation] * (size + passed)
-    if activation == "silu":
-        own = own + (_EXP_VANISHES + _TINY)
+    if activation == "silu":  # the exponent of 2 is rounded, and so is log2(e)
+        own = own + 2 * _U * v * v * _sigmoid_slope(v) + (_EXP_VANISHES + _TINY)
     if activation == "gelu":  # the exponent is rounded, too; |v^2 exp(-v^2/2)|' < 1
         own = own + _U * (v * v * np.exp(-0.5 * v * v) + error) + _TINY * (1 + np.abs(v))
-    if activation == "gelu_tanh":  # the exponent is rounded, too, and exp(-2u) may vanish
+    if activation == "gelu_tanh":  # 2u is rounded in four steps, and then as in silu
         exponent = _tanh_exponent(v)
-        slope = 0.25 / np.square(np.cosh(0.5 * np.minimum(np.abs(exponent), 200.0)))
-        own = own + 4 * _U * np.abs(v * exponent) * slope + (_EXP_VANISHES + _TINY)
+        own = own + 6 * _U * np.abs(v * exponent) * _sigmoid_slope(exponent) + (_EXP_VANISHES + _TINY)
         own = own + tanh_error * (np.abs(v) + error)
     return size, passed + own
 
@@ -130,6 +129,12 @@ def _size_of(v: Float64s, activation: str) -> Float64s:
     if activation == "gelu_tanh":
         exponent = _tanh_exponent(below)
     found: Float64s = size - below * np.exp(exponent)
+    return found
+
+
+def _sigmoid_slope(v: Float64s) -> Float64s:
+    """The slope of 1 / (1 + exp(-v))."""
+    found: Float64s = 0.25 / np.square(np.cosh(0.5 * np.minimum(np.abs(v), 200.0)))
     return found
 
 

@@ -1,4 +1,7 @@
-"""The gelu of kernels that aren't strict, in NumPy: FastMath::gelu of common/epilogue.cuh, step by step."""
+"""The activations of kernels that aren't strict, in NumPy: FastMath of common/epilogue.cuh, step by step.
+
+The last two arguments of each are relative errors of the hardware's power of two and reciprocal.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def _polynomial(name: str, z: np.ndarray) -> np.ndarray:
 
 
 def fast_gelu(v: np.ndarray, of_power: np.ndarray | float, of_inverse: np.ndarray | float) -> np.ndarray:
-    """gelu of float32 values. The last two arguments are relative errors of the hardware's functions."""
+    """gelu of float32 values."""
     quarter = _F32(_constants()["LOG2E"][0] / 4)
     z = np.fmin(np.abs(v), _F32(_constants()["GELU_VANISHES"][0]))
     exponent = -z * (z * quarter)
@@ -34,3 +37,29 @@ def fast_gelu(v: np.ndarray, of_power: np.ndarray | float, of_inverse: np.ndarra
     tail = z * _polynomial("GELU_NUMERATOR", z) * inverse * root
     positive = np.where((v < 0) | ((v == 0) & np.signbit(v)), _F32(-0.0), v)
     return fma_f32(-tail, root, positive)
+
+
+def _sigmoid(z: np.ndarray, of_power: np.ndarray | float, of_inverse: np.ndarray | float) -> np.ndarray:
+    """1 / (1 + exp(-z)), in which subnormal numbers are 0."""
+    exponent = (z * -_F32(_constants()["LOG2E"][0])).astype(np.float64)
+    power = _flushed(np.exp2(exponent) * (1 + of_power))
+    return _flushed(1 / (1 + power).astype(np.float64) * (1 + of_inverse))
+
+
+def _flushed(values: np.ndarray) -> np.ndarray:
+    rounded = values.astype(_F32)
+    return np.where(np.abs(rounded) < np.finfo(_F32).smallest_normal, _F32(0), rounded)
+
+
+def fast_silu(v: np.ndarray, of_power: np.ndarray | float, of_inverse: np.ndarray | float) -> np.ndarray:
+    """silu of float32 values."""
+    v = np.maximum(v, _F32(-120))
+    return v * _sigmoid(v, of_power, of_inverse)
+
+
+def fast_gelu_tanh(v: np.ndarray, of_power: np.ndarray | float, of_inverse: np.ndarray | float) -> np.ndarray:
+    """gelu_tanh of float32 values."""
+    linear, cubic = (_F32(_constants()[f"GELU_TANH_{name}"][0]) for name in ("LINEAR", "CUBIC"))
+    v = np.maximum(v, _F32(-11))
+    slope = fma_f32(np.full_like(v, cubic), v * v, np.full_like(v, linear))
+    return v * _sigmoid(v * slope, of_power, of_inverse)

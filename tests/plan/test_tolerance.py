@@ -27,13 +27,12 @@ from sparse24_plans import (
     InvalidProblemError,
     Sparse24Weight,
 )
-from sparse24_plans.arithmetic.epilogue import _constants, encoded
-from sparse24_plans.arithmetic.fma32 import fma_f32
+from sparse24_plans.arithmetic.epilogue import encoded
 from sparse24_plans.gemm import guarantees
 from sparse24_plans.plan import tolerance
 
 from ..float64 import activate, rows_of_gates, saturated, tanh_exponent
-from ..gemm.fast_math import APPROXIMATE, fast_gelu
+from ..gemm.fast_math import APPROXIMATE, fast_gelu, fast_gelu_tanh, fast_silu
 
 U, TINY = 2.0**-24, 2.0**-149
 N, M, K = 5, 32, 24
@@ -165,29 +164,14 @@ def test_a_subnormal_gate_of_a_large_value_is_within_the_tolerance(kind, kernel,
 
 def cuda_activation(v: np.ndarray, kind: EpilogueKind, rng: np.random.Generator) -> np.ndarray:
     """FastMath of common/epilogue.cuh, with functions that are as wrong as the hardware may make them."""
-    f32 = np.float32
-
-    def off(value: np.ndarray, places: int) -> np.ndarray:
-        exact = value.astype(f32)
-        for _ in range(places):
-            exact = np.nextafter(exact, f32(np.inf) * rng.choice([-1, 1], exact.shape).astype(f32))
-        return exact
-
-    with np.errstate(over="ignore", under="ignore"):
-        if kind.activation in ("silu", "swiglu"):
-            powers = off(np.exp(-v.astype(np.float64)), 2)
-            return np.where(v < -120, f32(-0.0), v / (f32(1) + powers))
-        if kind.activation in ("gelu", "geglu"):
-            return fast_gelu(v, *rng.choice([-APPROXIMATE, APPROXIMATE], (2, *v.shape)))
-        if kind.activation in ("gelu_tanh", "geglu_tanh"):
-            c = _constants()
-            linear, cubic = (f32(c[name][0]) for name in ("GELU_TANH_LINEAR", "GELU_TANH_CUBIC"))
-            exponent = v * fma_f32(np.full_like(v, cubic), v * v, np.full_like(v, linear))
-            powers = off(np.exp(-exponent.astype(np.float64)), 2)
-            return np.where(v < -11, f32(-0.0), v / (f32(1) + powers))
+    fast = {"silu": fast_silu, "swiglu": fast_silu, "gelu": fast_gelu, "geglu": fast_gelu}
+    fast |= {"gelu_tanh": fast_gelu_tanh, "geglu_tanh": fast_gelu_tanh}
+    if kind.activation in fast:
+        with np.errstate(over="ignore", under="ignore"):
+            return fast[kind.activation](v, *rng.choice([-APPROXIMATE, APPROXIMATE], (2, *v.shape)))
     if kind.activation == "relu2":
-        return np.maximum(v, f32(0)) ** 2
-    return np.maximum(v, f32(0)) if kind.activation == "relu" else v
+        return np.maximum(v, np.float32(0)) ** 2
+    return np.maximum(v, np.float32(0)) if kind.activation == "relu" else v
 
 
 @kinds
