@@ -125,7 +125,12 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     if constexpr (!Config::kOneProducer) launch_dependent_grids();
     grid_dependency_wait();
   }
-  if constexpr (Config::kGrouped) GroupTable(p).make(p, m_blocks_of(p));
+  if constexpr (Config::kGrouped) {
+    const GroupTable table(p);
+    table.make(p, m_blocks_of(p));
+    // With split-K there is a cluster for each work tile that there may be.
+    if (Config::kSplitK > 1 && blockIdx.x / Config::kClusterSize >= table.work_tiles()) return;
+  }
 
   // Shares that lie over the stages are sent once all CTAs of the cluster have read their stages.
   constexpr bool kOverStages = Config::kSplitK > 1 && !Config::kShareApart;
@@ -171,6 +176,10 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     epilogue.begin(barriers);
     for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
       const WorkTile work(p, scheduler.index, m_rank);
+      const u32 m_tile = warpgroup * Config::kMTilesPerWarpgroup;
+      // Nothing waits for them behind the multiplication, but sums of K chunks leave no registers for them.
+      constexpr bool kLoadsBefore = Config::kSplitK == 1 && Config::kKChunks == 1;
+      if constexpr (kLoadsBefore) epilogue.load_operands(work, m_tile);
       mainloop.multiply(accumulators, scheduler, slice);
       if constexpr (Config::kStreamK) {
         if (scheduler.stores_partials()) {
@@ -179,19 +188,21 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
         }
       }
       mainloop.finish(accumulators, scheduler);
-      const u32 m_tile = warpgroup * Config::kMTilesPerWarpgroup;
       if constexpr (Config::kSplitK == 1) {
+        if constexpr (!kLoadsBefore) epilogue.load_operands(work, m_tile);
 #pragma unroll
         for (int r = 0; r < Config::kMTilesPerWarpgroup; ++r)
-          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work);
+          epilogue.write(accumulators[r], (work.row_tile + m_tile + r) * Tile::kRows, work, r);
       } else {
         if constexpr (kOverStages) cluster_sync_relaxed();
         else named_barrier_sync(1, Config::kConsumerThreads);  // every stage has been read
         send_to_shares(accumulators, base, barriers, m_tile, m_rank, slice);
+        ClusterReduce reduce(p, work, base, slice);
+        reduce.load_operands(threadIdx.x);  // while the sums of the other CTAs arrive
         barrier_wait_cluster(barriers.share_full(), 0);
         __syncwarp();  // all lanes arrive together, and their waits may have ended one by one
         cluster_arrive_relaxed();
-        ClusterReduce(p, work, base, slice).run();
+        reduce.run();
       }
     }
     if (Config::kSplitK == 1 && p.y_aligned && epilogue.issues_stores()) tma_store_wait_read<0>();

@@ -255,12 +255,15 @@ def _show_environment(about: Json) -> None:
     def here(row: Json) -> object:
         return plain("yes", "green") if row["available"] else f"no ({notes[row['reason']]})"
 
+    def elements(row: Json) -> str:
+        return ", ".join(row["elements"]).replace("fp8_e4m3, fp8_e5m2", "fp8")
+
     columns = (
         Column("kernel", "kernel"),
         Column("tier", "tier"),
         Column("arch", "arch"),
         Column("here", here),
-        Column("elements", lambda row: ", ".join(row["elements"]), prose=True),
+        Column("elements", elements, prose=True),
     )
     show_line()
     show_table(columns, about["kernels"])

@@ -112,7 +112,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
         to below offsets[g+1]. ``counts``: group g has the first counts[g] (the operand ``counts``, i32[G]) of
         n/G rows from g*n/G on. Either lies on the plan's device and is read by the kernel, so it may change
         between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
-        are not written; a row in two groups gets the result of either.
+        are not written. Groups that share rows may leave rows of theirs as they are, or with either's result.
     x_element : ElementKind, optional
         Type of X, or of dY: ``element`` (default); if that is fp8, either fp8 type.
     scale_y : ScaleKind

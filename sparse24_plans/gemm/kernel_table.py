@@ -111,6 +111,10 @@ class GemmEntry(KernelEntry):
     def other_kind(self, descriptor: GemmSparse24Descriptor) -> str | None:
         return "serves groups only" if self.only_groups and not descriptor.groups else None
 
+    def cuts_k_by_n(self, descriptor: GemmSparse24Descriptor) -> bool:
+        """Whether K may be summed in as many pieces as suit n: its bits may depend on n, or are exact."""
+        return descriptor.element is S8 or not self.guarantee(descriptor).batch_invariant
+
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         # With 16 tokens the columns of a column-major X are multiples of 16 bytes.
         return min(self.min_workspace(descriptor.model_copy(update={"n": n})) for n in (1, 16))
@@ -155,11 +159,9 @@ _WGMMA_SP_8BIT = replace(
 )
 
 
-# Grouped products, whose bits depend on nothing but a token's row and its weight.
 _WGMMA_SP_GROUPED = replace(
     _WGMMA_SP,
     name="wgmma_sp_grouped",
-    guarantee=guarantees.mma_sp,
     column_order=False,
     groups=True,
     only_groups=True,
@@ -249,6 +251,7 @@ ENTRIES: tuple[GemmEntry, ...] = (
         promoted=True,
     ),
     _WGMMA_SP_GROUPED,
+    replace(_WGMMA_SP_GROUPED, name="wgmma_sp_grouped_invariant", guarantee=guarantees.mma_sp),
     replace(
         _WGMMA_SP_GROUPED_8BIT,
         name="wgmma_sp_grouped_s8",
@@ -258,6 +261,12 @@ ENTRIES: tuple[GemmEntry, ...] = (
     replace(
         _WGMMA_SP_GROUPED_8BIT,
         name="wgmma_sp_grouped_fp8",
+        guarantee=guarantees.wgmma_sp_fp8,
+        elements=FP8,
+    ),
+    replace(
+        _WGMMA_SP_GROUPED_8BIT,
+        name="wgmma_sp_grouped_fp8_invariant",
         guarantee=guarantees.mma_sp_fp8,
         elements=FP8,
     ),

@@ -25,7 +25,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm.backends import wgmma_sp_grouped
 from sparse24_plans.gemm.kernel_table import ENTRIES
-from sparse24_plans.gemm.schedules.grouped import schedules_for
+from sparse24_plans.gemm.schedules.grouped import best_schedule, schedules_for, split_schedules
 from sparse24_plans.plan import plan as plans
 
 from ..sample_devices import gpu_of
@@ -184,9 +184,9 @@ def test_hostile_counts_are_clamped_to_the_places(row, counts):
 
 @grouped_rows
 def test_a_rows_bits_depend_on_neither_its_group_nor_its_neighbours(row):
-    """The same row with the same weight: alone, among others, and in another group."""
-    if not row_of(row).guarantee(problem_of(row)).batch_invariant:
-        pytest.skip("the kernel does not promise it")
+    """The same row with the same weight in one plan: alone, among others, and in another group."""
+    if row == "host_blas":
+        pytest.skip("BLAS promises no bits")
     case = make(row, [0, 37, 37, 40], n=40, groups=3, k=512)
     whole = case.run().copy()
     for offsets in ([0, 1, 1, 1], [0, 37, 38, 40]):
@@ -304,6 +304,41 @@ def test_kernels_of_groups_leave_single_products_to_others():
     assert {rows[name] for name in KERNELS if "bf16" in row_of(name).elements} == {"serves groups only"}
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    row=st.sampled_from(KERNELS),
+    n=st.integers(1, 200),
+    groups=st.integers(1, 300),
+    m=st.integers(1, 90),
+    k=st.integers(1, 250),
+)
+def test_k_is_split_only_where_all_work_tiles_run_at_once(row, n, groups, m, k):
+    """Kernels that are batch-invariant never split it, whatever n is."""
+    element = row_of(row).elements[0]
+    desc = GemmSparse24Descriptor(n=n, m=64 * m, k=64 * k, element=element, groups=groups)
+    schedule = best_schedule(desc, row_of(row))
+    if schedule.split_k > 1:
+        assert not row.endswith("_invariant")
+        assert schedule.most_work_tiles(desc) * schedule.cluster <= 132 * schedule.ctas_per_sm
+    elif row.endswith("_invariant"):
+        assert split_schedules(desc, row_of(row)) == ()
+
+
+def test_one_small_expert_has_many_sms():
+    """The 4 row tiles of one token's expert alone would leave 128 SMs idle."""
+    desc = GemmSparse24Descriptor(n=1, m=256, k=7040, element="bf16", groups=21)
+    details = {
+        batch_invariant: GemmSparse24Plan.select(
+            desc, preference={"require": {"batch_invariant": batch_invariant}}, device="h200"
+        )
+        .explain()
+        .details
+        for batch_invariant in (False, True)
+    }
+    assert "on 32 CTAs, K in 8 slices" in details[False]
+    assert "on 4 CTAs, K in 1 slices" in details[True]
+
+
 @pytest.mark.parametrize("given", ["offsets", "counts"])
 def test_the_operand_that_the_descriptor_does_not_name_is_refused(given):
     case = make("host_strict", SPREADS["even"], n=40, groups=4)
@@ -343,7 +378,7 @@ def test_every_schedule_gives_the_same_bits():
     offsets, found = [0, 3, 50, 50, 120, 200], set()
     for schedule in schedules_for(200):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wgmma_sp_grouped, "best_schedule", lambda _, one=schedule: one)
+            patch.setattr(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one)
             plans._select.cache_clear()  # plans of the other schedules
             case = make("wgmma_sp_grouped", offsets, n=200, groups=5, m=320, k=448, epilogue="bias")
         assert f"{schedule.rows} rows x {schedule.tokens} tokens" in case.plan.explain().details
@@ -352,6 +387,31 @@ def test_every_schedule_gives_the_same_bits():
         found.add(got.tobytes())
     plans._select.cache_clear()
     assert len(found) == 1
+
+
+@gpu
+@pytest.mark.parametrize("row", [name for name in KERNELS if not name.endswith("_invariant")])
+@pytest.mark.parametrize("epilogue", ["bias", "swiglu"])
+@pytest.mark.parametrize(("n", "offsets"), [(2, [0, 1, 1, 2]), (11, [2, 2, 11, 11]), (64, [0, 7, 40, 63])])
+def test_every_split_of_k_serves_groups_with_and_without_tokens(row, epilogue, n, offsets):
+    """A cluster without a work tile ends, and the others store their own group's rows alone."""
+    fields = {"n": n, "groups": 3, "m": 192, "k": 1568, "epilogue": epilogue, "pad": 16}
+    fields |= {"out_element": "bf16"} if row.endswith("_s8") else {}
+    tried = split_schedules(make(row, offsets, **fields).plan.descriptor, row_of(row))
+    assert {one.split_k for one in tried} >= {2, 3, 4}
+    for schedule in tried:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one)
+            plans._select.cache_clear()  # plans of the other schedules
+            case = make(row, offsets, **fields)
+        assert f"K in {schedule.split_k} slices" in case.plan.explain().details
+        for spread in (offsets, [0, 0, 0, 0], [0, n, n, n], [0, 0, 0, n]):
+            case.result.fill(
+                np.full(case.result.view.shape, -1, f"i{case.plan.descriptor.out_element.itemsize}")
+            )
+            case.inputs[-1].fill(np.array(spread, np.int32))
+            case.check(case.run())
+    plans._select.cache_clear()
 
 
 @gpu

@@ -93,7 +93,7 @@ SIZES = {
     "wgmma_sp_invariant": [{"n": 8}],
     **{
         f"wgmma_sp_grouped{suffix}": [{"n": 64, "groups": 8}, {"n": 4096, "groups": 8}]
-        for suffix in ("", "_s8", "_fp8")
+        for suffix in ("", "_invariant", "_s8", "_fp8", "_fp8_invariant")
     },
 }
 WGMMA_TOKENS = {
@@ -103,9 +103,9 @@ WGMMA_TOKENS = {
     "wgmma_sp_fp8": (8, 1024),
     "wgmma_sp_fp8_invariant": (64, 300),
     "wgmma_sp_fp8_promoted": (64, 1024),
-    "wgmma_sp_grouped": (256,),
-    "wgmma_sp_grouped_s8": (256,),
-    "wgmma_sp_grouped_fp8": (256,),
+    "wgmma_sp_grouped": (2, 64, 256),
+    "wgmma_sp_grouped_s8": (2, 64),
+    "wgmma_sp_grouped_fp8": (2, 64),
     "f32_split3": (8, 128, 4096),
     "f32_split6": (16, 24, 48, 4096),
 }
@@ -154,7 +154,8 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
                 found += split_requests(row, desc.model_copy(update={"m": 1024}), device) if n <= 24 else []
                 continue
             if row.only_groups:
-                found += grouped_requests(row, desc.model_copy(update={"groups": 8}), device)
+                few = {"groups": 1, "m": 192} if n <= 64 else {"groups": 8}
+                found += grouped_requests(row, desc.model_copy(update=few), device)
                 continue
             for schedule in wgmma_heuristics.allowed_schedules(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
@@ -232,7 +233,8 @@ def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceP
 def grouped_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
     """Every schedule of grouped products, which no configuration can ask for."""
     with recorded_loads(row.kernel) as found:
-        for schedule in grouped.schedules_for(desc.n):
+        split = grouped.split_schedules(desc, row)
+        for schedule in split or grouped.schedules_for(desc.n):
             with mock.patch.object(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one):
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found

@@ -99,9 +99,7 @@ __device__ __forceinline__ i64 outputs_per_token(const WgmmaSpParams& p) { retur
 __device__ __forceinline__ u32 c_bits_of(const WgmmaSpParams& p, const WorkTile& work, i64 token, i64 output) {
   if (token >= p.n || output >= p.m) return 0;
   const i64 at = Config::kYColumnMajor ? output * p.c_stride + token : token * p.c_stride + output;
-  const Config::C::Bits* c = (const Config::C::Bits*)p.c;
-  if constexpr (Config::kBatched) c = work.of_batch<&BatchParams::c>(p, c);
-  return c[at];
+  return work.of_batch<&BatchParams::c>(p, (const Config::C::Bits*)p.c)[at];
 }
 // The element of C for a result; 0 without C, and outside of Y.
 __device__ __forceinline__ float c_of(const WgmmaSpParams& p, const WorkTile& work, i64 token, i64 output) {

@@ -52,14 +52,26 @@ __device__ __forceinline__ void send_to_shares(const Accumulators& sums, u32 bas
 // A CTA reduces its share of the rows' results, in the order of the slices. A thread makes four adjacent results of a
 // line of Y, which is a token's row or, for a column-major Y, an output's column.
 struct ClusterReduce : ResultScale<Config> {
+  static constexpr bool kColumns = Config::kYColumnMajor;  // a line of Y is a column
+
   const WgmmaSpParams& p;
   WorkTile work;
   u32 share;    // the address of the sums of this CTA's share
   int output0;  // the first output of the share
 
-  static constexpr bool kColumns = Config::kYColumnMajor;  // a line of Y is a column
+  // What the thread's next four results take beside their sums, of so many rows of W or pairs of them.
+  static constexpr int kRows = kColumns ? 1 : 4;
+  float scale_w[Config::kRowsPerOutput][kRows];
+  Config::Bias::Bits bias[Config::kRowsPerOutput][kRows];
+  struct OfTokens {
+    float scale_x;
+    u32 c[4];
+  } of_tokens;
+
   static constexpr int kLineQuads = (kColumns ? Config::kTileN : Config::kShareOutputs) / 4;
   static constexpr int kCount = kLineQuads * (kColumns ? Config::kShareOutputs : Config::kTileN);
+  // Whether all results of a thread are of the same rows of W.
+  static constexpr bool kSameRows = !kColumns && Config::kConsumerThreads % kLineQuads == 0;
 
   __device__ __forceinline__ ClusterReduce(const WgmmaSpParams& p, WorkTile work, u32 base, u32 slice)
       : p(p), work(work), share(base + Config::kShareAt), output0(slice * Config::kShareOutputs) {
@@ -73,7 +85,7 @@ struct ClusterReduce : ResultScale<Config> {
   }
 
   __device__ __forceinline__ bool inside(int token, int output) const {
-    return work.token + token < p.n && output < Config::kCtaOutputs &&
+    return work.token + token < work.token_end(p) && output < Config::kCtaOutputs &&
            work.row_tile * Config::kMTileOutputs + output < outputs_per_token(p);
   }
 
@@ -86,41 +98,59 @@ struct ClusterReduce : ResultScale<Config> {
     return slices[0];
   }
 
-  // The result before its activation, from the sum of the row of W behind `output`. The row of a gated epilogue's other
-  // factor is `offset` further.
-  __device__ __forceinline__ float value(Accumulator total, float scale_x, i64 output, int offset = 0,
-                                         float c = 0.0f) const {
-    const bool inside = kColumns || output < outputs_per_token(p);
-    const i64 row = row_of_output<Config>(output) + offset;
-    const Config::Bias::Bits* biases = (const Config::Bias::Bits*)p.bias;
-    const float* scales_w = p.scale_w;
-    if constexpr (Config::kBatched) {
-      biases = work.of_batch<&BatchParams::bias>(p, biases);
-      scales_w = work.of_batch<&BatchParams::scale_w>(p, scales_w);
-    }
-    const float bias = p.bias && inside ? bias_at<Config>(biases, row) : 0.0f;
-    const float scale_w = inside ? scale_at<Config::kScaleW>(scales_w, row) : 1.0f;
-    return unactivated(total, p, scale_x, scale_w, bias, c);
+  // Loads the operands of the i-th four results. The bias is converted where it is added: a conversion would wait for
+  // it.
+  __device__ __forceinline__ void load_operands(int i) {
+    load_rows(i);
+    load_tokens(i);
+  }
+  __device__ __forceinline__ void load_rows(int i) {
+    const i64 m = work.row_tile * Config::kMTileOutputs + output_of(i);
+    const auto biases = work.of_batch<&BatchParams::bias>(p, (const Config::Bias::Bits*)p.bias);
+    const auto scales_w = work.of_batch<&BatchParams::scale_w>(p, p.scale_w);
+#pragma unroll
+    for (int h = 0; h < Config::kRowsPerOutput; ++h)
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        const i64 row = row_of_output<Config>(min(m + j, outputs_per_token(p) - 1)) + h * Config::kGateRows;
+        bias[h][j] = p.bias ? biases[work.first_row(p) + row] : 0;
+        scale_w[h][j] = scale_at<Config::kScaleW>(scales_w, work.first_row(p) + row);
+      }
+  }
+  __device__ __forceinline__ void load_tokens(int i) {
+    const int token = token_of(i), output = output_of(i);
+    if (i >= kCount || !inside(token, output)) return;
+    const i64 n = work.token + token, m = work.row_tile * Config::kMTileOutputs + output;
+    of_tokens.scale_x = scale_at<Config::kScaleX>(work.of_batch<&BatchParams::scale_x>(p, p.scale_x), n);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      of_tokens.c[j] = Config::kHasC ? c_bits_of(p, work, n + (kColumns ? j : 0), m + (kColumns ? 0 : j)) : 0;
   }
 
-  __device__ __forceinline__ void store(u32 (&v)[Config::kRowsPerOutput][Config::kSplitK][4], const float (&c)[4],
+  // The j-th result before its activation, or the other factor of a gated one, from its sum.
+  __device__ __forceinline__ float value(Accumulator total, const OfTokens& of, int j, int h = 0) const {
+    const int row = kColumns ? 0 : j;
+    return unactivated(total, p, of.scale_x, scale_w[h][row], Config::Bias::to_float(bias[h][row]), c_value(of, j));
+  }
+  static __device__ __forceinline__ float c_value(const OfTokens& of, int j) {
+    return Config::kHasC ? Config::C::to_float((Config::C::Bits)of.c[j]) : 0.0f;
+  }
+
+  __device__ __forceinline__ void store(u32 (&v)[Config::kRowsPerOutput][Config::kSplitK][4], const OfTokens& of,
                                         int token, int output) {
     const i64 n = work.token + token, m = work.row_tile * Config::kMTileOutputs + output;
     Accumulator totals[4];
     float first[1][4], up[4];
-    const float* scales_x = p.scale_x;
-    if constexpr (Config::kBatched) scales_x = work.of_batch<&BatchParams::scale_x>(p, scales_x);
-    const float scale_x = scale_at<Config::kScaleX>(scales_x, n);
     u32 nans = 0;  // one bit for each float32 result that must be recomputed
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       totals[j] = reduced(v[0], j);
       if constexpr (Config::kSplitTerms > 0) nans |= (u32)(totals[j] != totals[j]) << j;
-      first[0][j] = value(totals[j], scale_x, kColumns ? m : m + j, 0, c[j]);
+      first[0][j] = value(totals[j], of, j);
       if constexpr (Config::kGated) {
         const Accumulator other = reduced(v[1], j);
         if constexpr (Config::kSplitTerms > 0) nans |= (u32)(other != other) << j;
-        up[j] = value(other, scale_x, kColumns ? m : m + j, Config::kGateRows);
+        up[j] = value(other, of, j, 1);
       }
     }
     activate<Config, 4>(first);
@@ -133,8 +163,7 @@ struct ClusterReduce : ResultScale<Config> {
       if constexpr (Config::kGated) out[j] = rounded<Config::Out>(result);
       else out[j] = rounded<Config::Out>(totals[j], result);
     }
-    Config::Out::Bits* to = (Config::Out::Bits*)p.y + y_offset(p, n, m);
-    if constexpr (Config::kBatched) to = work.of_batch<&BatchParams::y>(p, to);
+    Config::Out::Bits* to = work.of_batch<&BatchParams::y>(p, (Config::Out::Bits*)p.y) + y_offset(p, n, m);
     if (p.y_aligned && (kColumns ? n + 4 <= p.n : m + 4 <= outputs_per_token(p))) {
       if constexpr (sizeof(Config::Out::Bits) == 1)
         *(u32*)to = out[0] | (u32)out[1] << 8 | (u32)out[2] << 16 | (u32)out[3] << 24;
@@ -150,7 +179,8 @@ struct ClusterReduce : ResultScale<Config> {
       for (; nans; nans &= nans - 1) {
         const int j = __ffs(nans) - 1;
         if (m + j >= outputs_per_token(p)) break;
-        const float addend = j < 2 ? (j ? c[1] : c[0]) : j == 2 ? c[2] : c[3];  // indexing would move c to the stack
+        // Indexing would move C to the stack.
+        const float addend = j < 2 ? (j ? c_value(of, 1) : c_value(of, 0)) : j == 2 ? c_value(of, 2) : c_value(of, 3);
         to[j] = rounded<Config::Out>(finished_again(p, n, row_of_output<Config>(m + j), addend));
       }
     }
@@ -161,12 +191,10 @@ struct ClusterReduce : ResultScale<Config> {
 #pragma unroll kUnrolled> 0 ? kUnrolled : 1
     for (int i = threadIdx.x; i < kCount; i += Config::kConsumerThreads) {
       const int token = token_of(i), output = output_of(i);
+      const OfTokens of = of_tokens;
+      if (!kSameRows && i != threadIdx.x) load_rows(i);
+      load_tokens(i + Config::kConsumerThreads);
       if (!inside(token, output)) continue;
-      float c[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        c[j] = c_of(p, work, work.token + token + (kColumns ? j : 0),
-                    work.row_tile * Config::kMTileOutputs + output + (kColumns ? 0 : j));
       u32 v[Config::kRowsPerOutput][Config::kSplitK][4];
 #pragma unroll
       for (int h = 0; h < Config::kRowsPerOutput; ++h)
@@ -174,7 +202,7 @@ struct ClusterReduce : ResultScale<Config> {
         for (int s = 0; s < Config::kSplitK; ++s)
           load_shared_words(v[h][s], share + s * SharePart::kBytes +
                                          SharePart::offset(token, output - output0 + h * Config::kShareOutputs));
-      store(v, c, token, output);
+      store(v, of, token, output);
     }
     this->raise(p.amax);
   }

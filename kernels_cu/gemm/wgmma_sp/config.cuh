@@ -28,7 +28,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
   static constexpr bool kGrouped = S24_GROUPED;  // groups of tokens have weights of their own
   static constexpr bool kBatched = S24_BATCHED;  // several products of one size
   static_assert(!kBatched || (!kGrouped && !kStreamK), "batches have whole work tiles");
-  static_assert(!kGrouped || (kSplitK == 1 && kKChunks == 1 && !kStreamK && !kHasC), "a group has one piece of K");
+  static_assert(!kGrouped || (kKChunks == 1 && !kStreamK && !kHasC), "a CTA has one piece of a group's K");
   static_assert(kSavedAccumulators % 4 == 0 && (!kSavedAccumulators || kKChunks > 1),
                 "accumulators of earlier K chunks are saved four at a time");
 
@@ -131,8 +131,9 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
                                                                 : 0);
   static constexpr int kBarrierBytes = 512;
   static_assert(8 * (2 * kWeightStages + (kXCpAsync ? 3 : 2) * kXStages) <= kBarrierBytes);
-  // With groups a table of them follows, with split-K the barrier of a share.
-  static constexpr int kGroupTableAt = kBarrierAt + kBarrierBytes, kShareBarrierAt = kGroupTableAt;
+  // With split-K the barrier of a share follows, and with groups a table of them.
+  static constexpr int kShareBarrierAt = kBarrierAt + kBarrierBytes,
+                       kGroupTableAt = kShareBarrierAt + (kSplitK > 1 ? 16 : 0);
 };
 using Tile = Config::Tile;
 extern __shared__ __align__(1024) u8 shared[];

@@ -26,6 +26,11 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
   u32 staging;  // shared memory address of the buffers
   int barrier;  // named barrier of the warpgroup
   u32 next_buffer = 0;
+  // What results take beside their sums: the bias and the scales of a thread's two rows of each m64 tile, and the
+  // scales of the tokens, of which a lane has every 32nd.
+  Config::Bias::Bits bias[Config::kMTilesPerWarpgroup][2];
+  float scale_w[Config::kMTilesPerWarpgroup][2];
+  float scale_x[Config::kScaleX == 2 ? (Config::kTileN + 31) / 32 : 1];
 
   static constexpr int kOutBytes = sizeof(Bits);
   // Results of one token in a TMA box.
@@ -67,26 +72,31 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
     else return Config::kYColumnMajor ? staged_at(token, output + lane % 8) : staged_at(token + lane % 8, output);
   }
 
-  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work) {
+  // Loads bias and scales of the warpgroup's m64 tiles from `m_tile` on. The bias is converted where it is added: a
+  // conversion would wait for it.
+  __device__ __forceinline__ void load_operands(const WorkTile& work, u32 m_tile) {
+    const auto biases = work.of_batch<&BatchParams::bias>(p, (const typename Config::Bias::Bits*)p.bias);
+    const auto scales_w = work.of_batch<&BatchParams::scale_w>(p, p.scale_w);
+    const auto scales_x = work.of_batch<&BatchParams::scale_x>(p, p.scale_x);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int i = 0; i < 2 * Config::kMTilesPerWarpgroup; ++i) {
+      const i64 row = (work.row_tile + m_tile + i / 2) * Tile::kRows + 16 * warp + lane / 4 + i % 2 * 8;
+      const i64 at = work.first_row(p) + min(row, p.m - 1);
+      bias[i / 2][i % 2] = p.bias ? biases[at] : 0;
+      scale_w[i / 2][i % 2] = scale_at<Config::kScaleW>(scales_w, at);
+    }
+#pragma unroll
+    for (int i = 0; i < sizeof scale_x / sizeof(float); ++i)
+      scale_x[i] = scale_at<Config::kScaleX>(scales_x, min(work.token + 32 * i + lane, work.token_end(p) - 1));
+  }
+
+  // Writes the results of the warpgroup's r-th m64 tile, whose first row is `row0`.
+  __device__ __forceinline__ void write(const AccumulatorTile& sums, i64 row0, const WorkTile& work, int r) {
     if (row0 >= p.m) return;
     this->begin_scale(p.scale_y);
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4;
     const i64 output0 = row0 / Config::kRowsPerOutput;
-    float bias[2] = {0.0f, 0.0f}, scale_w[2] = {1.0f, 1.0f};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const i64 row = row0 + 16 * warp + g + 8 * i;
-      if (row >= p.m) continue;
-      if constexpr (Config::kBatched) {
-        if (p.bias)
-          bias[i] =
-              bias_at<Config>(work.of_batch<&BatchParams::bias>(p, (const typename Config::Bias::Bits*)p.bias), row);
-        scale_w[i] = scale_at<Config::kScaleW>(work.of_batch<&BatchParams::scale_w>(p, p.scale_w), row);
-      } else {
-        if (p.bias) bias[i] = bias_at<Config>(p.bias, work.first_row(p) + row);
-        scale_w[i] = scale_at<Config::kScaleW>(p.scale_w, work.first_row(p) + row);
-      }
-    }
 #pragma unroll
     for (int step = 0; step < Config::kTileN / Config::kStepTokens; ++step) {
       const i64 token = work.token + step * Config::kStepTokens;
@@ -96,7 +106,7 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
       if constexpr (Config::kCStaged) {
         if (loads_c(p)) barrier_wait(this->barriers.c_full(barrier - 1, this->at.stage), this->at.parity);
       }
-      fill(buffer, sums + step * Config::kStepTokens / 2, row0, token, work, bias, scale_w);
+      fill(buffer, sums + step * Config::kStepTokens / 2, row0, step * Config::kStepTokens, work, r);
       if (p.y_aligned && (!Config::kGrouped || token + Config::kStepTokens <= work.token_end(p)))
         store_box(buffer, output0, token, work);
       else if (Config::kGrouped && p.y_aligned) store_chunks(buffer, output0, token, work);
@@ -107,11 +117,11 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
     this->raise(p.amax, row0 + 16 * warp + g < p.m, !Config::kGated && row0 + 16 * warp + g + 8 < p.m);
   }
 
-  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, i64 token0, const WorkTile& work,
-                                       const float (&bias)[2], const float (&scale_w)[2]) {
+  // Fills a buffer with the results of the step that begins at `token` of the work tile.
+  __device__ __forceinline__ void fill(u32 buffer, const Accumulator* sums, i64 row0, int token, const WorkTile& work,
+                                       int r) {
+    const i64 token0 = work.token + token;
     const int t = threadIdx.x % 4, left = (int)min(work.token_end(p) - token0, (i64)Config::kStepTokens) - 2 * t;
-    const float* scales_x = p.scale_x;
-    if constexpr (Config::kBatched && Config::kScaleX) scales_x = work.of_batch<&BatchParams::scale_x>(p, p.scale_x);
 #pragma unroll
     for (int first = 0; first < kStepGroups; first += kTogether) {
       CBits c[kTogether];
@@ -120,12 +130,8 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
 #pragma unroll
       for (int k = 0; k < 4 * kTogether; ++k) {
         const int j = first + k / 4, i = k % 4;
-        const i64 token = token0 + 8 * j + 2 * t + i % 2;
-        const float scale_x = Config::kScaleX && token < work.token_end(p)
-                                  ? scale_at<Config::kScaleX>(Config::kBatched ? scales_x : p.scale_x, token)
-                                  : 1.0f;
-        v[k / 4][i] = unactivated(sums[4 * j + i], p, scale_x, scale_w[i / 2], bias[i / 2],
-                                  Config::kHasC ? c_value(c[k / 4], i) : 0.0f);
+        v[k / 4][i] = unactivated(sums[4 * j + i], p, scale_of(token + 8 * j, 2 * t + i % 2), scale_w[r][i / 2],
+                                  Config::Bias::to_float(bias[r][i / 2]), Config::kHasC ? c_value(c[k / 4], i) : 0.0f);
       }
       activate<Config, 4 / Config::kRowsPerOutput>(v);
 #pragma unroll
@@ -142,6 +148,12 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
         stage(buffer, 8 * j, sums + 4 * j, v[k]);
       }
     }
+  }
+
+  // The scale of the work tile's token `first + token`, of which `first` is a multiple of 8. All lanes call it.
+  __device__ __forceinline__ float scale_of(int first, int token) const {
+    if constexpr (Config::kScaleX != 2) return scale_x[0];
+    else return __shfl_sync(~0u, scale_x[first / 32], first % 32 + token);
   }
 
   // Scales a thread's fp8 results of eight tokens. `left` is the number of the work tile's tokens from the thread's
@@ -354,8 +366,7 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
 
   __device__ __forceinline__ void store_elements(u32 buffer, i64 output0, i64 token0, const WorkTile& work) const {
     named_barrier_sync(barrier, 128);
-    Bits* y = (Bits*)p.y;
-    if constexpr (Config::kBatched) y = work.of_batch<&BatchParams::y>(p, y);
+    Bits* y = work.of_batch<&BatchParams::y>(p, (Bits*)p.y);
     for (int i = threadIdx.x % 128; i < Config::kStepTokens * Config::kMTileOutputs; i += 128) {
       const int t = Config::kYColumnMajor ? i % Config::kStepTokens : i / Config::kMTileOutputs,
                 o = Config::kYColumnMajor ? i / Config::kStepTokens : i % Config::kMTileOutputs;

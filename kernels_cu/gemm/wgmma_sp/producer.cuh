@@ -89,8 +89,7 @@ __device__ __forceinline__ void load_x_cp_async(const WgmmaSpParams& p, u32 base
     const bool has = chunk < XCopy::kChunks && token < p.n;
     int column = (int)scheduler.first * Tile::kColumns + line;
     const int end = (int)scheduler.last * Tile::kColumns;
-    const u16* source = (const u16*)p.x + token + column * p.x_stride;
-    if constexpr (Config::kBatched) source = work.of_batch<&BatchParams::x>(p, source);
+    const u16* source = work.of_batch<&BatchParams::x>(p, (const u16*)p.x) + token + column * p.x_stride;
     for (; column < end; column += Config::kBoxColumns, source += XCopy::kPasses * ahead, at.next()) {
       barrier_wait(barriers.x_empty(at.stage), at.parity ^ 1);
       const u32 to = into + at.stage * Config::kXStageBytes;

@@ -43,10 +43,10 @@ struct WorkTile {
   __device__ __forceinline__ i64 token_end(const WgmmaSpParams& p) const { return Config::kGrouped ? group_end : p.n; }
   // The first row of the group's weight, in bias and scale_w.
   __device__ __forceinline__ i64 first_row(const WgmmaSpParams& p) const { return Config::kGrouped ? group * p.m : 0; }
-  // The batch's part of an operand.
+  // The batch's part of an operand, or all of it without batches.
   template <BatchStride kStride, class T>
   __device__ __forceinline__ T* of_batch(const WgmmaSpParams& p, T* from) const {
-    return from + group * (p.batches.*kStride);
+    return Config::kBatched ? from + group * (p.batches.*kStride) : from;
   }
   // The coordinate of the batch in an operand's tensor map, which has one batch if all have the same operand.
   template <BatchStride kStride> __device__ __forceinline__ u32 coordinate(const WgmmaSpParams& p) const {
@@ -106,7 +106,7 @@ struct TileScheduler {
     return index < (Config::kGrouped ? GroupTable(p).work_tiles() : p.work_tiles);
   }
   __device__ __forceinline__ void next(const WgmmaSpParams& p) {
-    if (Config::kSplitK > 1) index = p.work_tiles;
+    if (Config::kSplitK > 1) index = ~0u;
     else if (!Config::kStreamK) index += stride;
     else if (phase == kDataParallel) go_to(p, index + stride);
     else if (phase == kStorePartials) last = (u32)p.k_tiles, go_inside(p, Range(p), Range(p).first_inside());

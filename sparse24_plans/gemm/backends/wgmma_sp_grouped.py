@@ -1,7 +1,8 @@
 """Launches ``gemm/wgmma_sp.cu`` for groups of tokens with weights of their own. No workspace.
 
 The grid doesn't depend on the groups' sizes, which the device alone knows: persistent CTAs find their work
-tiles in a table that each makes of the groups.
+tiles in a table that each makes of the groups. Where K is split, there is a cluster for each work tile that
+there may be, and those without one end at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Kernel(WgmmaKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
-        self._load(desc, best_schedule(desc), choice.device, x_bytes=desc.element.itemsize)
+        self._load(desc, best_schedule(desc, choice.entry), choice.device, x_bytes=desc.element.itemsize)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         return self._multiply(self._parameters(views, views["source"], workspace))
@@ -32,4 +33,4 @@ class Kernel(WgmmaKernel):
         desc = choice.descriptor
         if desc.element is ElementKind.S8:
             return super().arithmetic(choice)
-        return named(desc, str(Arithmetic.hopper(desc.element, 1)))
+        return named(desc, str(Arithmetic.hopper(desc.element, best_schedule(desc, choice.entry).split_k)))

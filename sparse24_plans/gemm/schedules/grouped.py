@@ -10,8 +10,11 @@ from ...plan.kernel import align_up
 from ...plan.schedule_choice import fastest
 from ..descriptor import GemmSparse24Descriptor
 from ..groups import one_group
+from ..kernel_table import GemmEntry
+from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of
-from .wgmma_sp import WgmmaSpSchedule
+from .wgmma_heuristics import allowed_schedules
+from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule
 
 _SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
 """Shapes that are tried: warpgroups, m64 tiles of a warpgroup, CTAs of a cluster along M."""
@@ -24,14 +27,30 @@ _SPREAD = (1.0, 2.0)
 
 
 def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
-    """The schedules of up to n tokens. Each sums K in one piece, so all give the same bits."""
+    """The schedules of up to n tokens that sum K in one piece, so all give the same bits."""
     least = min(_LEAST_TOKENS, align_up(n, 8))
     widths = [tokens for tokens in _TOKENS if least <= tokens < n + 8]
     tried = (WgmmaSpSchedule(w, r, tokens, cluster) for tokens in widths for w, r, cluster in _SHAPES)
     return tuple(one for one in tried if one.fits())
 
 
-def best_schedule(desc: GemmSparse24Descriptor) -> WgmmaSpSchedule:
+def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> tuple[WgmmaSpSchedule, ...]:
+    """The schedules of few tokens in which CTAs share K, if the kernel's bits may depend on n.
+
+    Each work tile that there may be has a cluster. All of them run at once, since most may have no work.
+    """
+    if desc.n > MAX_MEMORY_BOUND_N or not row.cuts_k_by_n(desc):
+        return ()
+    tried = allowed_schedules(one_group(desc, desc.n), row)
+    return tuple(
+        one
+        for one in tried
+        if one.split_k > 1 and one.most_work_tiles(desc) <= one.resident_clusters(H200_MULTIPROCESSORS)
+    )
+
+
+@lru_cache(4096)
+def best_schedule(desc: GemmSparse24Descriptor, row: GemmEntry) -> WgmmaSpSchedule:
     """The schedule of the least predicted time, for groups of about n / groups tokens.
 
     The cost model is that of single products: as many groups as can have tokens count as one product with the
@@ -39,13 +58,7 @@ def best_schedule(desc: GemmSparse24Descriptor) -> WgmmaSpSchedule:
     """
     active = max(1, min(desc.groups, desc.n))
     mean = max(1.0, desc.n / active)
-    sizes = {min(desc.n, max(1, math.ceil(mean * factor))) for factor in _SPREAD}
-    return _fastest(one_group(desc, 1), active, tuple(sorted(sizes)), min(align_up(desc.n, 8), _TOKENS[-1]))
-
-
-@lru_cache(4096)
-def _fastest(desc: GemmSparse24Descriptor, active: int, sizes: tuple[int, ...], most: int) -> WgmmaSpSchedule:
-    """The fastest schedule of up to ``most`` tokens for ``active`` groups of the product, of each size."""
+    sizes = sorted({min(desc.n, max(1, math.ceil(mean * factor))) for factor in _SPREAD})
 
     def predicted(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
         total = [0.0] * len(tried)
@@ -55,7 +68,7 @@ def _fastest(desc: GemmSparse24Descriptor, active: int, sizes: tuple[int, ...], 
             total = [sum(pair) for pair in zip(total, times.tolist(), strict=True)]
         return total
 
-    return fastest(schedules_for(most), predicted)
+    return fastest(schedules_for(max(desc.n, 1)) + split_schedules(desc, row), predicted)
 
 
 def _one_product(

@@ -81,7 +81,7 @@ def allowed_schedules(
     """The schedules with which the kernel keeps its guarantee. Some of them need no workspace."""
     if row.promoted:
         return narrow_schedules(desc.n)
-    if row.guarantee(desc).batch_invariant and desc.element is not ElementKind.S8:
+    if not row.cuts_k_by_n(desc):
         slices = invariant_split_k(whole_m or desc.m, desc.k, desc.element)
         tried = schedules_in(slices, desc.n, desc.m, quantized=desc.quantization is not None)
     else:
