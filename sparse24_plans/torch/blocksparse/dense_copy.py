@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...blocksparse.descriptor import HALVES, BlockSparseMatmulDescriptor
 from ...blocksparse.layout import BlockSparseLayout
-from ...blocksparse.lookup_tables import longest_panel
 from ...blocksparse.plan import BlockSparseMatmulPlan
 from ...vocab import DENSE_BLOCKS_LAYOUT, ElementKind
 from ..activations import epilogue_of
@@ -52,7 +51,6 @@ class DenseCopy:
 
     def __init__(self) -> None:
         self._made: tuple[Any, Tensor, BlockSparseLayout] | None = None
-        self._longest: tuple[BlockSparseLayout, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +77,10 @@ class DenseCopy:
         if other or weight.is_inference() or layout.is_behind:
             return None
         element = element_of(weight.dtype, "weight")
-        longest, epilogue = self._longest_panel(layout), epilogue_of(layer.activation, bias is not None)
-        if not _prefers_dense(layout.sizes, longest, len(rows), element, epilogue, plan_device(weight)):
+        epilogue = epilogue_of(layer.activation, bias is not None)
+        if not _prefers_dense(
+            layout.sizes, layout.panels[1], len(rows), element, epilogue, plan_device(weight)
+        ):
             return None
         key = *state_of(weight), id(layout.layout)
         made = self._made
@@ -93,13 +93,6 @@ class DenseCopy:
                 torch.cuda.current_stream(weight.device).synchronize()
             self._made = made = key, dense, layout.layout  # kept, so that its id stays its own
         return made[1]
-
-    def _longest_panel(self, layout: Layout) -> int:
-        found = self._longest
-        if found is None or found[0] is not layout.layout:
-            found = layout.layout, longest_panel(layout.layout, by_columns=True)
-            self._longest = found
-        return found[1]
 
     def __deepcopy__(self, memo: object) -> DenseCopy:
         return DenseCopy()

@@ -58,7 +58,9 @@ def matmul(
     The gradients of a and b are products of the other two modes by the same tables. With metadata there are
     no gradients. Raises InvalidProblemError naming the argument, UnsupportedError if no kernel serves.
     """
-    options = bias, activation, alpha, out_dtype, preference, metadata
+    # A compiled graph would be compiled anew where a new mask has other panels.
+    panels = () if torch.compiler.is_compiling() else layout.panels
+    options = bias, activation, alpha, out_dtype, preference, metadata, panels
     tables = layout.tables_on(a.device)
     c: Tensor = _ops.blocksparse_matmul(a, b, tables, layout.sizes, mode, trans_a, trans_b, *options)
     return c

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...blocksparse.device_tables import table_kernel
 from ...blocksparse.layout import BlockSparseLayout
-from ...blocksparse.lookup_tables import BlockSparseTables
+from ...blocksparse.lookup_tables import BlockSparseTables, longest_panel
 from ...blocksparse.shape import BlockSparseShape
 from ...device.devices import cuda_properties
 from ...errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
@@ -90,6 +90,9 @@ class Layout(nn.Module):
 
     sizes: tuple[int, ...]
     """Heads, rows, cols, block and blocks: the argument ``shape`` of the ops."""
+    panels: tuple[int, int]
+    """The longest row panel and column panel, of which a product's is its descriptor's ``longest_panel``:
+    the argument ``panels`` of the op. Zeros where the GPU may have another mask than the host knows."""
     is_behind: bool
     """Whether the GPU may have another mask than the host knows: after ``update_on_device``, and for good
     once a CUDA graph has captured it, since the host sees no replay."""
@@ -102,8 +105,8 @@ class Layout(nn.Module):
         self, layout: Any, block: int | None = None, *, persistent: bool = True, device: Any = None
     ) -> None:
         super().__init__()
-        self._layout, self._is_captured = _layout_of(layout, block), False
-        self.is_behind = False
+        self._is_captured = False
+        self._take(_layout_of(layout, block))
         self.sizes = numbers_of(self._layout.shape)
         bitmap, tables = _tensors(self._layout)
         self.register_buffer("bitmap", bitmap.to(device), persistent=persistent)
@@ -130,6 +133,10 @@ class Layout(nn.Module):
 
     def _take(self, layout: BlockSparseLayout) -> None:
         self._layout, self.is_behind = layout, self._is_captured
+        self.panels = (0, 0)
+        if not self.is_behind:
+            rows, columns = (longest_panel(layout, by_columns=one) for one in (False, True))
+            self.panels = rows, columns
 
     def tables_on(self, device: Any) -> Tensor:
         """The look-up tables on a device: ``tables`` itself, or a copy that follows every ``update``.
@@ -191,7 +198,7 @@ class Layout(nn.Module):
         with torch.no_grad(), torch.cuda.device(place):
             self.bitmap.copy_(bitmap)
             self._is_captured |= torch.cuda.is_current_stream_capturing()
-            self.is_behind = True
+            self.is_behind, self.panels = True, (0, 0)
             kernel.bind(self.bitmap.data_ptr(), self.tables.data_ptr())(current_stream(place.index))
             for copy in self._copies.values():
                 copy.copy_(self.tables)

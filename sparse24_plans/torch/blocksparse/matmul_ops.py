@@ -41,10 +41,13 @@ def _product(
     out_dtype: torch.dtype | None = None,
     preference: str = "",
     metadata: Tensor | None = None,
+    panels: Sequence[int] = (),
 ) -> Problem:
     """The problem of blocksparse_matmul. Raises InvalidProblemError."""
     if op not in ("sdd", "dsd", "dds"):
         raise InvalidProblemError(f"op: expected sdd, dsd or dds, got {op!r}")
+    if len(panels) not in (0, 2):
+        raise InvalidProblemError(f"panels: expected Layout.panels or [], got {list(panels)}")
     check_dims(a, "a", _BLOCKS if op == "dsd" else "Z, H, rows, cols")
     check_dims(b, "b", _BLOCKS if op == "dds" else "Z, H, rows, cols")
     n = {
@@ -63,6 +66,8 @@ def _product(
         "bias_element": None if bias is None else element_of(bias.dtype, "bias"),
         "inner": InnerPattern.DENSE if metadata is None else InnerPattern.SPARSE24,
     }
+    if panels and op != "sdd":
+        fields["longest_panel"] = panels[not trans_b if op == "dds" else trans_a]
     sizes = {"batch": a.shape[0], "n": n}
     operands = {"a": a, "b": b, "metadata": metadata, "bias": bias}
     return Problem(BlockSparseMatmulPlan, tuple(shape), sizes, fields, preference, operands, layout)
@@ -73,7 +78,7 @@ matmul, _fake_matmul = kernel_of(_product), fake_of(_product)
 
 def _matmul_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, layout, ctx.shape, ctx.op, ctx.trans_a, ctx.trans_b, bias, ctx.activation = inputs[:9]
-    ctx.alpha, ctx.out_dtype, ctx.preference, metadata = inputs[9:]
+    ctx.alpha, ctx.out_dtype, ctx.preference, metadata, ctx.panels = inputs[9:]
     if metadata is not None and any(ctx.needs_input_grad):
         raise UnsupportedError(
             "metadata: expected operands that need no gradient, which would sum over the side of the blocks "
@@ -93,7 +98,7 @@ def _matmul_backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
     of_c, of_a, of_b = ctx.op
 
     def product(one: Tensor, other: Tensor, op: str, *options: Any, **more: Any) -> Any:
-        more |= {"alpha": ctx.alpha, "preference": ctx.preference}
+        more |= {"alpha": ctx.alpha, "preference": ctx.preference, "panels": ctx.panels}
         return _ops.blocksparse_matmul(one, other, layout, ctx.shape, op, *options, **more)
 
     if ctx.activation != "none":  # the activation's argument is computed again rather than kept
@@ -114,7 +119,7 @@ def _matmul_backward(ctx: Any, dc: Tensor) -> tuple[Any, ...]:
             db = product(a, d, of_b + of_a + of_c, not ctx.trans_a, False)
     if bias is not None and ctx.needs_input_grad[7]:
         d_bias = dc.sum((0, 3) if ctx.op == "dsd" else (0, 2)).to(bias.dtype)
-    return da, db, None, None, None, None, None, d_bias, None, None, None, None, None
+    return da, db, None, None, None, None, None, d_bias, None, None, None, None, None, None
 
 
 def _softmax(
@@ -212,7 +217,7 @@ def _softmax_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 define(
     "blocksparse_matmul(Tensor a, Tensor b, Tensor layout, int[] shape, str op, bool trans_a=False, "
     'bool trans_b=False, Tensor? bias=None, str activation="none", float alpha=1.0, '
-    'ScalarType? out_dtype=None, str preference="", Tensor? metadata=None) -> Tensor',
+    'ScalarType? out_dtype=None, str preference="", Tensor? metadata=None, int[] panels=[]) -> Tensor',
     matmul,
     _fake_matmul,
     backward=_matmul_backward,

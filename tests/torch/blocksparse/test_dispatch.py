@@ -189,11 +189,15 @@ def test_a_dynamic_batch_is_one_graph(backend):
 @backends
 def test_compiled_modules_follow_an_updated_mask(backend):
     layer = Linear(32, 48, 16, [[1, 0, 1], [0, 1, 0]], bias=True, activation="gelu")
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
     x = randn(3, 5, 32)
     assert torch.equal(compiled(x), layer(x))
-    layer.layout.update([[0, 1, 1], [1, 0, 0]])
+    panels = layer.layout.panels
+    layer.layout.update([[0, 1, 1], [0, 0, 1]])
+    assert layer.layout.panels != panels
     close(compiled(x), torch.nn.functional.gelu(x @ layer.dense_weight().t() + layer.bias))
+    assert counter.frame_count == 1
 
 
 @backends

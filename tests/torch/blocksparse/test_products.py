@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from sparse24_plans import InvalidProblemError, PlanPreference, UnsupportedError, compress_blocks
-from sparse24_plans.torch.blocksparse import Layout, MatMul, matmul
+from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseMatmulDescriptor,
+    InvalidProblemError,
+    PlanPreference,
+    UnsupportedError,
+    compress_blocks,
+)
+from sparse24_plans.torch.blocksparse import Layout, MatMul, matmul, plan_dispatch
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, FLOATS, SPARSE, close, dense_of, layout_of, operands, product, randn
@@ -191,6 +200,36 @@ def test_an_updated_layout_serves_the_new_mask():
     after = matmul(a, b, layout, "dsd")
     close(after, product(a, b, layout, "dsd", False, False))
     assert not torch.equal(after, before)
+
+
+@modes
+@ways
+def test_plans_know_how_long_the_layouts_rows_are(mode, trans_a, trans_b):
+    kept = np.zeros((40, 12), bool)
+    kept[3], kept[:, 5], kept[20:, 7] = True, True, True
+    layout = Layout(BlockSparseLayout(kept[None], 16))
+    assert layout.panels == (12, 40)
+    a, b = (wanting(one) for one in operands(mode, layout, trans_a=trans_a, trans_b=trans_b, n=23))
+    with (
+        mock.patch.object(plan_dispatch, "plans", type(plan_dispatch.plans)()),
+        mock.patch.object(plan_dispatch, "descriptor", wraps=plan_dispatch.descriptor) as made,
+    ):
+        matmul(a, b, layout, mode, trans_a, trans_b).sum().backward()
+    asked = [one.kwargs for one in made.call_args_list if one.kwargs["batch"] == 2 and one.kwargs["n"] > 2]
+    assert {mode, "sdd"} <= {one["op"] for one in asked}
+    assert any(one.get("longest_panel") for one in asked)
+    for one in asked:
+        known = BlockSparseMatmulDescriptor(
+            **{name: one[name] for name in ("op", "n", "element", "trans_a", "trans_b")}, layout=layout.layout
+        )
+        assert one.get("longest_panel", 0) == known.longest_panel
+
+
+def test_panels_are_those_of_a_layout():
+    layout, op = layout_of(), torch.ops.sparse24.blocksparse_matmul
+    about = layout.tables, layout.sizes, "dsd"
+    with pytest.raises(InvalidProblemError, match=r"panels: expected Layout.panels or \[\], got \[3\]"):
+        op(*operands("dsd", layout), *about, panels=[3])
 
 
 def test_the_module_pads_leading_dimensions():
