@@ -177,7 +177,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     for (TileScheduler scheduler(p, slice); scheduler.more(p); scheduler.next(p)) {
       const WorkTile work(p, scheduler.index, m_rank);
       const u32 m_tile = warpgroup * Config::kMTilesPerWarpgroup;
-      // Nothing waits for them behind the multiplication, but sums of K chunks leave no registers for them.
+      // Bias and scales arrive while the tile is multiplied. Sums of K chunks leave no registers for that.
       constexpr bool kLoadsBefore = Config::kSplitK == 1 && Config::kKChunks == 1;
       if constexpr (kLoadsBefore) epilogue.load_operands(work, m_tile);
       mainloop.multiply(accumulators, scheduler, slice);
