@@ -71,9 +71,11 @@ SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block 
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
 MEASURED = {"us": BLOCKS, "mma_us": FEW, "dense_us": DENSE}
 """The field of a measured line that has the time of each way to multiply a packed operand."""
+SAMPLED_BLOCKS = (16, 32)
+"""Sizes of blocks with which ``sdd`` may be faster as a dense product."""
 SAMPLED_MODELS = {
     **{f"{SAMPLED.name}_{kind}": SAMPLED for kind in ("16", "16_in_pieces", "32")},
-    **{f"{SAMPLED_DENSE.name}_{block}": SAMPLED_DENSE for block in (16, 32)},
+    **{f"{SAMPLED_DENSE.name}_{block}": SAMPLED_DENSE for block in SAMPLED_BLOCKS},
 }
 PACKED_MODELS = {DENSE.name: DENSE} | {
     f"{way.name}_{kind}_last_{block}": way
@@ -143,6 +145,25 @@ def inflating_entry(gpu: str) -> Constants:
     found = {"launch": plain(float(f"{launch:.4g}")), "bytes": plain(float(f"{each:.4g}"))}
     found |= dict(zip(("least_density", "most_of_dense"), best, strict=True))
     return limits_entry(found, lost(best).tolist(), file_of(gpu, BLOCKS_MEASURED))
+
+
+def sampled_choice_entry(gpu: str) -> Constants:
+    """Up to which share of a dense product's predicted time ``sdd`` is multiplied by kept blocks."""
+    lines = [
+        row
+        for row in beside_inflated(gpu)
+        if row["op"] == BlockSparseOp.SDD and row["block"] in SAMPLED_BLOCKS
+    ]
+    problems = [described(row) for row in lines]
+    inflated = np.array([row["inflate_us"] for row in lines])
+    kept = np.array([chosen_us((desc, row["us"])) for desc, row in zip(problems, lines, strict=True)])
+    ratio = np.array([SAMPLED.microseconds(desc) / SAMPLED_DENSE.microseconds(desc) for desc in problems])
+
+    def lost(most: float) -> Array:
+        return np.where(ratio > most, inflated, kept) / np.minimum(inflated, kept)
+
+    best = min((np.arange(16, 25) / 20).tolist(), key=lambda most: np.log(lost(most)).mean())
+    return limits_entry({"most_of_dense": best}, lost(best).tolist(), file_of(gpu, BLOCKS_MEASURED))
 
 
 def short_sums_entry(gpu: str) -> Constants:

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.blocksparse.schedules.predicted_times import INFLATING
+from sparse24_plans.blocksparse.schedules.predicted_times import INFLATING, SAMPLED_LIMIT
 from sparse24_plans.gemm.schedules import f32_split_heuristics as f32_split
 from sparse24_plans.gemm.schedules.wgmma_cost_model import (
     CLASSES,
@@ -60,6 +60,7 @@ from .block_fits import (
     beside_inflated,
     block_fit,
     inflating_entry,
+    sampled_choice_entry,
     short_sums_entry,
     small_constants,
     way_entry,
@@ -227,11 +228,15 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
 GEMM_MODELS = [f"wgmma_sp_{kind}_{size}" for kind in ("16bit", "8bit", "quantized") for size in CLASSES]
 F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
 STREAM_K = "wgmma_sp_stream_k"
-BLOCK_LIMITS = {SHORT_SUMS: short_sums_entry, INFLATING: inflating_entry}
+BLOCK_LIMITS = {
+    SHORT_SUMS: short_sums_entry,
+    INFLATING: inflating_entry,
+    SAMPLED_LIMIT: sampled_choice_entry,
+}
 STAGES = (
     (STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS),
     (SHORT_SUMS, *WAY_OF),
-    (INFLATING,),
+    (INFLATING, SAMPLED_LIMIT),
 )
 """The models, each behind those whose choices it is fitted to."""
 FITTED = [model for stage in STAGES for model in stage]

@@ -29,8 +29,8 @@ from .blocks_wgmma import (
 )
 from .blocks_wgmma import model_of as blocks_wgmma_model
 
-INFLATING = "inflate_blocks"
-"""The name of the model of inflating."""
+INFLATING, SAMPLED_LIMIT = "inflate_blocks", "sampled_choice"
+"""The names of the model of inflating, and of the limit up to which ``sdd`` is multiplied by kept blocks."""
 FEW_TOKENS = 64
 """Most tokens that a kernel for few of them is preferred for."""
 _TILE_ROWS, _TILE_TOKENS = 128, 256
@@ -270,7 +270,7 @@ def sampled_loses(desc: BlockSparseMatmulDescriptor) -> str | None:
     if desc.element.itemsize == 1 or desc.layout.block >= NARROW_PANEL_ROWS or not desc.n or not desc.batch:
         return None
     us, other = SAMPLED.microseconds(desc), SAMPLED_DENSE.microseconds(desc)
-    if us <= constants("packed_choice")["most_of_dense"] * other:
+    if us <= constants(SAMPLED_LIMIT)["most_of_dense"] * other:
         return None
     return f"would take about {us:.1f} us, a dense product {other:.1f} us"
 
