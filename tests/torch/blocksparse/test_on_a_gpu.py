@@ -282,6 +282,7 @@ def test_a_mask_made_on_the_gpu_is_taken_in_a_graph():
     a, b = (one.cuda() for one in operands("dsd", layout))
     mask = layout.bitmap.clone()
     layout.update_on_device(mask)
+    assert layout.panels == (0, 0)
     matmul(a, b, layout, "dsd")
 
     def step(x):
