@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,16 +120,22 @@ def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
     return [row for row in block_lines(gpu) if row.get("inflate_us") is not None]
 
 
+def both_ways(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BlockSparseMatmulDescriptor], Array, Array]:
+    """Measured problems, and their times by kept blocks, as they are chosen, and as an inflated product."""
+    lines = [(described(row), row) for row in rows]
+    kept = np.array([chosen_us((desc, row["us"])) for desc, row in lines])
+    return [desc for desc, _ in lines], kept, np.array([row["inflate_us"] for _, row in lines])
+
+
 def inflating_entry(gpu: str) -> Constants:
     """The time in which an operand is inflated, and for which densities and predicted times it is chosen.
 
     What is chosen depends on all other models. It is judged by products of banded layouts, too, whose blocks
     lie close to each other.
     """
-    lines = [row for row in beside_inflated(gpu) if row["op"] != BlockSparseOp.SDD]
-    problems = [described(row) for row in lines]
-    inflated = np.array([row["inflate_us"] for row in lines])
-    kept = np.array([chosen_us((desc, row["us"])) for desc, row in zip(problems, lines, strict=True)])
+    problems, kept, inflated = both_ways(
+        row for row in beside_inflated(gpu) if row["op"] != BlockSparseOp.SDD
+    )
     product = np.array([DENSE.microseconds(desc) for desc in problems])
     work = np.array([(1.0, predicted_times.inflated_bytes(desc)) for desc in problems])
     launch, each = np.linalg.lstsq(work / inflated[:, None], (inflated - product) / inflated, rcond=None)[0]
@@ -149,14 +155,11 @@ def inflating_entry(gpu: str) -> Constants:
 
 def sampled_choice_entry(gpu: str) -> Constants:
     """Up to which share of a dense product's predicted time ``sdd`` is multiplied by kept blocks."""
-    lines = [
+    problems, kept, inflated = both_ways(
         row
         for row in beside_inflated(gpu)
         if row["op"] == BlockSparseOp.SDD and row["block"] in SAMPLED_BLOCKS
-    ]
-    problems = [described(row) for row in lines]
-    inflated = np.array([row["inflate_us"] for row in lines])
-    kept = np.array([chosen_us((desc, row["us"])) for desc, row in zip(problems, lines, strict=True)])
+    )
     ratio = np.array([SAMPLED.microseconds(desc) / SAMPLED_DENSE.microseconds(desc) for desc in problems])
 
     def lost(most: float) -> Array:

@@ -187,9 +187,10 @@ def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
     return desc.dense_k_last or desc.n == 1
 
 
-def by_order_and_block(name: str, desc: BlockSparseMatmulDescriptor) -> str:
-    """The name of the cost model for the problem's blocks and order of X."""
-    return f"{name}_{'k' if desc.dense_k_last else 'n'}_last_{desc.layout.block}"
+def by_order_and_block(name: str, desc: BlockSparseMatmulDescriptor, k_last: bool | None = None) -> str:
+    """The name of the cost model for the problem's blocks and order of X, by default as the caller has it."""
+    last = "k" if (desc.dense_k_last if k_last is None else k_last) else "n"
+    return f"{name}_{last}_last_{desc.layout.block}"
 
 
 def dense_bytes(desc: BlockSparseMatmulDescriptor) -> float:

@@ -135,11 +135,11 @@ def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     return BlocksMmaSchedule.of(desc, MULTIPROCESSORS).work(desc, MULTIPROCESSORS)
 
 
-def _by_major_and_block(name: str, desc: BlockSparseMatmulDescriptor) -> str:
-    """The name of the model for the size of a block, and for X's order once pre-passes have transposed it."""
+def _by_prepared_order(name: str, desc: BlockSparseMatmulDescriptor) -> str:
+    """The name of the model for the problem's blocks, and for X's order behind all pre-passes."""
     problem = KernelProblem(desc)
     _, right = problem.majors(problem.prepared_operands(None))
-    return f"{name}_{'k' if right == K_MAJOR else 'n'}_last_{desc.layout.block}"
+    return by_order_and_block(name, desc, right == K_MAJOR)
 
 
 FEW = Way(FEW_TOKENS_MODEL, FEW_TOKENS_TERMS, _few_tokens_work)
@@ -148,7 +148,7 @@ BLOCKS = Way(
     ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave"),
     _blocks_work,
     _pre_pass_us,
-    model_of=_by_major_and_block,
+    model_of=_by_prepared_order,
 )
 DENSE = Way(
     "packed_dense",
