@@ -54,7 +54,7 @@ def best_schedule(desc: GemmSparse24Descriptor, row: GemmEntry) -> WgmmaSpSchedu
     """The schedule of the least predicted time, for groups of about n / groups tokens.
 
     The cost model is that of single products: as many groups as can have tokens count as one product with the
-    rows of all their weights.
+    work tiles of all their weights.
     """
     active = max(1, min(desc.groups, desc.n))
     mean = max(1.0, desc.n / active)
@@ -63,7 +63,12 @@ def best_schedule(desc: GemmSparse24Descriptor, row: GemmEntry) -> WgmmaSpSchedu
     def predicted(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
         total = [0.0] * len(tried)
         for size in sizes:
-            pairs = [(one, _one_product(desc, one, size, active)) for one in tried]
+            group = one_group(desc, size)
+            of_rows = {
+                rows: group.model_copy(update={"m": active * align_up(desc.m, rows)})
+                for rows in {_cluster_rows(one) for one in tried}
+            }
+            pairs = [(one, of_rows[_cluster_rows(one)]) for one in tried]
             times = microseconds(CostInputs(pairs), constants_of(model_of(pairs[0][1])))
             total = [sum(pair) for pair in zip(total, times.tolist(), strict=True)]
         return total
@@ -71,10 +76,5 @@ def best_schedule(desc: GemmSparse24Descriptor, row: GemmEntry) -> WgmmaSpSchedu
     return fastest(schedules_for(max(desc.n, 1)) + split_schedules(desc, row), predicted)
 
 
-def _one_product(
-    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, size: int, active: int
-) -> GemmSparse24Descriptor:
-    """A single product with the work tiles of ``active`` groups of ``size`` tokens."""
-    rows = schedule.rows * schedule.cluster_m
-    whole = -(-desc.m // rows) * rows
-    return one_group(desc, size).model_copy(update={"m": active * whole})
+def _cluster_rows(schedule: WgmmaSpSchedule) -> int:
+    return schedule.rows * schedule.cluster_m
