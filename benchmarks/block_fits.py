@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -127,11 +126,21 @@ def both_ways(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BlockSparseMatmul
     return [desc for desc, _ in lines], kept, np.array([row["inflate_us"] for _, row in lines])
 
 
-def inflating_entry(gpu: str) -> Constants:
-    """The time in which an operand is inflated, and for which densities and predicted times it is chosen.
+def best_share(ratio: Array, kept: Array, inflated: Array) -> tuple[float, Array]:
+    """The share of a dense product's predicted time up to which kept blocks lose least, and what is lost."""
 
-    What is chosen depends on all other models. It is judged by products of banded layouts, too, whose blocks
-    lie close to each other.
+    def lost(most: float) -> Array:
+        return np.where(ratio > most, inflated, kept) / np.minimum(inflated, kept)
+
+    best = min((np.arange(16, 33) / 20).tolist(), key=lambda most: np.log(lost(most)).mean())
+    return best, lost(best)
+
+
+def inflating_entry(gpu: str) -> Constants:
+    """The time in which an operand is inflated, and up to which predicted times kept blocks are multiplied.
+
+    What is chosen depends on all other models. ``unknown`` is the loss for the same problems if the lengths
+    of their rows are not known.
     """
     problems, kept, inflated = both_ways(
         row for row in beside_inflated(gpu) if row["op"] != BlockSparseOp.SDD
@@ -139,18 +148,26 @@ def inflating_entry(gpu: str) -> Constants:
     product = np.array([DENSE.microseconds(desc) for desc in problems])
     work = np.array([(1.0, predicted_times.inflated_bytes(desc)) for desc in problems])
     launch, each = np.linalg.lstsq(work / inflated[:, None], (inflated - product) / inflated, rcond=None)[0]
-    ratio = np.array([BLOCKS.microseconds(desc) for desc in problems]) / (product + work @ (launch, each))
-    density = np.array([desc.layout.density for desc in problems])
-
-    def lost(limits: tuple[float, float]) -> Array:
-        inflates = (density > limits[0]) & (ratio > limits[1])
-        return np.where(inflates, inflated, kept) / np.minimum(inflated, kept)
-
-    tried = itertools.product((np.arange(11) / 20).tolist(), (np.arange(8, 21) / 10).tolist())
-    best = min(tried, key=lambda limits: np.log(lost(limits)).mean())
-    found = {"launch": plain(float(f"{launch:.4g}")), "bytes": plain(float(f"{each:.4g}"))}
-    found |= dict(zip(("least_density", "most_of_dense"), best, strict=True))
-    return limits_entry(found, lost(best).tolist(), file_of(gpu, BLOCKS_MEASURED))
+    of_shapes = [desc.model_copy(update={"longest_panel": 0}) for desc in problems]
+    known, unknown = (
+        np.array([BLOCKS.microseconds(desc) for desc in some]) / (product + work @ (launch, each))
+        for some in (problems, of_shapes)
+    )
+    near = np.array([predicted_times.nearness(desc) for desc in problems])
+    shares = {
+        kind: best_share(*(one[near == kind] for one in (known, kept, inflated)))
+        for kind in ("random", "close")
+    }
+    shares["unknown"] = best_share(unknown, kept, inflated)
+    found = {
+        "launch": plain(float(f"{launch:.4g}")),
+        "bytes": plain(float(f"{each:.4g}")),
+        "most_of_dense": {kind: most for kind, (most, _) in shares.items()},
+    }
+    losses = [*shares["random"][1].tolist(), *shares["close"][1].tolist()]
+    entry = limits_entry(found, losses, file_of(gpu, BLOCKS_MEASURED))
+    entry["measured"]["unknown"] = {"loss": summary(shares["unknown"][1])}
+    return entry
 
 
 def sampled_choice_entry(gpu: str) -> Constants:
@@ -161,12 +178,8 @@ def sampled_choice_entry(gpu: str) -> Constants:
         if row["op"] == BlockSparseOp.SDD and row["block"] in SAMPLED_BLOCKS
     )
     ratio = np.array([SAMPLED.microseconds(desc) / SAMPLED_DENSE.microseconds(desc) for desc in problems])
-
-    def lost(most: float) -> Array:
-        return np.where(ratio > most, inflated, kept) / np.minimum(inflated, kept)
-
-    best = min((np.arange(16, 25) / 20).tolist(), key=lambda most: np.log(lost(most)).mean())
-    return limits_entry({"most_of_dense": best}, lost(best).tolist(), file_of(gpu, BLOCKS_MEASURED))
+    best, lost = best_share(ratio, kept, inflated)
+    return limits_entry({"most_of_dense": best}, lost.tolist(), file_of(gpu, BLOCKS_MEASURED))
 
 
 def short_sums_entry(gpu: str) -> Constants:

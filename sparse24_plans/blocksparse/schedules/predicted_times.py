@@ -239,18 +239,28 @@ class _Chosen(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _chosen(desc: BlockSparseMatmulDescriptor) -> _Chosen:
-    packed, given = desc.packed, constants("packed_choice" if desc.packed else INFLATING)
     blocks, dense = BLOCKS.microseconds(desc), dense_us(desc)
-    sparse = not packed and desc.layout.density <= given["least_density"]
-    return _Chosen(not sparse and blocks > given["most_of_dense"] * dense, blocks, dense)
+    if desc.packed:
+        most = constants("packed_choice")["most_of_dense"]
+    else:
+        most = constants(INFLATING)["most_of_dense"][nearness(desc)]
+    return _Chosen(blocks > most * dense, blocks, dense)
+
+
+def nearness(desc: BlockSparseMatmulDescriptor) -> str:
+    """How near to each other blocks are known to lie: ``random``, ``close``, as in a band, or ``unknown``.
+
+    Close ones are faster than predicted. The longest of random row panels is longer than the mean.
+    """
+    if not desc.longest_panel:
+        return "unknown"
+    return "close" if desc.longest_panel < mean_panel(desc) else "random"
 
 
 def dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
     """The reason why a dense product of ``dsd`` or ``dds`` is faster than kept blocks, or None.
 
-    Blocks of a layout that is not packed may lie close to each other, which no descriptor says and which
-    makes kept blocks faster: few are never inflated. Tensor cores multiply 8-bit elements by kept blocks
-    alone.
+    Tensor cores multiply 8-bit elements by kept blocks alone.
     """
     if desc.element.itemsize == 1 or not desc.n or not desc.batch:
         return None
