@@ -126,13 +126,17 @@ def both_ways(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BlockSparseMatmul
     return [desc for desc, _ in lines], kept, np.array([row["inflate_us"] for _, row in lines])
 
 
-def best_share(ratio: Array, kept: Array, inflated: Array) -> tuple[float, Array]:
-    """The share of a dense product's predicted time up to which kept blocks lose least, and what is lost."""
+def best_share(given: float, ratio: Array, kept: Array, inflated: Array) -> tuple[float, Array]:
+    """The share of a dense product's predicted time up to which kept blocks lose least, and what is lost.
+
+    Few problems leave the given one.
+    """
 
     def lost(most: float) -> Array:
         return np.where(ratio > most, inflated, kept) / np.minimum(inflated, kept)
 
-    best = min((np.arange(16, 33) / 20).tolist(), key=lambda most: np.log(lost(most)).mean())
+    tried = (np.arange(16, 33) / 20).tolist() if len(ratio) >= LEAST_PAIRS else [given]
+    best = min(tried, key=lambda most: np.log(lost(most)).sum())
     return best, lost(best)
 
 
@@ -154,11 +158,12 @@ def inflating_entry(gpu: str) -> Constants:
         for some in (problems, of_shapes)
     )
     near = np.array([predicted_times.nearness(desc) for desc in problems])
+    given = given_models()[predicted_times.INFLATING]["constants"]["most_of_dense"]
     shares = {
-        kind: best_share(*(one[near == kind] for one in (known, kept, inflated)))
+        kind: best_share(given[kind], *(one[near == kind] for one in (known, kept, inflated)))
         for kind in ("random", "close")
     }
-    shares["unknown"] = best_share(unknown, kept, inflated)
+    shares["unknown"] = best_share(given["unknown"], unknown, kept, inflated)
     found = {
         "launch": plain(float(f"{launch:.4g}")),
         "bytes": plain(float(f"{each:.4g}")),
@@ -178,7 +183,8 @@ def sampled_choice_entry(gpu: str) -> Constants:
         if row["op"] == BlockSparseOp.SDD and row["block"] in SAMPLED_BLOCKS
     )
     ratio = np.array([SAMPLED.microseconds(desc) / SAMPLED_DENSE.microseconds(desc) for desc in problems])
-    best, lost = best_share(ratio, kept, inflated)
+    given = given_models()[predicted_times.SAMPLED_LIMIT]["constants"]["most_of_dense"]
+    best, lost = best_share(given, ratio, kept, inflated)
     return limits_entry({"most_of_dense": best}, lost.tolist(), file_of(gpu, BLOCKS_MEASURED))
 
 
