@@ -217,7 +217,7 @@ def test_the_shipped_table_is_stamped_and_full():
     assert SHIPPED.gpu == "NVIDIA H200"
     assert SHIPPED.driver
     assert {one.version for one in SHIPPED.entries if one.kernel.startswith("cusparselt")} == {
-        "cuSPARSELt 0.8.0"
+        "cuSPARSELt 0.10.0"
     }
     tuned = Counter((one.problem.element.value, one.problem.n) for one in SHIPPED.entries)
     tokens = {8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192}
