@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse24_plans import BlockSparseLayout, BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
@@ -90,14 +90,7 @@ def described(row: Mapping[str, Any]) -> BlockSparseMatmulDescriptor:
     cell = (random_blocks.Cell if "seed" in row else Cell)(
         **{name: row[name] for name in (*CELL_FIELDS, "seed") if name in row}
     )
-    return BlockSparseMatmulDescriptor(
-        op=cell.op,
-        layout=BlockSparseLayout(cell.bitmap()[None], cell.block),
-        n=cell.n,
-        element="bf16",
-        trans_a=cell.trans_a,
-        trans_b=cell.trans_b,
-    )
+    return cell.descriptor(cell.layout())
 
 
 def block_lines(gpu: str) -> list[Mapping[str, Any]]:

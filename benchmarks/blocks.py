@@ -63,6 +63,22 @@ class Cell:
         at = np.arange(columns)
         return (at >= first[:, None]) & (at < first[:, None] + width)
 
+    def layout(self) -> BlockSparseLayout:
+        """The bitmap's layout, of one head."""
+        return BlockSparseLayout(self.bitmap()[None], self.block)
+
+    def descriptor(self, layout: BlockSparseLayout) -> BlockSparseMatmulDescriptor:
+        """The problem with that layout."""
+        return BlockSparseMatmulDescriptor(
+            op=self.op,
+            layout=layout,
+            n=self.n,
+            element=ELEMENT,
+            trans_a=self.trans_a,
+            trans_b=self.trans_b,
+            packed=self.packed,
+        )
+
 
 def cells() -> list[Cell]:
     """Every product of the record. sdd is judged beside large products of random blocks alone."""
@@ -119,16 +135,8 @@ class Problem:
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        self.layout = BlockSparseLayout(cell.bitmap()[None], cell.block)
-        self.desc = BlockSparseMatmulDescriptor(
-            op=cell.op,
-            layout=self.layout,
-            n=cell.n,
-            element=ELEMENT,
-            trans_a=cell.trans_a,
-            trans_b=cell.trans_b,
-            packed=cell.packed,
-        )
+        self.layout = cell.layout()
+        self.desc = cell.descriptor(self.layout)
         shapes = {one.name: one.shape for one in self.desc.operands()}
         self.sparse = self.desc.sparse
         self.made = {name: random(shapes[name]) for name in ("a", "b", "c") if name != self.sparse}

@@ -9,12 +9,15 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
   ``<gpu>-quantized-times.jsonl``, whose lines also name ``weight_element`` and ``weight_group``;
 - ``f32``: float32 in bf16 terms, in ``<gpu>-f32-times.jsonl``, whose lines also name the ``terms``;
 - ``blocks``: blocks_wgmma, in ``<gpu>-block-times.jsonl``;
+- ``large-blocks``: blocks_wgmma for dsd and dds with blocks of 64 and 128, in
+  ``<gpu>-large-block-times.jsonl``, whose lines also name the ``longest_panel``;
 - ``packed``: packed operands of block-sparse products as kept blocks and as a dense copy, in
   ``<gpu>-packed-times.jsonl``.
 
 A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
 Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix. Those of few tokens also
-have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps and strips.
+have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps and strips. Those of
+``large-blocks`` name a tile's tokens, the CTAs of a cluster and the ``slices`` of a ``Cut``.
 """
 
 from __future__ import annotations
@@ -44,10 +47,19 @@ from sparse24_plans import (
 )
 from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
+from sparse24_plans.blocksparse.descriptor import BlockSparseMatmulDescriptor
+from sparse24_plans.blocksparse.kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
+from sparse24_plans.blocksparse.panels import PANEL_ROWS
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
+    APART,
+    LONG_FIRST,
+    Cut,
+    fitting,
+    schedules_by_density,
+)
 from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
@@ -61,7 +73,7 @@ from sparse24_plans.gemm.schedules.wgmma_sp import (
     schedules_in,
     widths,
 )
-from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.plan.kernel import Choice, align_up
 from sparse24_plans.tuning.data import Matrix, free_memory
 from sparse24_plans.tuning.timing import time_contenders
 from sparse24_plans.vocab import DeviceProperties, ElementKind
@@ -84,7 +96,7 @@ MORE_OF_FEW = (
     (2, 2, 1, 4, 1), (3, 2, 1, 1, 1), (3, 2, 1, 2, 1),
 )  # fmt: skip
 MORE_OF_MANY = ((2, 2, 1, 2, 1), (1, 1, 1, 3, 1), (2, 1, 1, 3, 1), (2, 2, 2, 1, 1))
-PROBLEMS_OF_A_MATRIX, MATRICES_OF_A_ROUND = 3, 12
+PROBLEMS_OF_A_MATRIX, MATRICES_OF_A_ROUND, CELLS_OF_A_ROUND = 3, 12, 48
 HOPELESS = 1.5
 """A schedule whose predicted time is more than this multiple of the least is not timed."""
 
@@ -282,6 +294,73 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         free_memory()
 
 
+def large_block_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
+    """Random cells of dsd and dds with blocks of 64 and 128, of matrices that are made quickly."""
+    while True:
+        m, k = (128 * int(2 ** rng.uniform(2, 7.5)) for _ in range(2))
+        if m * k <= MOST_CELLS:
+            yield random_blocks.Cell(
+                op=rng.choice((BlockSparseOp.DSD, BlockSparseOp.DDS)),
+                m=m,
+                k=k,
+                n=int(2 ** rng.uniform(5, 13)),
+                block=rng.choice((64, 128)),
+                density=2 ** rng.uniform(-6, -1),
+                pattern=rng.choice(("random", "random", "uneven", "banded")),
+                trans_a=rng.random() < 0.3,
+                trans_b=rng.random() < 0.3,
+                seed=rng.randrange(2**31),
+            )
+
+
+def cuts_of(desc: BlockSparseMatmulDescriptor) -> dict[str, Cut]:
+    """Each schedule of large blocks, whole, with long panels first and, where panels may be cut, cut."""
+    problem, found = KernelProblem(desc), dict[str, Cut]()
+    for tokens, cluster_n in itertools.product((64, 128, 256), (1, 2)):
+        if tokens * cluster_n >= 2 * desc.n:
+            continue  # half of the tile, or a CTA of the cluster, would have no tokens
+        one = fitting(PANEL_ROWS, tokens, 2, cluster_n)
+        ways = [Cut(one), Cut(one, LONG_FIRST, align_up(COUNTER_BYTES))]
+        if problem.slicing is not None:
+            ways.append(Cut(one, APART, *slice_bytes(problem)))
+        found |= {f"{tokens},{cluster_n},{cut.slices}": cut for cut in ways}
+    return found
+
+
+def compile_cuts(device: DeviceProperties, cell: random_blocks.Cell) -> None:
+    """Compile into the cache what the plans of the cell's cuts launch."""
+    desc = cell.descriptor(cell.layout())
+    for cut in cuts_of(desc).values():
+        with mock.patch.object(Cut, "of", return_value=cut):
+            BlockSparseMatmulPlan.compile(desc, preference={"prefer_backend": "blocks_wgmma"}, device=device)
+
+
+def measure_large_blocks(rng: random.Random, end: float) -> Iterator[Row]:
+    spare, drawing = 1 << 40, large_block_cells(rng)  # as in measure_blocks
+    while True:
+        cells = list(itertools.islice(drawing, CELLS_OF_A_ROUND))
+        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+            list(pool.map(partial(compile_cuts, cuda_properties(0)), cells))
+        for cell in cells:
+            if time.monotonic() > end:
+                return
+            problem = blocks.Problem(cell)
+            contenders = [problem.dense()]
+            for name, cut in cuts_of(problem.desc).items():
+                spare += 1
+                preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
+                with mock.patch.object(Cut, "of", return_value=cut):
+                    plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
+                contenders.append(problem.ours(plan))
+                problem.check(contenders[-1])
+                contenders[-1].name = name
+            times = time_contenders(contenders, rounds=5, round_ms=0.7)
+            us = {name: round(one, 2) for name, one in times.items()}
+            about = {**asdict(cell), "longest_panel": problem.desc.longest_panel}
+            yield {**about, "dense_us": us.pop("dense"), "us": us}
+            free_memory()
+
+
 def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
     """The cells of a seed and of those that follow."""
     for one in itertools.count(seed):
@@ -336,6 +415,7 @@ FILES = {
     "quantized": "quantized-times",
     "f32": "f32-times",
     "blocks": "block-times",
+    "large-blocks": "large-block-times",
 }
 MOST_CELLS = 1 << 27
 """Cells of a matrix for packed operands, whose tables the host makes quickly."""
@@ -360,6 +440,8 @@ def main() -> None:
     rng, end = random.Random(wish.seed), time.monotonic() + wish.seconds
     if wish.family == "blocks":
         rows = measure_blocks(rng, end)
+    elif wish.family == "large-blocks":
+        rows = measure_large_blocks(rng, end)
     elif wish.family == "packed":
         rows = measure_packed(wish.seed, end)
     else:

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans.bench.record import Lists, Record, Step
-from sparse24_plans.blocksparse.descriptor import BlockSparseMatmulDescriptor
-from sparse24_plans.blocksparse.layout import BlockSparseLayout
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.tuning.data import free_memory
@@ -182,10 +180,7 @@ def compile_all(seed: int) -> None:
 
 def compile_product(device: DeviceProperties, cell: Cell) -> None:
     """Compile into the cache what the cell's plan runs."""
-    layout = BlockSparseLayout(cell.bitmap()[None], cell.block)
-    fields = {name: getattr(cell, name) for name in ("op", "n", "trans_a", "trans_b", "packed")}
-    desc = BlockSparseMatmulDescriptor(layout=layout, element=ELEMENT, **fields)
-    BlockSparseMatmulPlan.compile(desc, device=device)
+    BlockSparseMatmulPlan.compile(cell.descriptor(cell.layout()), device=device)
 
 
 def _freeing(measure: Callable[[set[str]], Record]) -> Callable[[set[str]], Record]:

@@ -34,8 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--compile",
         choices=["kinds", "values", "pairs", "everything"],
         default="kinds",
-        help="kernels are compiled for some architectures and each element and epilogue, for each value of "
-        "each macro, for every two that plans ask for together, or for all that plans are known to ask for",
+        help="kernels are compiled for some architectures and each element, for each value of each macro, "
+        "for every two that plans ask for together, or for all that plans are known to ask for",
     )
 
 

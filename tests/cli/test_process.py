@@ -274,7 +274,7 @@ def test_two_signals_at_once_are_no_traceback(tmp_path, names):
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path, name):
-    number, source = getattr(signal, name), zeros(tmp_path / "source", 1 / 8)
+    number, source = getattr(signal, name), zeros(tmp_path / "source", 1 / 32)
     out = tmp_path / "out"
     process = spawn("compress", source, "-o", out, before=lambda: signal.signal(number, signal.SIG_IGN))
     wait_for_a_temporary_file(tmp_path, process)

@@ -104,18 +104,18 @@ def test_memory_lives_as_long_as_any_view_of_it(wrap):
     want, alive = array.tobytes(), weakref.ref(array)
     view = TensorView.of(WRAPPERS[wrap](array))
     del array
-    gc.collect()
+    gc.collect(1)
     bits = view.bits()
     del view
-    gc.collect()
+    gc.collect(1)
     assert alive() is not None
     assert bits.tobytes() == want
     typed = bits[::2]
     del bits
-    gc.collect()
+    gc.collect(1)
     assert alive() is not None
     del typed
-    gc.collect()
+    gc.collect(1)
     assert alive() is None, "the memory is never given back"
 
 
@@ -185,7 +185,7 @@ def test_a_copy_is_another_view_that_keeps_the_memory_alive():
     assert repr(second) == repr(first)
     assert (second.address, second.readonly) == (first.address, first.readonly)
     del first, array
-    gc.collect()
+    gc.collect(1)
     assert alive() is not None
     assert second.bits().tobytes() == want
 

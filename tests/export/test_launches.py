@@ -127,7 +127,7 @@ def test_products_launch_what_python_launches(c, tmp_path, named_cubins, kind, r
     preference = products.REQUIRED[required]
     export_plans({"product": descriptor}, tmp_path, preference=preference, device="h200")
     opened, ns = c.open(tmp_path), tokens_of(descriptor)
-    for n in {*ns[:2], ns[-1], *(seed.choice(ns) for _ in range(20))}:
+    for n in {*ns[:2], ns[-1], *(seed.choice(ns) for _ in range(6))}:
         compare(c, opened, "product", descriptor.model_copy(update={"n": n}), preference, n, seed)
     c.library.s24_close(opened)
 
@@ -202,10 +202,10 @@ def test_every_number_of_tokens_launches_what_python_launches(c, tmp_path, named
 
 def test_numbers_of_tokens_in_groups_share_ranges(tmp_path, named_cubins):
     """Groups may end anywhere, so the tile of their last tokens is no special one."""
-    descriptor = GemmSparse24Descriptor(n=600, m=1536, k=2048, element="bf16", groups=8)
+    descriptor = GemmSparse24Descriptor(n=300, m=1536, k=2048, element="bf16", groups=8)
     export_plans([descriptor], tmp_path, device="h200")
     records = Tables.of((tmp_path / "plans.bin").read_bytes()).records
-    assert len(records["ranges"]) < 600 / 20
+    assert len(records["ranges"]) <= 30
 
 
 def test_plans_of_one_kernel_keep_their_shared_memory(c, tmp_path, named_cubins):
@@ -227,7 +227,7 @@ def test_tables_choose_as_select_does(c, tmp_path, named_cubins):
     """For some numbers of tokens of one shape; ``python -m tests.export.choices`` asks for all of 40."""
     number = random.randrange(1 << 32)
     seed = random.Random(number)
-    most = seed.choice((100, 300, 600))
+    most = seed.choice((100, 200, 300))
     problem = random_problem(seed, most)
     ns = {1, most, *(seed.randrange(1, most + 1) for _ in range(100))}
     assert differences(c, problem, ns, tmp_path / "plans") == [], f"seed {number}"

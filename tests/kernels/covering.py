@@ -2,8 +2,8 @@
 
 By default, ``--compile=kinds``, ``every_kind()``:
 
-- Each function, for sm_80, sm_90a and sm_120a where it is for them.
-- Every element, stored element and epilogue.
+- Each function, and every element and stored element.
+- Each source, for sm_80, sm_90a and sm_120a where it is for them.
 
 With ``--compile=values``, as CI does, ``REQUESTS``:
 
@@ -74,8 +74,8 @@ COUNTS = {
     *("EXPONENT_BIAS", "FIRST_NAN", "MANTISSA_BITS", "RELU_THRESHOLD", "RELU_UPPER_BOUND"),
 }
 """Macros that follow from others and are only numbers in the code: they take no registers."""
-KINDS = {"ELEMENT", "WEIGHT", "EPILOGUE"}
-"""Macros that say which instructions and which arithmetic a kernel has."""
+KINDS = {"ELEMENT", "WEIGHT"}
+"""Macros that say which instructions a kernel has."""
 BETWEEN = {"sm_86", "sm_89", "sm_100a"}
 """Architectures that the default set leaves out. CI compiles for them."""
 RARE = 10**9
@@ -87,7 +87,7 @@ def kinds_of(request: Request) -> Iterator[Hashable]:
     yield from (one for one in request.defines if one[0] in KINDS)
     yield request.function
     if request.arch not in BETWEEN:
-        yield request.arch, request.function
+        yield request.arch
 
 
 def single_words_of(request: Request) -> Iterator[Hashable]:
@@ -159,7 +159,7 @@ def _of_all_sources(groups_of: Callable[[Request], Iterator[Hashable]]) -> list[
 
 @functools.cache
 def every_kind() -> list[Request]:
-    """Return requests that have every function, element and epilogue."""
+    """Return requests that have every function and element."""
     return _of_all_sources(kinds_of)
 
 
