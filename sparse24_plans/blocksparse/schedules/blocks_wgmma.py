@@ -277,17 +277,18 @@ def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
 
 
 def uneven_tokens(desc: BlockSparseMatmulDescriptor, tokens: int, multiprocessors: int) -> int:
-    """``tokens``, or a narrower tile with which the longest row panel takes less time.
+    """``tokens``, or a narrower tile with which the CTA of the longest row panel takes less time.
 
-    No CTA ends before its longest panel does, and a step of a narrow tile is shorter.
+    The CTA has a tile in each wave, and the other tiles' panels have the mean length. A step of a narrow tile
+    is shorter, but each tile has a cost of its own.
     """
-    mean = mean_panel(desc)
-    step = constants("blocks_tiles")["panel_step"]
+    mean, fit = mean_panel(desc), constants("blocks_tiles")
     tried = [one for one in _TOKENS if one <= tokens]
 
     def time(one: int) -> float:
-        waves = panel_count(desc) * -(-desc.n // one) / multiprocessors
-        return max(waves * mean, float(desc.longest_panel)) * float(step[str(one)])
+        waves = math.ceil(panel_count(desc) * -(-desc.n // one) / multiprocessors)
+        steps = (waves - 1) * mean + desc.longest_panel
+        return float(steps * fit["panel_step"][str(one)] + waves * fit["panel_tile"])
 
     return min(tried, key=time) if has_long_panel(desc) else tokens
 
