@@ -27,6 +27,7 @@ from .random_figures import random_summary, with_worst
 from .table_format import mean, ratio, table, with_range
 
 RECORD = "benchmarks/results/h200.json"
+GRID_RECORDS = "h200.json", "h100.json"  # of the table of products, as far as they are there
 COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 TORCH_RECORD = "h200-torch.json"
 GROUPED_RECORD, QUANTIZED_RECORD = "h200-grouped.json", "h100-quantized.json"
@@ -94,23 +95,22 @@ def ratios(
 
 
 def _products(record: Record) -> list[str]:
-    """bf16 by n: over dense cuBLAS and cuSPARSELt, and what batch invariance takes."""
-    head = (
-        "N",
-        "speed-up over dense cuBLAS: geometric mean (range)",
-        "over cuSPARSELt (range)",
-        "batch-invariant instead: time",
-    )
-    rows = [
-        (
-            n,
-            with_range(ratios(record, "bf16", n, peer="dense_us")),
-            with_range(ratios(record, "bf16", n, peer="cusparselt_us")),
-            mean(ratios(record, "bf16", n, backend="invariant")),
-        )
-        for n in TOKENS
-    ]
-    return table(head, rows)
+    """bf16 by n on each GPU: over dense cuBLAS and cuSPARSELt, and what batch invariance takes."""
+    cards = [found for name in GRID_RECORDS if (found := record["records"].get(name))]
+    head, rows = ["N"], {n: list[object]([n]) for n in TOKENS}
+    for card in cards:
+        head += [
+            f"{card['gpu'].split()[1]}: speed-up over dense cuBLAS, geometric mean (range)",
+            "over cuSPARSELt (range)",
+            "batch-invariant instead: time",
+        ]
+        for n, row in rows.items():
+            row += [
+                with_range(ratios(card, "bf16", n, peer="dense_us")),
+                with_range(ratios(card, "bf16", n, peer="cusparselt_us")),
+                mean(ratios(card, "bf16", n, backend="invariant")),
+            ]
+    return table(head, list(rows.values()))
 
 
 def _elements(record: Record) -> list[str]:

@@ -1,7 +1,7 @@
-"""Draws the record: ``python -m benchmarks.plot benchmarks/results/h200.json docs/h200.svg``.
+"""Draws records: ``python -m benchmarks.plot benchmarks/results/h200.json docs/h200.svg``.
 
 Speed-up over dense cuBLAS against the number of tokens, the geometric mean over the shapes, a line a
-contender. Needs matplotlib only.
+contender. Several records, of one GPU each, stand beside each other. Needs matplotlib only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES = {
 }
 # Bytes of a 16-bit weight, dense over packed. More is won where dense cuBLAS doesn't reach the bandwidth.
 _FEWER_BYTES = 2 / 1.125
-_FEWER = "1.78 times fewer bytes of W; dense cuBLAS reads them slower"
+_FEWER = "1.78 times fewer bytes of W;\ndense cuBLAS reads them slower"
 _LIMITS = ((1.0, "dense cuBLAS"), (_FEWER_BYTES, _FEWER))
 
 
@@ -50,9 +50,26 @@ def speedups(record: Record, backend: str, key: str = "us") -> dict[int, float]:
     return found
 
 
-def drawn(record: Record) -> Any:
-    """The figure, of matplotlib."""
-    figure, axes = plt.subplots(figsize=(8, 5))
+def drawn(*records: Record) -> Any:
+    """The figure, of matplotlib: axes for each record, and one legend."""
+    figure, row = plt.subplots(
+        1,
+        len(records),
+        figsize=(8 + 4 * (len(records) - 1), 5),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, record in zip(row[0], records, strict=True):
+        _draw(axes, record)
+    row[0][0].set_ylabel("speed-up over dense cuBLAS")
+    handles, labels = row[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(f"{_ELEMENT}, geometric mean over eight Llama shapes")
+    return figure
+
+
+def _draw(axes: Any, record: Record) -> None:
     lines = {_CUSPARSELT: speedups(record, _SELECTED, "cusparselt_us")}
     lines |= {label: speedups(record, backend) for backend, label in _NAMES.items()}
     for label, line in lines.items():
@@ -73,16 +90,14 @@ def drawn(record: Record) -> Any:
     axes.yaxis.set_major_locator(MultipleLocator(0.5))
     axes.yaxis.set_major_formatter("{x:.1f}")
     axes.set_xlabel("N, tokens")
-    axes.set_ylabel("speed-up over dense cuBLAS")
-    axes.set_title(f"{record['gpu']}, {_ELEMENT}, geometric mean over eight Llama shapes")
+    axes.set_title(record["gpu"])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
-    figure.tight_layout()
-    return figure
 
 
-def main(record_path: str, out: str) -> None:
-    drawn(load(record_path)).savefig(out, metadata={"Date": None} if out.endswith(".svg") else {})
+def main(*paths: str) -> None:
+    *records, out = paths
+    figure = drawn(*map(load, records))
+    figure.savefig(out, metadata={"Date": None} if out.endswith(".svg") else {})
 
 
 if __name__ == "__main__":

@@ -51,6 +51,21 @@ def test_a_table_that_is_not_known():
         figures.rendered("<!-- figures: typo -->\n<!-- end -->", {})
 
 
+def test_the_table_of_products_has_each_gpu_with_a_record():
+    first = record("h200.json")
+    other = {**first, "gpu": "NVIDIA Other 80GB"}
+    one, both = (
+        figures.TABLES["products"]({"records": records})
+        for records in ({"h200.json": first}, {"h200.json": first, "h100.json": other})
+    )
+    assert [line.count("(range)") for line in (one[0], both[0])] == [2, 4]
+    assert "H200: speed-up" in one[0]
+    assert "Other: speed-up" in both[0]
+    for line, wider in zip(one[2:], both[2:], strict=True):
+        n, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert [cell.strip() for cell in wider.strip("|").split("|")] == [n, *cells, *cells]
+
+
 def test_the_table_of_systems_has_every_record():
     text = "\n".join(figures.TABLES["systems"](figures.everything(ROOT)))
     names = [path.name for path in sorted(RESULTS.glob("*.json"))]

@@ -20,6 +20,14 @@ def axes():
     return axes
 
 
+def test_each_record_has_axes_of_its_own_and_all_share_a_legend():
+    first = record("h200.json")
+    figure = plot.drawn(first, {**first, "gpu": "NVIDIA Other"})
+    assert [axes.get_title() for axes in figure.axes] == ["NVIDIA H200", "NVIDIA Other"]
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+    assert [one.get_text() for one in figure.legends[0].get_texts()].count("what select chooses") == 1
+
+
 def test_the_speed_up_is_on_a_linear_axis(axes):
     assert axes.get_yscale() == "linear"
     bottom, top = axes.get_ylim()
@@ -49,7 +57,8 @@ def test_dense_and_the_ratio_of_bytes_are_marked(axes):
 
 def test_the_legend_hides_nothing(axes):
     axes.figure.draw_without_rendering()
-    assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
+    (legend,) = axes.figure.legends
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_the_committed_plot_is_of_the_record(tmp_path):
