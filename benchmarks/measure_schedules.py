@@ -298,19 +298,20 @@ def large_block_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
     """Random cells of dsd and dds with blocks of 64 and 128, of matrices that are made quickly."""
     while True:
         m, k = (128 * int(2 ** rng.uniform(2, 7.5)) for _ in range(2))
-        if m * k <= MOST_CELLS:
-            yield random_blocks.Cell(
-                op=rng.choice((BlockSparseOp.DSD, BlockSparseOp.DDS)),
-                m=m,
-                k=k,
-                n=int(2 ** rng.uniform(5, 13)),
-                block=rng.choice((64, 128)),
-                density=2 ** rng.uniform(-6, -1),
-                pattern=rng.choice(("random", "random", "uneven", "banded")),
-                trans_a=rng.random() < 0.3,
-                trans_b=rng.random() < 0.3,
-                seed=rng.randrange(2**31),
-            )
+        cell = random_blocks.Cell(
+            op=rng.choice((BlockSparseOp.DSD, BlockSparseOp.DDS)),
+            m=m,
+            k=k,
+            n=int(2 ** rng.uniform(5, 13)),
+            block=rng.choice((64, 128)),
+            density=2 ** rng.uniform(-6, -1),
+            pattern=rng.choice(("random", "random", "uneven", "banded")),
+            trans_a=rng.random() < 0.3,
+            trans_b=rng.random() < 0.3,
+            seed=rng.randrange(2**31),
+        )
+        if m * k <= MOST_CELLS and cell.bitmap().any():
+            yield cell
 
 
 def cuts_of(desc: BlockSparseMatmulDescriptor) -> dict[str, Cut]:
