@@ -209,7 +209,7 @@ def timed(cell: Cell, plans: dict[str, GemmSparse24Plan]) -> Row:
 
 def plan_of(cell: Cell, entry: GemmEntry) -> GemmSparse24Plan:
     choice = Choice(cell.desc, cuda_properties(0), entry, PlanPreference(), {})
-    return GemmSparse24Plan(choice, ())
+    return GemmSparse24Plan(choice)
 
 
 def choosing(entry: GemmEntry, schedule: WgmmaSpSchedule) -> AbstractContextManager[object]:

@@ -150,4 +150,4 @@ def _configured(cell: Cell, backend: str) -> Iterator[tuple[str, dict[str, int],
         for configuration in row.kernel.candidates(cell.desc, device):
             choice = Choice(cell.desc, device, row, PlanPreference(), configuration)
             with suppress(Sparse24Error):  # the row can't keep its promises with it, or the library refuses
-                yield row.name, configuration, GemmSparse24Plan(choice, ())
+                yield row.name, configuration, GemmSparse24Plan(choice)

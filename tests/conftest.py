@@ -11,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from hypothesis import settings
 
 from sparse24_plans import BackendUnavailableError
 from sparse24_plans.device.jit.compiler import load_nvrtc
@@ -19,6 +20,8 @@ from .support import HAS_GPU
 
 _HANGS_AFTER_S = 300
 _watched_since, _log = -float("inf"), 2
+settings.register_profile("tests", deadline=None)  # a busy machine is slow, and no test fails for that
+settings.load_profile("tests")
 FOR_GPUS = pytest.StashKey[int]()
 """The number of tests that were left out because they need a GPU."""
 

@@ -176,6 +176,29 @@ def consider(
     return tuple(found)
 
 
+def consider_until_served(
+    entries: Sequence[R],
+    descriptor: Any,
+    preference: PlanPreference,
+    device: DeviceProperties,
+    tested: Mapping[str, Sequence[str]] | None = None,
+    configured: Mapping[str, Mapping[str, int]] | None = None,
+) -> tuple[JudgedEntry[R], ...]:
+    """What ``consider`` gives, up to the first entry that can serve, if nothing depends on those after it.
+
+    A bound of the workspace can leave every batch to a later entry, and the log has every entry's reason.
+    """
+    bounded = preference.require.batch_invariant and preference.max_workspace_bytes is not None
+    if bounded or SELECT.isEnabledFor(DEBUG):
+        return consider(entries, descriptor, preference, device, tested, configured)
+    found: list[JudgedEntry[R]] = []
+    for one in entries:
+        found += consider((one,), descriptor, preference, device, tested, configured)
+        if found[-1].reason is None:
+            break
+    return tuple(found)
+
+
 def _serving_every_batch(found: list[JudgedEntry[R]], choices: Sequence[Choice]) -> list[JudgedEntry[R]]:
     """Refuse kernels if a smaller batch would get another kernel, and so other bits."""
     crowded = next((at for at, one in enumerate(found) if one.crowded), len(found))

@@ -6,7 +6,7 @@ family adds its descriptor, its arguments and its table of kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -25,7 +25,7 @@ from .explanation import Explanation, KernelSku, Verdict
 from .families import plan_of, register
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
-from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
+from .kernel_table import JudgedEntry, KernelEntry, choose, consider, consider_until_served, log_choice
 from .launches import Caller, LaunchCache, Located
 from .operands import Args, Operand, OperandChecks, Views, fields_of
 from .preference import PlanPreference
@@ -85,7 +85,6 @@ class Plan:
     def __init__(
         self,
         choice: Choice,
-        considered: tuple[JudgedEntry[Any], ...],
         tested: Sequence[str] = (),
         *,
         absent: bool = False,
@@ -94,7 +93,7 @@ class Plan:
         self.preference = choice.preference
         self.device = choice.device
         self._entry: Any = choice.entry
-        self._considered, self._tested = considered, tested
+        self._tested = tested
         self._home, self._absent = home_of(choice.device), absent
         kernel = choice.entry.kernel
         self._kernel: Kernel[Any] = kernel.sized(choice) if absent else kernel(choice)
@@ -196,7 +195,7 @@ class Plan:
         """
         cls._check_descriptor(descriptor)
         properties, _ = described(device)
-        choice, _ = _choice(cls, descriptor, PlanPreference.of(preference), properties, tuning)
+        choice = _choice(cls, descriptor, PlanPreference.of(preference), properties, tuning)
         return tuple(choice.entry.kernel.compile(choice))
 
     @classmethod
@@ -253,7 +252,8 @@ class Plan:
 
     def explain(self) -> Explanation:
         """Why this kernel was chosen, and why each other one was not."""
-        return _explanation(self.device, self._considered, self._entry, self._kernel)
+        considered = considered_by(type(self), self.descriptor, self.preference, self.device, self._tuning)
+        return _explanation(self.device, considered, self._entry, self._kernel)
 
     def workspace_size(self) -> int:
         """Bytes of device scratch that ``run`` needs; constant for the plan's life."""
@@ -420,25 +420,24 @@ def _select(
     absent: bool,
     tuning: Any,
 ) -> Plan:
-    choice, considered = _choice(cls, descriptor, preference, device, tuning)
+    choice = _choice(cls, descriptor, preference, device, tuning)
     entry = choice.entry
     tested = tuning.promises(descriptor, (entry,), device).get(entry.name, ()) if tuning else ()
-    plan: Plan = cls(choice, considered, tested, absent=absent)
+    plan: Plan = cls(choice, tested, absent=absent)
     plan._tuning = tuning
     return plan
 
 
 def _choice(
     cls: type[Plan], descriptor: Descriptor, preference: PlanPreference, device: DeviceProperties, tuning: Any
-) -> tuple[Choice, tuple[JudgedEntry[Any], ...]]:
-    """The choice, and every entry with its reason."""
-    considered = considered_by(cls, descriptor, preference, device, tuning)
+) -> Choice:
+    considered = considered_by(cls, descriptor, preference, device, tuning, consider_until_served)
     try:
         entry = choose(considered)
     finally:
         log_choice(descriptor, device, considered)
     configuration = tuning.configuration(descriptor, entry, device) if tuning else {}
-    return Choice(descriptor, device, entry, preference, configuration), considered
+    return Choice(descriptor, device, entry, preference, configuration)
 
 
 def considered_by(
@@ -447,10 +446,11 @@ def considered_by(
     preference: PlanPreference,
     device: DeviceProperties,
     tuning: Tuning | None,
+    judge: Callable[..., tuple[JudgedEntry[Any], ...]] = consider,
 ) -> tuple[JudgedEntry[Any], ...]:
-    """Every kernel of the family, in order of preference, with the reason why it can't serve."""
+    """The family's kernels, in order of preference, with the reason why each can't serve."""
     tested = tuning.promises(descriptor, kind.table, device) if tuning else {}
     cuts = None
     if tuning and preference.require.arithmetic is not None:  # it depends on configurations
         cuts = tuning.configurations(descriptor, kind.table, device)
-    return consider(kind.table, descriptor, preference, device, tested, cuts)
+    return judge(kind.table, descriptor, preference, device, tested, cuts)

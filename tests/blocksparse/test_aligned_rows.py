@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -324,7 +324,6 @@ def test_the_library_is_given_aligned_rows(op, packed, trans_a, trans_b, n):
             assert ran.count("matmul") == 1
 
 
-@settings(deadline=None)
 @given(layout=layouts(most=3), n=st.integers(1, 80), batch=st.integers(1, 3), form=st.sampled_from(FORMS))
 def test_any_layout_has_its_product(layout, n, batch, form):
     op, packed, trans_a, trans_b = form

@@ -96,7 +96,7 @@ def test_the_sizes_of_models(op, block, head_size):
     random_check("host_blas", layout, op=op, head_size=head_size, batch=1, causal=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     layout=layouts(3),
     op=st.sampled_from(["forward", "backward"]),
@@ -195,7 +195,7 @@ def test_products_and_softmax_compose_to_the_same(row):
 # Dropout ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     layout=layouts(3),
     op=st.sampled_from(["forward", "backward"]),

@@ -91,7 +91,7 @@ def test_hostile_notes(tmp_path, text, complaint):
     assert snapshot(tmp_path) == before
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_give_typed_errors_and_no_file(tmp_path, data):
     """A few bytes changed anywhere: a Sparse24Error and nothing written, or a file that is sound."""

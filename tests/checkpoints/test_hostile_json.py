@@ -94,7 +94,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
 def test_the_documents_of_a_model(model, name, data):
@@ -120,7 +120,7 @@ def files(tmp_path_factory) -> list[Path]:
     return [dense, ours, theirs]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["dense", "sparse24", "tilelang"])
 def test_the_header_of_a_file(files, which, data):
@@ -151,7 +151,7 @@ TABLE = shorter(json.loads(next(iter(TABLES.glob("*.json"))).read_text()), "entr
 RECORD = shorter(json.loads((RECORDS / "h200.json").read_text()), "gemm", "prepare", "prepare_peers")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 @pytest.mark.parametrize(
     ("load", "document"), [(TuningTable.load, TABLE), (record.load, RECORD)], ids=["table", "record"]

@@ -25,9 +25,7 @@ from sparse24_plans.checkpoints.safetensors_file import (
     TensorInfo,
 )
 
-fuzzed = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+fuzzed = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def encode(header: Any, data: bytes = b"") -> bytes:

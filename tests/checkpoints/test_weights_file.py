@@ -28,7 +28,7 @@ from .models import (
     swap,
 )
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("element", [*ELEMENTS, "s8", "fp8_e4m3"])

@@ -11,7 +11,7 @@ from hypothesis import settings
 from sparse24_plans import ElementKind, Sparse24Weight
 from sparse24_plans.formats.table import FORMATS
 
-quick = settings(max_examples=10, deadline=None)
+quick = settings(max_examples=10)
 CASES = [(name, element) for name, known in FORMATS.items() for element in known.elements]
 every_case = pytest.mark.parametrize(("name", "element"), CASES, ids=lambda value: str(value))
 ONE_OF_TWO = ("torch_cutlass", "cutlass_sm90")  # float32 is 1:2 there

@@ -271,7 +271,7 @@ def outcome(call: Any) -> Any:
         return error
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_nothing_but_typed_errors(data):
     """One argument of a sound call is anything at all: a result, or an error of ours that can be printed."""

@@ -60,7 +60,7 @@ def check(case: BatchedCase, *, bits: bool = True) -> np.ndarray:
 # The definition -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("row", ["host_strict", "host_blas"])
 def test_host_kernels_multiply_batches_of_every_type_order_and_stride(row, data, seed):

@@ -119,7 +119,7 @@ def test_float32_in_columns_goes_to_the_library(order, n):
     assert set(reasons.values()) == {"serves x_order and y_order row"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 600).map(lambda units: 8 * units),
     m=st.integers(1, 30000),

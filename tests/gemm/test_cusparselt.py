@@ -116,7 +116,7 @@ def test_large_sums_of_s8_are_right_to_float32():
     assert (got == exact.astype(np.float32)).all()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     pair=st.sampled_from(PAIRS),
     units=st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 12)),

@@ -56,7 +56,7 @@ def test_one_token_of_any_k(element, k):
 
 
 @pytest.mark.gpu
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 600),
     m=st.integers(1, 700),

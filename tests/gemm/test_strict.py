@@ -47,7 +47,7 @@ def exact_fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
     return round_to_f32(exact)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(a=f32_bits | st.sampled_from(SPECIALS), b=f32_bits | st.sampled_from(SPECIALS), c=f32_bits)
 def test_fma_rounds_once(a, b, c):
     a, b, c = as_f32(a), as_f32(b), as_f32(c)
@@ -58,7 +58,7 @@ def test_fma_rounds_once(a, b, c):
     assert same_bits(np.array(got), np.array(exact_fma(a, b, c)))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     a=st.integers(-(2**24), 2**24),
     b=st.integers(-(2**24), 2**24),
@@ -80,7 +80,7 @@ def test_fma_near_ties(a, b, shift, nudge):
     assert same_bits(np.array(got), np.array(exact_fma(a, b, c)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(part=st.integers(-600, 600), addend=st.integers(-(2**23), 2**23), scale=st.integers(-4, 0))
 def test_fma_near_ties_of_subnormals(part, addend, scale):
     """Products of nearly half the least float32, or other powers of two, added to subnormal ones."""

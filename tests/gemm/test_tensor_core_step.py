@@ -61,7 +61,7 @@ def float32s() -> st.SearchStrategy[float]:
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_operands(element, data):
     products = scalar.PRODUCTS[element]
@@ -176,7 +176,7 @@ def test_fewer_products_stand_for_themselves_and_zeros(element):
     assert few.tobytes() == check(a, b, c, element).tobytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(value=st.floats(allow_nan=False, allow_infinity=False), bits=st.sampled_from([13, 23]))
 def test_cut_is_toward_zero(value, bits):
     got = float(cut(np.array([value]), bits)[0])

@@ -31,7 +31,7 @@ from sparse24_plans.blocksparse.kernel_table import (
 from sparse24_plans.device.devices import cuda_device_count
 from sparse24_plans.gemm.kernel_table import ENTRIES as GEMM_ENTRIES
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.plan.kernel_table import KernelEntry, choose, consider
+from sparse24_plans.plan.kernel_table import KernelEntry, choose, consider, consider_until_served
 from sparse24_plans.prepare.kernel_table import ENTRIES as PREPARE_ENTRIES
 
 from ..sample_devices import AMPERE, HOPPER, HOST, PLACES, TURING
@@ -97,9 +97,14 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
         assert answer.workspace_is_exact or library
         assert answer.workspace_size <= (2**64 if allowed is None else allowed)
     considered = consider(family.rows, desc, preference, device)
+    until_served = consider_until_served(family.rows, desc, preference, device)
+    assert until_served == considered[: len(until_served)]
     if able:
-        assert choose(considered).name == able[0]
+        assert choose(considered).name == choose(until_served).name == able[0]
+        bounded = preference.require.batch_invariant and allowed is not None
+        assert until_served[-1].entry.name == able[0] or bounded
         return
+    assert until_served == considered
     with pytest.raises((UnsupportedError, BackendUnavailableError)) as caught:
         choose(considered)
     groups: dict[tuple[bool, str | None], list[str]] = {}

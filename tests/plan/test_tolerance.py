@@ -67,7 +67,7 @@ def exact_result(v: np.ndarray, kind: EpilogueKind) -> np.ndarray:
 
 @kinds
 @pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data(), seed=seeds)
 def test_a_result_is_within_the_tolerance(kernel, kind, data, seed):
     """Against float64, far from the grid of round numbers."""
@@ -123,7 +123,7 @@ def test_a_result_is_within_the_tolerance(kernel, kind, data, seed):
 
 @pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
 @pytest.mark.parametrize("element", ["f32", "bf16"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=st.floats(0.51, 2), seed=seeds)
 def test_an_alpha_that_float32_stores_roughly_is_within_the_tolerance(element, kernel, steps, seed):
     """A subnormal alpha is rounded by up to its size. The sums are large, so that results are normal."""
@@ -145,7 +145,7 @@ def test_an_alpha_that_float32_stores_roughly_is_within_the_tolerance(element, k
 
 @pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
 @pytest.mark.parametrize("kind", ["bias_swiglu", "bias_geglu"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(exponent=st.floats(-149, -140), large=st.floats(0, 60), seed=seeds)
 def test_a_subnormal_gate_of_a_large_value_is_within_the_tolerance(kind, kernel, exponent, large, seed):
     """A subnormal alpha makes the gates subnormal, and the bias makes what they multiply large."""
@@ -175,7 +175,7 @@ def cuda_activation(v: np.ndarray, kind: EpilogueKind, rng: np.random.Generator)
 
 
 @kinds
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, widest=st.sampled_from([1e-3, 1.0, 8.0, 40.0, 140.0, 1e4]))
 def test_activations_of_cuda_at_their_worst_are_within_the_tolerance(kind, seed, widest):
     """The sum is one product without an error of its own, so that the epilogue alone decides."""
@@ -209,7 +209,7 @@ def test_activations_of_cuda_at_their_worst_are_within_the_tolerance(kind, seed,
     assert (allowed <= 40 * U * sizes + 2.0**-119 * (1 + sizes)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, widest=st.sampled_from([1e-3, 1.0, 8.0]))
 def test_the_tanh_of_a_library_is_within_its_guarantee(seed, widest):
     """cuSPARSELt's GELU takes the hardware's tanh, whose error its guarantee has as a field."""
@@ -354,7 +354,7 @@ def a_layout(rng: np.random.Generator, heads: int, rows: int, cols: int, block: 
 
 
 @pytest.mark.parametrize("element", ["f32", "f16", "bf16"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=seeds, widest=st.sampled_from([0.1, 3.0, 60.0]), scale=st.sampled_from([1.0, -0.3, 1 / 7]))
 def test_a_softmax_is_within_the_tolerance(element, seed, widest, scale):
     rng = np.random.default_rng(seed)
@@ -380,7 +380,7 @@ def test_a_softmax_is_within_the_tolerance(element, seed, widest, scale):
 
 @pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
 @pytest.mark.parametrize("element", ["f32", "f16", "bf16"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=seeds, widest=st.sampled_from([0.1, 1.0, 3.0]))
 def test_attention_is_within_the_tolerance(kernel, element, seed, widest):
     rng = np.random.default_rng(seed)

@@ -169,7 +169,7 @@ def test_pack_and_unpack_are_packings_inverse_pair(element, m, k, device):
 
 
 @given(st.integers(0, 63), st.integers(0, 31), st.sampled_from([0, 1, 5, 15, 10, 2]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_unpack_reports_a_bad_nibble(row, group, nibble):
     check_bad_nibble("host", row, group, nibble)
 

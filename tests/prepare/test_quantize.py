@@ -118,7 +118,7 @@ def codes(quotients: np.ndarray, out: str) -> np.ndarray:
 
 
 @every_out
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-149, 127), size=st.floats(-13, 9))
 def test_the_kernels_quotients_become_what_ieee_division_gives(out, seed, exponent, size):
     """Any two mantissas, quotients near ties, and scales of every size."""
@@ -134,7 +134,7 @@ def test_the_kernels_quotients_become_what_ieee_division_gives(out, seed, expone
 
 
 @every_out
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_bits_over_any_bits(out, seed):
     rng = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ def test_any_bits_over_any_bits(out, seed):
 
 
 @every_out
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-149, 127))
 def test_rows_over_their_own_scales(out, seed, exponent):
     rng = np.random.default_rng(seed)

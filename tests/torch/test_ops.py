@@ -129,7 +129,7 @@ def test_uint16_and_int16_metadata_mean_the_same():
 
 
 @given(n=st.integers(0, 9), m=st.integers(1, 70), groups=st.integers(1, 9), dtype=st.sampled_from(FLOATS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_size(n, m, groups, dtype):
     values, meta, dense = weight(m, 8 * groups, dtype)
     x = randn(n, 8 * groups, dtype=dtype)

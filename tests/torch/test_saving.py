@@ -413,7 +413,7 @@ KEYS = (
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(key=st.sampled_from(KEYS), value=VALUES)
 def test_a_hostile_configuration_is_refused_by_a_typed_error(folder, tmp_path_factory, key, value):
     if key == "num_hidden_layers" and isinstance(value, int) and value > 100:

@@ -100,7 +100,7 @@ def test_plans_give_what_the_short_forms_give(two_rows_a_block, element):
 
 
 @given(bad=st.sets(st.tuples(st.integers(0, ROWS - 1), st.integers(0, K // 4 - 1)), min_size=1, max_size=6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_first_bad_group_is_named_whichever_block_is_done_first(bad):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(canonical, "_HOST_STEP", 2 * K)

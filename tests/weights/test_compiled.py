@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -103,7 +103,6 @@ def test_compiled_loops_give_what_numpy_gives(element):
 
 
 @needs_numba
-@settings(deadline=None)
 @given(case=matrices())
 def test_any_matrix_is_prepared_alike(case):
     """NaN, Inf, -0.0, subnormals and ties among them."""
@@ -133,7 +132,6 @@ def test_any_matrix_is_prepared_alike(case):
 
 
 @needs_numba
-@settings(deadline=None)
 @given(case=matrices_and_scores())
 def test_any_scores_rank_alike(case):
     dense, _, scores = case
@@ -145,7 +143,6 @@ def test_any_scores_rank_alike(case):
 
 @needs_numba
 @given(offset=st.integers(0, 7), readonly=st.booleans())
-@settings(deadline=None)
 def test_memory_of_any_kind_is_read(offset, readonly):
     """At addresses that no word is aligned to, read-only, and in columns of something wider."""
     memory = np.random.default_rng(offset).integers(0, 256, 16 * 48 * 4 + 8, np.uint8)

@@ -198,7 +198,7 @@ def test_every_cell_and_all_padding():
             assert got == (metadata[row, group] if row < m and group < k // 4 else 0x4)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     m=st.integers(0, 140),
     eighths=st.integers(0, 40),

@@ -62,7 +62,7 @@ def test_the_instruction_sees_the_dense_matrix(m, k):
     np.testing.assert_array_equal(dense, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(m=st.integers(1, 200), k=st.integers(1, 40).map(lambda units: 8 * units), seed=st.integers(0, 99))
 def test_round_trip(m, k, seed):
     weight = hostile_weight(m, k, seed)

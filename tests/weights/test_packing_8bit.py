@@ -67,7 +67,7 @@ def test_the_instruction_sees_the_dense_matrix(element, m, k):
     assert not seen[:, k:].any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     m=st.integers(0, 140),
     k=st.integers(0, 70).map(lambda units: 8 * units),

@@ -26,7 +26,7 @@ def parts_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return high, low
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_parts_are_the_nearest_of_bf16(x):
     high, low = (part[0] for part in parts_of([x]))

@@ -124,7 +124,7 @@ def test_registers_give_the_product_of_the_dequantized_weight(stored, group, m, 
     np.testing.assert_allclose(model_product(weight, x), dense @ x.T, rtol=1e-12, atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     stored=st.sampled_from(STORED),
     group=st.sampled_from([0, 32, 64, 128]),

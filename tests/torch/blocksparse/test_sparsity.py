@@ -22,7 +22,7 @@ HEADS = 3
 sides = st.integers(1, 13)
 ways = st.sampled_from(["unidirectional", "bidirectional"])
 flags = st.booleans()
-few = settings(max_examples=150, deadline=None)
+few = settings(max_examples=150)
 
 
 def bitmap(config: SparsityConfig, side: int) -> np.ndarray:
