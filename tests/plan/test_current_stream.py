@@ -12,7 +12,6 @@ from sparse24_plans import Device, ElementKind, InvalidProblemError, TensorView,
 from sparse24_plans.device import streams
 from sparse24_plans.plan import bound, plan
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.plan.kernel_table import consider
 from sparse24_plans.plan.preference import PlanPreference
 
 from ..sample_devices import H200
@@ -96,7 +95,7 @@ def a_plan() -> ToyPlan:
     """A plan on a GPU that isn't there."""
     desc, preference = ToyDescriptor(), PlanPreference()
     choice = Choice(desc, H200, ToyPlan.table[0], preference, {})
-    return ToyPlan(choice, consider(ToyPlan.table, desc, preference, H200))
+    return ToyPlan(choice)
 
 
 @pytest.mark.parametrize(
