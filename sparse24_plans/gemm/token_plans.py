@@ -9,7 +9,7 @@ from ..device.devices import PlaceLike
 from ..device.jit.cache import CompiledKernel
 from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError, refusing, shown
 from ..plan.kernel import Choice
-from ..plan.kernel_table import choose, consider_until_served
+from ..plan.kernel_table import choose
 from ..plan.plan import Plan, considered_by
 from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, integer
@@ -144,7 +144,7 @@ class GemmSparse24TokenPlans(Generic[P]):
         problem = self._problem(n)
         try:
             wanted = self._preference, self._device, self._tuning
-            entry = choose(considered_by(self._kind, problem, *wanted, consider_until_served))
+            entry = choose(considered_by(self._kind, problem, *wanted, until_served=True))
         except (UnsupportedError, BackendUnavailableError) as error:
             raise type(error)(f"{n} tokens: {error}") from error
         if entry.name not in self._largest or self._largest[entry.name].descriptor.n < n:

@@ -162,41 +162,26 @@ def consider(
     device: DeviceProperties,
     tested: Mapping[str, Sequence[str]] | None = None,
     configured: Mapping[str, Mapping[str, int]] | None = None,
+    *,
+    until_served: bool = False,
 ) -> tuple[JudgedEntry[R], ...]:
     """Every entry, in order, with the reason why it can't serve.
 
     By kernels' names, ``configured`` has configurations of a tuning table, and ``tested`` the flags of the
-    guarantee that self-tests of these configurations have confirmed.
+    guarantee that self-tests of these configurations have confirmed. ``until_served`` leaves out the entries
+    after the first that can serve, unless a bound of the workspace can leave every batch to one of them, or
+    the log has every entry's reason.
     """
-    flags, cuts = tested or {}, configured or {}
-    choices = [Choice(descriptor, device, one, preference, cuts.get(one.name, {})) for one in entries]
-    found = [_judge(choice, flags.get(choice.entry.name, ())) for choice in choices]
-    if preference.require.batch_invariant:
-        found = _serving_every_batch(found, choices)
-    return tuple(found)
-
-
-def consider_until_served(
-    entries: Sequence[R],
-    descriptor: Any,
-    preference: PlanPreference,
-    device: DeviceProperties,
-    tested: Mapping[str, Sequence[str]] | None = None,
-    configured: Mapping[str, Mapping[str, int]] | None = None,
-) -> tuple[JudgedEntry[R], ...]:
-    """What ``consider`` gives, up to the first entry that can serve, if nothing depends on those after it.
-
-    A bound of the workspace can leave every batch to a later entry, and the log has every entry's reason.
-    """
-    bounded = preference.require.batch_invariant and preference.max_workspace_bytes is not None
-    if bounded or SELECT.isEnabledFor(DEBUG):
-        return consider(entries, descriptor, preference, device, tested, configured)
-    found: list[JudgedEntry[R]] = []
+    flags, cuts, invariant = tested or {}, configured or {}, preference.require.batch_invariant
+    bounded = invariant and preference.max_workspace_bytes is not None
+    stops = until_served and not bounded and not SELECT.isEnabledFor(DEBUG)
+    choices, found = [], list[JudgedEntry[R]]()
     for one in entries:
-        found += consider((one,), descriptor, preference, device, tested, configured)
-        if found[-1].reason is None:
+        choices.append(Choice(descriptor, device, one, preference, cuts.get(one.name, {})))
+        found.append(_judge(choices[-1], flags.get(one.name, ())))
+        if stops and found[-1].reason is None:
             break
-    return tuple(found)
+    return tuple(_serving_every_batch(found, choices) if invariant else found)
 
 
 def _serving_every_batch(found: list[JudgedEntry[R]], choices: Sequence[Choice]) -> list[JudgedEntry[R]]:

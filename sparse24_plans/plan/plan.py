@@ -6,7 +6,7 @@ family adds its descriptor, its arguments and its table of kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -25,7 +25,7 @@ from .explanation import Explanation, KernelSku, Verdict
 from .families import plan_of, register
 from .guarantee import PrecisionGuarantee
 from .kernel import Choice, Kernel
-from .kernel_table import JudgedEntry, KernelEntry, choose, consider, consider_until_served, log_choice
+from .kernel_table import JudgedEntry, KernelEntry, choose, consider, log_choice
 from .launches import Caller, LaunchCache, Located
 from .operands import Args, Operand, OperandChecks, Views, fields_of
 from .preference import PlanPreference
@@ -431,7 +431,7 @@ def _select(
 def _choice(
     cls: type[Plan], descriptor: Descriptor, preference: PlanPreference, device: DeviceProperties, tuning: Any
 ) -> Choice:
-    considered = considered_by(cls, descriptor, preference, device, tuning, consider_until_served)
+    considered = considered_by(cls, descriptor, preference, device, tuning, until_served=True)
     try:
         entry = choose(considered)
     finally:
@@ -446,11 +446,12 @@ def considered_by(
     preference: PlanPreference,
     device: DeviceProperties,
     tuning: Tuning | None,
-    judge: Callable[..., tuple[JudgedEntry[Any], ...]] = consider,
+    *,
+    until_served: bool = False,
 ) -> tuple[JudgedEntry[Any], ...]:
-    """The family's kernels, in order of preference, with the reason why each can't serve."""
+    """What ``consider`` says of the family's kernels, which are in order of preference."""
     tested = tuning.promises(descriptor, kind.table, device) if tuning else {}
     cuts = None
     if tuning and preference.require.arithmetic is not None:  # it depends on configurations
         cuts = tuning.configurations(descriptor, kind.table, device)
-    return judge(kind.table, descriptor, preference, device, tested, cuts)
+    return consider(kind.table, descriptor, preference, device, tested, cuts, until_served=until_served)

@@ -31,7 +31,7 @@ from sparse24_plans.blocksparse.kernel_table import (
 from sparse24_plans.device.devices import cuda_device_count
 from sparse24_plans.gemm.kernel_table import ENTRIES as GEMM_ENTRIES
 from sparse24_plans.plan.kernel import Choice
-from sparse24_plans.plan.kernel_table import KernelEntry, choose, consider, consider_until_served
+from sparse24_plans.plan.kernel_table import KernelEntry, choose, consider
 from sparse24_plans.prepare.kernel_table import ENTRIES as PREPARE_ENTRIES
 
 from ..sample_devices import AMPERE, HOPPER, HOST, PLACES, TURING
@@ -97,7 +97,7 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
         assert answer.workspace_is_exact or library
         assert answer.workspace_size <= (2**64 if allowed is None else allowed)
     considered = consider(family.rows, desc, preference, device)
-    until_served = consider_until_served(family.rows, desc, preference, device)
+    until_served = consider(family.rows, desc, preference, device, until_served=True)
     assert until_served == considered[: len(until_served)]
     if able:
         assert choose(considered).name == choose(until_served).name == able[0]
