@@ -75,7 +75,7 @@ from sparse24_plans.gemm.schedules.wgmma_sp import (
 )
 from sparse24_plans.plan.kernel import Choice, align_up
 from sparse24_plans.tuning.data import Matrix, free_memory
-from sparse24_plans.tuning.timing import time_contenders
+from sparse24_plans.tuning.timing import Contender, time_contenders
 from sparse24_plans.vocab import DeviceProperties, ElementKind
 
 from . import blocks, random_blocks
@@ -263,6 +263,15 @@ def block_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
         )
 
 
+def forced(problem: blocks.Problem, name: str, backend: str, **wishes: Any) -> Contender:
+    """A backend's plan for the problem, checked. Raises UnsupportedError for a wrong result."""
+    wanted = {"prefer_backend": backend, **wishes}
+    ours = problem.ours(BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted))
+    problem.check(ours)
+    ours.name = name
+    return ours
+
+
 def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
     spare = 1 << 30  # bytes of workspace that no other problem is allowed, since plans are cached
     for cell in block_cells(rng):
@@ -273,20 +282,12 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         backends = {"inflate": "inflate_cublas"}
         if cell.op is BlockSparseOp.SDD and cell.n <= FEW_TOKENS:
             backends["mma"] = "blocks_mma"
-        for name, backend in backends.items():
-            wanted = {"prefer_backend": backend}
-            plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted)
-            contenders.append(problem.ours(plan))
-            contenders[-1].name = name
+        contenders += [forced(problem, name, backend) for name, backend in backends.items()]
         for schedule in schedules_by_density(problem.desc):
             spare += 1
-            preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
+            name = f"{schedule.rows},{schedule.tokens},{schedule.cluster_n}"
             with mock.patch.object(blocks_wgmma, "best_schedule", return_value=schedule):
-                plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
-            ours = problem.ours(plan)
-            problem.check(ours)
-            ours.name = f"{schedule.rows},{schedule.tokens},{schedule.cluster_n}"
-            contenders.append(ours)
+                contenders.append(forced(problem, name, "blocks_wgmma", max_workspace_bytes=spare))
         times = time_contenders(contenders, rounds=5, round_ms=0.7)
         us = {name: round(one, 1) for name, one in times.items()}
         others = {f"{name}_us": us.pop(name) for name in ("dense", "inflate", "mma") if name in us}
@@ -349,12 +350,8 @@ def measure_large_blocks(rng: random.Random, end: float) -> Iterator[Row]:
             contenders = [problem.dense()]
             for name, cut in cuts_of(problem.desc).items():
                 spare += 1
-                preference = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
                 with mock.patch.object(Cut, "of", return_value=cut):
-                    plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=preference)
-                contenders.append(problem.ours(plan))
-                problem.check(contenders[-1])
-                contenders[-1].name = name
+                    contenders.append(forced(problem, name, "blocks_wgmma", max_workspace_bytes=spare))
             times = time_contenders(contenders, rounds=5, round_ms=0.7)
             us = {name: round(one, 2) for name, one in times.items()}
             about = {**asdict(cell), "longest_panel": problem.desc.longest_panel}
@@ -372,21 +369,12 @@ def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
 
 def packed_times(problem: blocks.Problem) -> dict[str, Any]:
     """Microseconds of a packed product by its kept blocks, by either kernel, and as a dense copy."""
-    contenders = []
-
-    def add(name: str, backend: str, **wishes: Any) -> None:
-        wanted = {"prefer_backend": backend, **wishes}
-        plan = BlockSparseMatmulPlan.select(problem.desc, device=0, preference=wanted)
-        contenders.append(problem.ours(plan))
-        problem.check(contenders[-1])
-        contenders[-1].name = name
-
-    add("us", "blocks_wgmma")
-    add("dense_us", "inflate_cublas")
+    contenders = [forced(problem, "us", "blocks_wgmma"), forced(problem, "dense_us", "inflate_cublas")]
     tried = BlocksMmaSchedule.candidates(problem.desc) if problem.desc.n <= FEW_TOKENS else []
     for number, one in enumerate(tried):
         with mock.patch.object(BlocksMmaSchedule, "of", return_value=one):  # plans are cached
-            add(f"{one.warps},{one.strips}", "blocks_mma", max_workspace_bytes=(1 << 30) + number)
+            name, room = f"{one.warps},{one.strips}", (1 << 30) + number
+            contenders.append(forced(problem, name, "blocks_mma", max_workspace_bytes=room))
     found = time_contenders(contenders, rounds=5, round_ms=0.7)
     times: dict[str, Any] = {name: round(us, 2) for name, us in found.items()}
     by_mma = {contender.name: times.pop(contender.name) for contender in contenders[2:]}
