@@ -121,7 +121,7 @@ TRUE = {
 def made_times(seed: int) -> list[dict]:
     """Lines of measured packed operands whose times follow the models exactly."""
     lines = []
-    for cell in itertools.islice(packed_cells(seed), 40):
+    for cell in itertools.islice(packed_cells(seed), 60):
         desc = replace(cell, packed=True).descriptor(cell.layout())
         about = {"blocks": desc.layout.blocks, "longest_panel": desc.longest_panel}
         times: dict = {
@@ -139,7 +139,7 @@ def made_times(seed: int) -> list[dict]:
 def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch):
     lines = made_times(3)
     monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
-    for name in (one for one in block_fits.PACKED_MODELS if "_k_last_128" in one or "dense" in one):
+    for name in (one for one in block_fits.PACKED_MODELS if "_128" in one or "dense" in one):
         assert len(block_fits.packed_problems(name, GPU)) > 2
         found = block_fits.way_entry(name, GPU)
         assert set(found["constants"]) == {"launch", "exponent", *block_fits.WAY_OF[name].terms}
@@ -249,7 +249,7 @@ def test_models_of_sdd_are_fitted_to_measured_times(monkeypatch):
         block_fits.SAMPLED_DENSE: (6.0, 1.5, (2e-9, 7e-10, 3e-7, 1e-7, 6e-7)),
     }
     lines = []
-    for row in descent.lines_of(GPU, "block-times")[::16]:
+    for row in descent.lines_of(GPU, "block-times")[::4]:
         if row["op"] == "sdd" and row["block"] < 64 and "mma_us" not in row:
             desc = block_fits.described(row)
             us, inflated = (CostModel(*one).microseconds(way.work(desc)) for way, one in true.items())
@@ -259,7 +259,7 @@ def test_models_of_sdd_are_fitted_to_measured_times(monkeypatch):
         found = block_fits.way_entry(name, GPU)
         assert set(found["constants"]) == {"launch", "exponent", *way.terms}
         assert found["measured"]["file"] == "h200-block-times.jsonl"
-        assert found["measured"]["problems"] > 5
+        assert found["measured"]["problems"] > 20
         assert found["measured"]["error"]["mean"] < 0.03
 
 

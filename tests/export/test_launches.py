@@ -202,10 +202,10 @@ def test_every_number_of_tokens_launches_what_python_launches(c, tmp_path, named
 
 def test_numbers_of_tokens_in_groups_share_ranges(tmp_path, named_cubins):
     """Groups may end anywhere, so the tile of their last tokens is no special one."""
-    descriptor = GemmSparse24Descriptor(n=300, m=1536, k=2048, element="bf16", groups=8)
+    descriptor = GemmSparse24Descriptor(n=600, m=1536, k=2048, element="bf16", groups=8)
     export_plans([descriptor], tmp_path, device="h200")
     records = Tables.of((tmp_path / "plans.bin").read_bytes()).records
-    assert len(records["ranges"]) <= 30
+    assert len(records["ranges"]) < 600 / 20
 
 
 def test_plans_of_one_kernel_keep_their_shared_memory(c, tmp_path, named_cubins):
