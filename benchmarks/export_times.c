@@ -107,7 +107,7 @@ int main(int count, char **arguments) {
     expect_ok(s24_find(library, s24_problem(library, 0, NULL), atol(arguments[2]), &run.plan, &error), &error);
     for (uint32_t i = 0; i < s24_operand_count(&run.plan); i++) {
         CUDA(cuMemAlloc_v2(&run.operands[i].address, ROOM));
-        CUDA(cuMemsetD8_v2(run.operands[i].address, 0x44, ROOM)); /* Metadata that the hardware takes. */
+        CUDA(library->driver.fill(run.operands[i].address, 0x44, ROOM, run.stream)); /* Metadata that the hardware takes. */
         run.operands[i].stride = 16384;
     }
     if ((run.nbytes = s24_workspace(&run.plan, NULL))) CUDA(cuMemAlloc_v2(&run.workspace, run.nbytes));

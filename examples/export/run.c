@@ -99,7 +99,7 @@ static int run(s24_library *library, const char *folder, uint64_t weight, int n,
 }
 
 int main(int count, char **arguments) {
-    enum { NON_BLOCKING = 1 };
+    enum { ORDERED = 0 }; /* The stream waits for the copies, which run on the default stream, and they for it. */
     static const int TOKENS[] = {1, 16, 300};
     char plans[4096];
     void *context, *stream;
@@ -113,7 +113,7 @@ int main(int count, char **arguments) {
     CUDA(cuInit(0));
     CUDA(cuDevicePrimaryCtxRetain(&context, 0));
     CUDA(cuCtxSetCurrent(context));
-    CUDA(cuStreamCreate(&stream, NON_BLOCKING));
+    CUDA(cuStreamCreate(&stream, ORDERED));
 
     snprintf(plans, sizeof plans, "%s/plans", arguments[1]);
     check(s24_open(plans, &library, &error), &error);

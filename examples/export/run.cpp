@@ -91,7 +91,7 @@ int main(int count, char **arguments) {
     CUDA(cuInit(0));
     CUDA(cuDevicePrimaryCtxRetain(&context, 0));
     CUDA(cuCtxSetCurrent(context));
-    CUDA(cuStreamCreate(&stream, 1));
+    CUDA(cuStreamCreate(&stream, 0)); // It waits for the copies, which run on the default stream, and they for it.
     int code = 2;
     try {
         if (count != 2) throw std::runtime_error("usage: run FOLDER");

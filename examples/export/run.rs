@@ -148,7 +148,8 @@ fn on_device(folder: &str) -> Result<bool> {
         cuda(sys::cuInit(0), "cuInit")?;
         cuda(sys::cuDevicePrimaryCtxRetain(&mut context, 0), "cuDevicePrimaryCtxRetain")?;
         cuda(sys::cuCtxSetCurrent(context), "cuCtxSetCurrent")?;
-        cuda(sys::cuStreamCreate(&mut stream, 1), "cuStreamCreate")?;
+        // The stream waits for the copies, which run on the default stream, and they for it.
+        cuda(sys::cuStreamCreate(&mut stream, 0), "cuStreamCreate")?;
         let found = run(folder, stream);
         cuda(sys::cuStreamDestroy_v2(stream), "cuStreamDestroy")?;
         cuda(sys::cuDevicePrimaryCtxRelease_v2(0), "cuDevicePrimaryCtxRelease")?;

@@ -174,6 +174,7 @@ int cuTensorMapEncodeIm2col(void *map, int type, uint32_t rank, void *address, c
 #ifdef PROGRAMS /* Memory, streams and graphs. NVRTC would call these as well, in a process that has the stub. */
 
 static int made; /* Handles that are to be freed. */
+static int unordered; /* Whether a stream doesn't wait for what the default stream copies and fills, nor it for the stream. */
 int on_exit(void (*function)(int, void *), void *argument); /* C99 hides this function of glibc. */
 
 static void end(int status, void *unused) {
@@ -216,7 +217,7 @@ int cuMemFree_v2(uint64_t address) {
     return MISUSED;
 }
 int cuMemcpyHtoD_v2(uint64_t target, const void *source, size_t nbytes) {
-    if (capturing || !is_memory(target, nbytes)) return MISUSED;
+    if (capturing || unordered || !is_memory(target, nbytes)) return MISUSED;
     memcpy((void *)(uintptr_t)target, source, nbytes);
     return 0;
 }
@@ -226,11 +227,16 @@ int cuMemcpyDtoH_v2(void *target, uint64_t source, size_t nbytes) {
     return 0;
 }
 int cuMemsetD8_v2(uint64_t address, unsigned char byte, size_t nbytes) {
-    if (capturing || !is_memory(address, nbytes)) return MISUSED;
+    if (capturing || unordered || !is_memory(address, nbytes)) return MISUSED;
     memset((void *)(uintptr_t)address, byte, nbytes);
     return 0;
 }
-int cuStreamCreate(void **stream, unsigned flags) { made++; *stream = malloc(1); return flags > 1 ? MISUSED : 0; }
+int cuStreamCreate(void **stream, unsigned flags) {
+    made++;
+    unordered |= flags == 1;
+    *stream = malloc(1);
+    return flags > 1 ? MISUSED : 0;
+}
 int cuStreamSynchronize(void *stream) { return !stream ? MISUSED : capturing ? CAPTURING : 0; }
 int cuStreamDestroy_v2(void *stream) { made--; free(stream); return 0; }
 int cuStreamBeginCapture_v2(void *stream, int mode) {
