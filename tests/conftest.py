@@ -16,6 +16,7 @@ from hypothesis import settings
 from sparse24_plans import BackendUnavailableError
 from sparse24_plans.device.jit.compiler import load_nvrtc
 
+from .plan.cases import is_on_host_alone
 from .support import HAS_GPU
 
 _HANGS_AFTER_S = 300
@@ -78,11 +79,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if crc32(item.nodeid.encode()) % count == index - 1]
+    items[:] = [item for item in items if not _is_served_on_the_host_alone(item)]
     if not HAS_GPU:
         for_gpus = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=for_gpus)
         config.stash[FOR_GPUS] = len(for_gpus)
+
+
+def _is_served_on_the_host_alone(item: pytest.Item) -> bool:
+    """Whether the test is of a GPU and of a problem that no kernel of a GPU serves."""
+    parameters = (
+        item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    )
+    return parameters.get("device") == 0 and is_on_host_alone(parameters.get("desc"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -59,8 +59,9 @@ def reference(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The exact result and the allowed error, float64 [N, outputs]."""
     desc = plan.descriptor
-    w = dense.T if desc.op == "forward" else dense
-    wide = x.astype(np.float64)
+    wide, w = x.astype(np.float64), dense.astype(np.float64, copy=False)
+    if desc.op == "forward":
+        w = w.T
     exact = desc.alpha * product64(plan, wide, w) * scale
     sizes = [
         plan.guarantee.magnitudes(values, element)

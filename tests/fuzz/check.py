@@ -93,7 +93,7 @@ def _check_product(problem: Product, device: int | str) -> bool:
     case = case_of(plan, data, problem.pads, problem.offsets, in_place=problem.in_place)
     verdict = plan.can_implement(case.args)
     if not verdict:
-        _check_refusal(problem, case, verdict.error)
+        _check_refusal(problem, case, data.c if problem.in_place else None, verdict.error)
         return _check_product(replace(problem, pads=(0, 0, 0), offsets=(0, 0, 0)), device)
     got = case.run().copy()
     known = reference(plan, case.x, case.dense, case.bias, case.scale, case.c, case.scale_y)
@@ -130,13 +130,14 @@ def _check_grouped(problem: GroupedProduct, device: int | str) -> bool:
     return True
 
 
-def _check_refusal(problem: Product, case: Case, error: Sparse24Error | None) -> None:
-    """Check that misaligned operands are refused as announced, and that nothing is written."""
+def _check_refusal(problem: Product, case: Case, c: np.ndarray | None, error: Sparse24Error | None) -> None:
+    """Check that misaligned operands are refused as announced, and that nothing is written, nor onto C."""
     assert isinstance(error, (UnsupportedError, MisalignedOperandError)), repr(error)
     assert any((*problem.pads, *problem.offsets)), f"refused although packed and aligned: {error}"
     with pytest.raises(type(error)):
         case.run()
-    assert case.result.untouched(), f"refused, but written: {error}"
+    is_kept = case.result.untouched() if c is None else same_bits(case.result.numpy(), c)
+    assert is_kept, f"refused, but written: {error}"
 
 
 def _check_numbers(plan: GemmSparse24Plan, got: np.ndarray, exact: np.ndarray, tolerance: np.ndarray) -> None:

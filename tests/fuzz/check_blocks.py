@@ -9,7 +9,7 @@ import numpy as np
 from sparse24_plans import PlanPreference, UnsupportedError
 
 from ..blocksparse.problems import case_of, random_operands, reference
-from ..plan.cases import PlanCase, equal, select
+from ..plan.cases import PLANS, PlanCase, equal
 from .block_problems import BlockProblem
 
 
@@ -17,7 +17,7 @@ def check_block_problem(problem: BlockProblem, device: int | str) -> bool:
     """Whether the problem was served; False: refused. Raises AssertionError, or whatever went wrong."""
     desc, preference = problem.desc, problem.preference
     try:
-        plan = select(desc, device, preference=preference)
+        plan = PLANS[type(desc)].select(desc, device=device, preference=preference)
     except UnsupportedError:
         assert preference != PlanPreference(), "some row serves every such problem"
         return False

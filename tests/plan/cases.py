@@ -142,7 +142,7 @@ def is_on_host_alone(desc: Any) -> bool:
     if isinstance(desc, (PruneQuantizeSparse24Descriptor, DequantizeSparse24Descriptor)):
         return True
     if isinstance(desc, BlockSparseAttentionDescriptor):
-        large = desc.layout.block >= 64 and desc.head_size in (64, 128)
+        large = desc.layout.block >= 64 and desc.head_size % 8 == 0 and desc.head_size <= 256
         return desc.element is ElementKind.F32 or not large
     if isinstance(desc, BlockSparseConv2dDescriptor):
         return desc.element is ElementKind.F32
