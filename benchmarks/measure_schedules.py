@@ -329,20 +329,29 @@ def cuts_of(desc: BlockSparseMatmulDescriptor) -> dict[str, Cut]:
     return found
 
 
-def compile_cuts(device: DeviceProperties, cell: random_blocks.Cell) -> None:
-    """Compile into the cache what the plans of the cell's cuts launch."""
+def compile_cut(device: DeviceProperties, cell: random_blocks.Cell, name: str) -> None:
+    """Compile into the cache what the plan of one of the cell's cuts launches."""
     desc = cell.descriptor(cell.layout())
-    for cut in cuts_of(desc).values():
-        with mock.patch.object(Cut, "of", return_value=cut):
-            BlockSparseMatmulPlan.compile(desc, preference={"prefer_backend": "blocks_wgmma"}, device=device)
+    with mock.patch.object(Cut, "of", return_value=cuts_of(desc)[name]):
+        BlockSparseMatmulPlan.compile(desc, preference={"prefer_backend": "blocks_wgmma"}, device=device)
+
+
+def compile_cuts(cells: Sequence[random_blocks.Cell]) -> None:
+    """Compile side by side what the cells' cuts launch, each kernel once."""
+    kernels = {
+        (cell.op, cell.block, cell.trans_a, cell.trans_b, cell.n % 8 == 0, name): (cell, name)
+        for cell in cells
+        for name in cuts_of(cell.descriptor(cell.layout()))
+    }
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        list(pool.map(partial(compile_cut, cuda_properties(0)), *zip(*kernels.values(), strict=True)))
 
 
 def measure_large_blocks(rng: random.Random, end: float) -> Iterator[Row]:
     spare, drawing = 1 << 40, large_block_cells(rng)  # as in measure_blocks
     while True:
         cells = list(itertools.islice(drawing, CELLS_OF_A_ROUND))
-        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-            list(pool.map(partial(compile_cuts, cuda_properties(0)), cells))
+        compile_cuts(cells)
         for cell in cells:
             if time.monotonic() > end:
                 return
