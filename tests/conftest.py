@@ -89,9 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_served_on_the_host_alone(item: pytest.Item) -> bool:
     """Whether the test is of a GPU and of a problem that no kernel of a GPU serves."""
-    parameters = (
-        item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    )
+    call = getattr(item, "callspec", None)
+    parameters = call.params if call else {}
     return parameters.get("device") == 0 and is_on_host_alone(parameters.get("desc"))
 
 
