@@ -46,6 +46,12 @@ class Masks(NamedTuple):
         """Whether there is a mask."""
         return any(one is not None for one in self[:3])
 
+    def with_numbers(self, dtype: torch.dtype) -> Masks:
+        """Masks with -inf for True where bools would be added, because PyTorch drops those cells."""
+        padding = _in_numbers(self.key_padding_mask, self.key_padding_mask_mode, dtype)
+        mask = _in_numbers(self.attn_mask, self.attn_mask_mode, dtype)
+        return self._replace(key_padding_mask=padding, attn_mask=mask)
+
     def with_extra_keys(self, tokens: int, extra: int, block: int, causal: bool, q: Tensor) -> Masks:
         """Masks that hide the extra block's other keys, and what ``causal`` hides of the ``tokens``."""
         rows = q.shape[2]
@@ -62,3 +68,9 @@ class Masks(NamedTuple):
             padding = _pad(padding, (0, block), value=0 if self.key_padding_mask_mode == "add" else 1)
         rpe = None if self.rpe is None else _pad(self.rpe, (0, block))
         return Masks(rpe, padding, mask, self.key_padding_mask_mode, "add" if adds else "mul")
+
+
+def _in_numbers(mask: Tensor | None, mode: str, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool or mode != "add":
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)

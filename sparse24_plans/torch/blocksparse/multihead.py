@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -45,26 +47,62 @@ def masked_attention(
     return matmul(F.dropout(found, dropout_p), v, layout, "dsd")
 
 
+def check_dropout_and_modes(dropout: float, key_padding_mask_mode: str, attn_mask_mode: str) -> None:
+    """Raise InvalidProblemError for an argument that no call of a module could use."""
+    if not 0 <= dropout <= MOST_DROPOUT:
+        raise InvalidProblemError(f"dropout: expected a probability from 0 to 1 - 2^-16, got {dropout}")
+    modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
+    for name, mode in modes.items():
+        if mode not in ("add", "mul"):
+            raise InvalidProblemError(f"{name}: expected add or mul, got {mode!r}")
+
+
+def _is_bitmap(given: Any) -> bool:
+    known = isinstance(given, (*_RULES, Layout, BlockSparseLayout))
+    return not known and (isinstance(given, (list, tuple)) or hasattr(given, "shape"))
+
+
+def _takes_a_bitmap(init: Callable[..., None]) -> Callable[..., None]:
+    """Let the argument behind a bitmap be its block, because Torch-Blocksparse's last form has it there."""
+
+    @wraps(init)
+    def bound(*given: Any, **options: Any) -> None:
+        before, behind = given[:4], given[4:]  # the module, embed_dim, num_heads and the bitmap
+        if behind and "block" not in options and _is_bitmap(before[-1]):
+            options["block"], behind = behind[0], behind[1:]
+        init(*before, *behind, **options)
+
+    return bound
+
+
 class MultiheadAttention(nn.Module):
-    """``torch.nn.MultiheadAttention`` with block-sparse scores: its parameters and argument order.
+    """``torch.nn.MultiheadAttention`` with block-sparse scores, and with its parameters.
 
     Parameters
     ----------
     embed_dim, num_heads : int
     sparsity : SparsityInfo, SparsityConfig, Layout, BlockSparseLayout, Tensor or array
         A rule, which makes one layout for each number of tokens; or a layout of num_heads heads, or its
-        bitmap.
+        bitmap. ``layout`` is another name of this argument. A Layout is shared.
+    block : int, optional
+        16, 32, 64 or 128; needed beside a bitmap. Torch-Blocksparse's order holds there: the argument behind
+        the bitmap is the block, and ``dropout`` and all others follow it.
     dropout, bias, kdim, vdim, batch_first, device, dtype
-        The arguments of ``torch.nn.MultiheadAttention``. Beside a bitmap the argument after ``sparsity`` is
-        the block, as in early releases of Torch-Blocksparse.
+        The arguments of ``torch.nn.MultiheadAttention``.
     add_bias_kv, add_zero_attn : bool
         Whether every query also sees a learned key, and a key of zeros. They are in one more block column,
-        which the module's layouts get behind those of ``sparsity``.
+        which the module's layouts get behind those of ``sparsity``. This column follows an ``update`` of a
+        given layout at the next call; before a compiled module or a captured graph sees the new mask,
+        ``layout_for`` must be called.
     key_padding_mask_mode, attn_mask_mode : str
         Whether the masks of ``forward`` are added (``add``) or drop cells (``mul``). The defaults are
-        Torch-Blocksparse's.
+        Torch-Blocksparse's; PyTorch's masks are for ``add``. A bool mask is True where a cell is dropped if
+        the mode is ``add``, and where it is kept if the mode is ``mul``.
     causal : bool
         Whether cells whose column is beyond their row are dropped.
+
+    ``forward`` differs from PyTorch's: it returns no weights, its seventh argument is ``rpe``, and it refuses
+    two-dimensional inputs and three-dimensional masks. A query that sees no key gets zeros, not NaN.
 
     Without masks it calls the op ``blocksparse_attention``, with masks a product, a softmax and a product.
     Raises InvalidProblemError naming the argument.
@@ -82,11 +120,12 @@ class MultiheadAttention(nn.Module):
     _qkv_same_embed_dim = False
     """Tells nn.TransformerEncoderLayer to call this module instead of using its parameters directly."""
 
+    @_takes_a_bitmap
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
-        sparsity: Any,
+        sparsity: Any = None,
         dropout: float = 0.0,
         bias: bool = True,
         add_bias_kv: bool = False,
@@ -96,47 +135,48 @@ class MultiheadAttention(nn.Module):
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "mul",
         *,
+        layout: Any = None,
+        block: int | None = None,
         causal: bool = False,
         batch_first: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(sparsity, (*_RULES, Layout, BlockSparseLayout)) and hasattr(sparsity, "shape"):
-            sparsity, dropout = BlockSparseLayout(sparsity, int(dropout)), 0.0
-        if not 0 <= dropout <= MOST_DROPOUT:
-            raise InvalidProblemError(f"dropout: expected a probability from 0 to 1 - 2^-16, got {dropout}")
+        if sparsity is not None and layout is not None:
+            raise InvalidProblemError("layout: expected None beside sparsity, which is the same argument")
+        check_dropout_and_modes(dropout, key_padding_mask_mode, attn_mask_mode)
         if num_heads < 1 or embed_dim % num_heads:
             raise InvalidProblemError(f"num_heads: expected a divisor of {embed_dim}, got {num_heads}")
-        modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
-        for name, mode in modes.items():
-            if mode not in ("add", "mul"):
-                raise InvalidProblemError(f"{name}: expected add or mul, got {mode!r}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.causal, self.batch_first, self.dropout = causal, batch_first, dropout
         self.add_zero_attn, self._extra_keys = add_zero_attn, int(add_bias_kv) + int(add_zero_attn)
-        self._take_sparsity(sparsity, device)
+        self._take_sparsity(layout if sparsity is None else sparsity, block, device)
         self._make_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
 
-    def _take_sparsity(self, sparsity: Any, device: Any) -> None:
+    def _take_sparsity(self, sparsity: Any, block: int | None, device: Any) -> None:
         self.sparsity = sparsity if isinstance(sparsity, _RULES) else None
         self.layouts = nn.ModuleDict()
-        if self.sparsity is None:
-            if not isinstance(sparsity, (Layout, BlockSparseLayout)):
+        if self.sparsity is not None:
+            if block not in (None, self.sparsity.block):
                 raise InvalidProblemError(
-                    "sparsity: expected a SparsityInfo, SparsityConfig, Layout or BlockSparseLayout, "
-                    f"got {type(sparsity).__name__}"
+                    f"block: expected {self.sparsity.block}, as the rule's, got {block!r}"
                 )
-            given = layout_of(sparsity, None, device)
-            if given.shape.heads != self.num_heads:
-                raise InvalidProblemError(
-                    f"sparsity: expected {self.num_heads} heads, got {given.shape.heads}"
-                )
-            if self._extra_keys:
-                given = Layout(widened(given.layout), device=given.tables.device)
-            self.layouts["given"] = given
+            return
+        if not isinstance(sparsity, (Layout, BlockSparseLayout)) and not _is_bitmap(sparsity):
+            raise InvalidProblemError(
+                "sparsity: expected a SparsityInfo, SparsityConfig, Layout, BlockSparseLayout or bitmap, "
+                f"got {type(sparsity).__name__}"
+            )
+        self.layouts["given"] = given = layout_of(sparsity, block, device)
+        if given.shape.heads != self.num_heads:
+            raise InvalidProblemError(f"sparsity: expected {self.num_heads} heads, got {given.shape.heads}")
+        if self._extra_keys:
+            self._widened_from = given.layout
+            wide = Layout(widened(given.layout), persistent=False, device=given.tables.device)
+            self.layouts["widened"] = wide
 
     def _make_parameters(self, bias: bool, bias_kv: bool, about: dict[str, Any]) -> None:
         size = self.embed_dim
@@ -171,17 +211,7 @@ class MultiheadAttention(nn.Module):
         InvalidProblemError if the tokens don't fit.
         """
         kv_tokens = tokens if kv_tokens is None else kv_tokens
-        name = "given" if self.sparsity is None else str(tokens)
-        if name not in self.layouts:
-            if torch.compiler.is_compiling():
-                raise UnsupportedError(
-                    f"query: {tokens} tokens have no layout yet; call layout_for({tokens}) before compiling"
-                )
-            assert self.sparsity is not None
-            made = self.sparsity.layout(self.num_heads, tokens)
-            made = widened(made) if self._extra_keys else made
-            self.layouts[name] = Layout(made, persistent=False, device=self.out_proj.weight.device)
-        found: Layout = self.layouts[name]  # type: ignore[assignment]
+        found = self._given_layout() if self.sparsity is None else self._made_layout(self.sparsity, tokens)
         _, rows, cols, block, _ = found.sizes
         cols -= block if self._extra_keys else 0
         if (tokens, kv_tokens) != (rows, cols):
@@ -190,6 +220,39 @@ class MultiheadAttention(nn.Module):
                 f"{tokens} and {kv_tokens}"
             )
         return found
+
+    def _made_layout(self, rule: Any, tokens: int) -> Layout:
+        if (name := str(tokens)) not in self.layouts:
+            if torch.compiler.is_compiling():
+                raise UnsupportedError(
+                    f"query: {tokens} tokens have no layout yet; call layout_for({tokens}) before compiling"
+                )
+            made = rule.layout(self.num_heads, tokens)
+            made = widened(made) if self._extra_keys else made
+            self.layouts[name] = Layout(made, persistent=False, device=self.out_proj.weight.device)
+        found: Layout = self.layouts[name]  # type: ignore[assignment]
+        return found
+
+    def _given_layout(self) -> Layout:
+        """The given layout, or with extra keys the widened one, which takes the given one's mask in place."""
+        given: Layout = self.layouts["given"]  # type: ignore[assignment]
+        if not self._extra_keys:
+            return given
+        wide: Layout = self.layouts["widened"]  # type: ignore[assignment]
+        is_recording = torch.compiler.is_compiling() or (
+            given.tables.is_cuda and torch.cuda.is_current_stream_capturing()
+        )
+        now = None if is_recording and given.is_behind else given.layout  # no graph waits for the device
+        if now is self._widened_from:
+            return wide
+        if now is None or is_recording:
+            raise UnsupportedError(
+                "sparsity: the mask of the given layout has changed since the last call; call layout_for "
+                "before a graph is compiled or captured"
+            )
+        wide.update(widened(now))
+        self._widened_from = now
+        return wide
 
     def forward(
         self,
@@ -201,21 +264,26 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         rpe: Tensor | None = None,
         is_causal: bool = False,
+        average_attn_weights: bool = True,
     ) -> tuple[Tensor, None]:
         """Map [tokens, Z, embed_dim], with ``batch_first`` [Z, tokens, embed_dim], to the same shape.
 
         ``key`` and ``value`` have kdim and vdim columns, and as many tokens as the layout has columns.
         ``key_padding_mask`` [Z, kv_tokens], ``attn_mask`` [tokens, kv_tokens] and ``rpe`` [heads, tokens,
         kv_tokens] are arguments of ``softmax``. With ``is_causal``, ``attn_mask`` is taken for the causal
-        mask and not read. The second result is always None: no weights are returned.
+        mask and not read. The second result is always None: no weights are returned, whatever
+        ``need_weights`` and ``average_attn_weights`` say.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 3:
                 raise InvalidProblemError(f"{name}: expected three dimensions, got {list(tensor.shape)}")
+        if rpe is not None and not isinstance(rpe, Tensor):
+            raise InvalidProblemError(f"rpe: expected a Tensor or None, got {type(rpe).__name__}")
         q, k, v = (self._in_heads(one) for one in self._projected(query, key, value))
         layout, causal = self.layout_for(q.shape[2], k.shape[2]), self.causal or is_causal
         attn_mask = None if is_causal else attn_mask
-        masks = Masks(rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode)
+        modes = self.key_padding_mask_mode, self.attn_mask_mode
+        masks = Masks(rpe, key_padding_mask, attn_mask, *modes).with_numbers(q.dtype)
         kv_tokens, extra, block = k.shape[2], self._extra_keys, layout.sizes[3]
         if extra:
             k, v = with_extra_keys(k, self.bias_k, block), with_extra_keys(v, self.bias_v, block)

@@ -205,6 +205,17 @@ def test_masks_and_an_embedding():
     close(y, theirs(x, x, x, attn_mask=whole | ~padding.repeat_interleave(2, 0)[:, None])[0])
 
 
+@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+def test_bools_to_add_drop_cells_as_pytorchs_do(extra):
+    ours, theirs = pair(SparsityInfo("dense", 16), attn_mask_mode="add", **extra)
+    x = randn(32, 3, 16)
+    padding = torch.arange(32) >= torch.tensor([[32], [20], [7]])
+    later = torch.ones(32, 32).triu(1).bool()
+    wanted = theirs(x, x, x, padding, attn_mask=later)[0]
+    close(ours(x, x, x, padding, attn_mask=later)[0], wanted)
+    close(ours(x, x, x, padding, attn_mask=later, average_attn_weights=False)[0], wanted)
+
+
 def test_causal_attention():
     ours, theirs = pair(SparsityInfo("dense", 16), causal=True)
     x = randn(32, 3, 16)
@@ -253,6 +264,39 @@ def test_masks_do_not_hide_extra_keys(extra, mode, causal):
     hidden = ~padding.repeat_interleave(2, 0)[:, None].expand(6, 32, 32)
     hidden = hidden | torch.ones(32, 32).triu(1).bool() if causal else hidden
     close(y, theirs(x, x, x, attn_mask=hidden)[0])
+
+
+def load(layout, bitmap):
+    layout.load_state_dict({"bitmap": torch.from_numpy(bitmap)})
+
+
+@pytest.mark.parametrize("extra", EXTRA, ids=str)
+@pytest.mark.parametrize("change", [Layout.update, load])
+def test_extra_keys_follow_the_given_layout(extra, change):
+    before, after = np.tril(np.ones((2, 3, 3), bool)), np.triu(np.ones((2, 3, 3), bool))
+    given = Layout(before, 16)
+    ours, theirs = pair(given, **extra)
+    x = randn(48, 3, 16)
+    for bitmap in (before, after, before):
+        change(given, bitmap)
+        hidden = dropped(BlockSparseLayout(bitmap, 16), 2, 3)
+        close(ours(x, x, x)[0], theirs(x, x, x, attn_mask=hidden)[0])
+        assert torch.equal(copy.deepcopy(ours)(x, x, x)[0], ours(x, x, x)[0])
+    assert ours.layouts["given"] is given
+    assert [name for name in ours.state_dict() if "bitmap" in name] == ["layouts.given.bitmap"]
+
+
+def test_compiled_extra_keys_need_layout_for_after_an_update():
+    given = Layout(np.tril(np.ones((2, 2, 2), bool)), 16)
+    ours, _ = pair(given, add_zero_attn=True)
+    compiled, x = torch.compile(ours, fullgraph=True, backend="eager"), randn(32, 3, 16)
+    assert torch.equal(compiled(x, x, x)[0], ours(x, x, x)[0])
+    given.update(np.triu(np.ones((2, 2, 2), bool)))
+    with pytest.raises(Exception, match="mask of the given layout has changed"):
+        compiled(x, x, x)
+    ours.layout_for(32)
+    torch._dynamo.reset()
+    assert torch.equal(compiled(x, x, x)[0], ours(x, x, x)[0])
 
 
 def test_dropout_in_training_alone():
@@ -339,5 +383,11 @@ def test_attention_that_cannot_be():
     with pytest.raises(InvalidProblemError, match="query: expected three dimensions"):
         module(x[:, 0], x, x)
     y = randn(64, 2, 16)
+    for message, options in {
+        r"attn_mask: expected shape \[64, 64\]": {"attn_mask": torch.ones(4, 64, 64)},
+        "rpe: expected a Tensor or None, got bool": {"rpe": False},
+    }.items():
+        with pytest.raises(InvalidProblemError, match=message):
+            module(y, y, y, **options)
     with pytest.raises(InvalidProblemError, match=r"query, key: expected 64 and 64 tokens.*got 64 and 32"):
         module(y, y[:32], y[:32])
