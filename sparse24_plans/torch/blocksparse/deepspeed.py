@@ -9,18 +9,32 @@ from torch import Tensor, nn
 from ...errors import InvalidProblemError
 from .extra_keys import Masks
 from .layout_buffers import Layout
-from .multihead import MultiheadAttention, masked_attention
-from .sparsity import SparsityInfo
+from .multihead import MultiheadAttention, check_dropout_and_modes, masked_attention
+from .sparsity import SparsityConfig, SparsityInfo
 
 
 class DeepSpeedSparseSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(head_size)) v over kept blocks, without projections.
 
-    The arguments are Torch-Blocksparse's: ``embed_dim`` and ``num_heads``, those of SparsityInfo, and the
-    masks' modes, as in MultiheadAttention; and ``dropout``, which training applies to the softmax.
+    The arguments are those of Torch-Blocksparse's last form: ``sparsity_config``, a SparsityInfo or a
+    SparsityConfig, then ``key_padding_mask_mode`` and ``attn_mask_mode`` as in MultiheadAttention; and
+    ``dropout``, which training applies to the softmax. Its form before is taken too: ``embed_dim`` and
+    ``num_heads``, the arguments of SparsityInfo, the two modes and ``dropout``.
+
+    Raises InvalidProblemError naming the argument.
     """
 
-    def __init__(
+    num_heads: int | None
+    """The heads that a query must have, or None for any number, which a SparsityInfo alone serves."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__()
+        begins_with_sizes = "embed_dim" in options or (given and isinstance(given[0], int))
+        take = self._take_sizes if begins_with_sizes else self._take_rule
+        take(*given, **options)
+        self._layouts: dict[Any, Layout] = {}
+
+    def _take_sizes(
         self,
         embed_dim: int,
         num_heads: int,
@@ -34,12 +48,26 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         attn_mask_mode: str = "mul",
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.dropout = dropout
+        rule = SparsityInfo(mode, block, stride, unidirectional, numverts, vertsize)
+        self._take_rule(rule, key_padding_mask_mode, attn_mask_mode, dropout)
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.sparsity = SparsityInfo(mode, block, stride, unidirectional, numverts, vertsize)
+
+    def _take_rule(
+        self,
+        sparsity_config: SparsityInfo | SparsityConfig,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        dropout: float = 0.0,
+    ) -> None:
+        if not isinstance(sparsity_config, (SparsityInfo, SparsityConfig)):
+            raise InvalidProblemError(
+                "sparsity_config: expected a SparsityInfo or SparsityConfig, got "
+                f"{type(sparsity_config).__name__}"
+            )
+        check_dropout_and_modes(dropout, key_padding_mask_mode, attn_mask_mode)
+        self.sparsity, self.dropout = sparsity_config, dropout
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
-        self._layouts: dict[Any, Layout] = {}
+        self.num_heads = getattr(sparsity_config, "num_heads", None)
 
     def forward(
         self,
@@ -50,13 +78,26 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Map three tensors [Z, num_heads, tokens, head_size] to one. Raises InvalidProblemError."""
-        if query.dim() != 4 or query.shape[1] != self.num_heads:
-            wanted = f"[Z, {self.num_heads}, tokens, head_size]"
+        """Map three tensors [Z, num_heads, tokens, head_size] to one.
+
+        The key may also be [Z, num_heads, head_size, tokens], unless tokens and head_size are equal, because
+        Torch-Blocksparse takes a square key as it is. Masks may have dimensions of 1: ``key_padding_mask``
+        [Z, 1, 1, tokens], ``attn_mask`` [1, 1, tokens, tokens]. ``rpe`` is [num_heads, tokens, tokens] for
+        the whole batch. Raises InvalidProblemError.
+        """
+        if query.dim() != 4 or self.num_heads not in (None, query.shape[1]):
+            wanted = f"[Z, {self.num_heads or 'num_heads'}, tokens, head_size]"
             raise InvalidProblemError(f"query: expected {wanted}, got {list(query.shape)}")
-        where = tokens, _ = query.shape[2], query.device
+        heads, tokens = query.shape[1:3]
+        if key.dim() == 4 and key.shape[2] != tokens and key.mT.shape == query.shape:
+            key = key.mT
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.squeeze(tuple(range(1, key_padding_mask.dim())))
+        if attn_mask is not None:
+            attn_mask = attn_mask.squeeze()
+        where = heads, tokens, query.device
         if where not in self._layouts:
-            self._layouts[where] = Layout(self.sparsity.layout(self.num_heads, tokens), device=query.device)
+            self._layouts[where] = Layout(self.sparsity.layout(heads, tokens), device=query.device)
         masks = Masks(rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode)
         dropout = self.dropout if self.training else 0.0
         return masked_attention(query, key, value, self._layouts[where], masks, dropout_p=dropout)
@@ -65,21 +106,29 @@ class DeepSpeedSparseSelfAttention(nn.Module):
 def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
     """Replace every ``torch.nn.MultiheadAttention`` of a model by ours with its parameters, in place.
 
-    ``sparsity`` and ``options`` are arguments of MultiheadAttention. The result lists the names. Raises
-    InvalidProblemError for a wrong model; nothing is replaced then.
+    ``sparsity`` and ``options`` are arguments of MultiheadAttention. Masks keep PyTorch's meaning, because
+    ``attn_mask_mode`` is ``add`` unless given. The parameters are not copied, so optimizers, ties and
+    ``requires_grad`` stay; a module that a model holds in several places has one replacement. The result
+    lists the names of all places. Encoders whose attention is replaced make no nested tensors.
+
+    Raises InvalidProblemError for a wrong model; nothing is replaced then.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.MultiheadAttention):
         raise InvalidProblemError(
             f"model: expected a module that holds attention, got {type(model).__name__}"
         )
-    made = {
-        name: _like(module, sparsity, options)
-        for name, module in model.named_modules()
+    found = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.MultiheadAttention)
     }
-    for name, module in made.items():
-        model.set_submodule(name, module)
-    return list(made)
+    made = {module: _like(module, sparsity, options) for module in dict.fromkeys(found.values())}
+    for name, module in found.items():
+        model.set_submodule(name, made[module])
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder):
+            encoder.use_nested_tensor = False  # nested tensors have no number of tokens, which layouts need
+    return list(found)
 
 
 def _like(theirs: nn.MultiheadAttention, sparsity: Any, options: dict[str, Any]) -> MultiheadAttention:
@@ -97,9 +146,17 @@ def _like(theirs: nn.MultiheadAttention, sparsity: Any, options: dict[str, Any])
         batch_first=theirs.batch_first,
         device=weight.device,
         dtype=weight.dtype,
-        **options,
+        **{"attn_mask_mode": "add", **options},
     )
-    state = {name: one for name, one in theirs.state_dict().items() if one is not None}
-    ours.load_state_dict(state, strict=False)
+    given = dict(theirs.named_parameters(remove_duplicate=False))
+    wanted = [name for name, _ in ours.named_parameters()]
+    if sorted(given) != sorted(wanted):
+        raise InvalidProblemError(
+            f"model: expected attention with the parameters {', '.join(wanted)}, got {', '.join(given)}; "
+            "remove its parametrizations, or replace it yourself"
+        )
+    for name, parameter in given.items():
+        owner, _, last = name.rpartition(".")
+        setattr(ours.get_submodule(owner), last, parameter)
     ours.train(theirs.training)
     return ours

@@ -1,5 +1,7 @@
 """Torch-Blocksparse's names and call forms besides products: each computes, or is refused by name."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -74,14 +76,51 @@ def test_bench_does_nothing(bench):
     assert bs.Linear(32, 32, 16, torch.ones(2, 2).bool(), bench=bench)(randn(3, 32)).shape == (3, 32)
 
 
-def test_attention_takes_a_bitmap_and_its_block():
-    mask = torch.ones(2, 3, 3).tril().long()
-    module = bs.MultiheadAttention(32, 2, mask, 16)
-    given = bs.MultiheadAttention(32, 2, bs.Layout(mask, 16))
+MASK = torch.ones(2, 3, 3).tril().long()
+OPTIONS = {"dropout": 0.25, "bias": False, "add_bias_kv": True, "add_zero_attn": True, "kdim": 24, "vdim": 8}
+MODES = {"key_padding_mask_mode": "mul", "attn_mask_mode": "add"}
+FORMS = {
+    "order": lambda: bs.MultiheadAttention(32, 2, MASK, 16, *OPTIONS.values(), *MODES.values()),
+    "lists": lambda: bs.MultiheadAttention(32, 2, MASK.tolist(), 16, **OPTIONS, **MODES),
+    "keywords": lambda: bs.MultiheadAttention(32, 2, layout=MASK, block=16, **OPTIONS, **MODES),
+    "all by keyword": lambda: bs.MultiheadAttention(
+        embed_dim=32, num_heads=2, layout=MASK, block=16, **OPTIONS, **MODES
+    ),
+    "block by keyword": lambda: bs.MultiheadAttention(
+        32, 2, MASK.numpy(), *OPTIONS.values(), *MODES.values(), block=16
+    ),
+    "layout": lambda: bs.MultiheadAttention(
+        32, 2, bs.Layout(MASK, 16), *OPTIONS.values(), *MODES.values(), block=16
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_takes_a_bitmap_and_its_block(form):
+    module, given = FORMS[form](), bs.MultiheadAttention(32, 2, bs.Layout(MASK, 16), **OPTIONS, **MODES)
     given.load_state_dict(module.state_dict())
-    x = randn(48, 2, 32)
-    assert torch.equal(module(x, x, x)[0], given(x, x, x)[0])
+    inputs = randn(48, 2, 32), randn(48, 2, 24), randn(48, 2, 8)
+    assert (module.dropout, module.bias_k.shape, module.add_zero_attn) == (0.25, (1, 1, 32), True)
+    assert (module.key_padding_mask_mode, module.attn_mask_mode) == ("mul", "add")
+    assert torch.equal(module.eval()(*inputs)[0], given.eval()(*inputs)[0])
     assert bs.MultiheadAttention.SparsityInfo is bs.SparsityInfo
+
+
+MISTAKES = {
+    "block: expected 16, 32, 64 or 128 beside a bitmap, got None": ((MASK,), {}),
+    "block: expected 16, 32, 64 or 128, got 16.5": ((MASK, 16.5), {}),
+    "dropout: expected a probability from 0 to 1": ((MASK, 16, 2.0), {}),
+    "layout: expected None beside sparsity": ((MASK, 16), {"layout": MASK}),
+    "block: expected 16, as the rule's, got 32": ((bs.SparsityInfo("dense", 16),), {"block": 32}),
+    "sparsity: expected a SparsityInfo, .* got NoneType": ((), {}),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_attention_of_a_wrong_block_or_layout(message):
+    given, options = MISTAKES[message]
+    with pytest.raises(InvalidProblemError, match=message):
+        bs.MultiheadAttention(32, 2, *given, **options)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -102,6 +141,60 @@ def test_deepspeeds_self_attention(masked):
     assert torch.equal(module.eval()(q, k, v, attn_mask=mask), found)
 
 
+RULES = {
+    "rule": bs.SparsityInfo("fixed", 16, 32),
+    "configuration": bs.FixedSparsityConfig(2, num_local_blocks=2),
+}
+LAST_FORMS = {
+    "order": lambda rule: bs.DeepSpeedSparseSelfAttention(rule, "mul", "add"),
+    "keywords": lambda rule: bs.DeepSpeedSparseSelfAttention(
+        sparsity_config=rule, key_padding_mask_mode="mul", attn_mask_mode="add"
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("form", LAST_FORMS)
+@pytest.mark.parametrize("size", [32, 64])
+def test_deepspeeds_self_attention_in_its_last_form(rule, form, size):
+    """Keys may be transposed unless they are square, and masks may have dimensions of 1."""
+    module = LAST_FORMS[form](RULES[rule])
+    before = bs.DeepSpeedSparseSelfAttention(
+        2 * size, 2, stride=32, key_padding_mask_mode="mul", attn_mask_mode="add"
+    )
+    q, k, v = (randn(3, 2, 64, size, seed=seed) for seed in range(3))
+    padding, mask = (torch.arange(64) < torch.tensor([[64], [40], [7]])).float(), randn(64, 64)
+    wanted = before(q, k, v, None, padding, mask)
+    found = module(q, k if size == 64 else k.mT, v, None, padding[:, None, None], mask[None, None])
+    assert torch.equal(found, wanted)
+    assert torch.equal(module(q, k, v, key_padding_mask=padding, attn_mask=mask), wanted)
+
+
+WRONG_FORMS = {
+    "attn_mask_mode: expected add or mul, got 'MUL'": ((64, 2), {"attn_mask_mode": "MUL"}),
+    "key_padding_mask_mode: expected add or mul, got 'and'": ((RULES["rule"], "and"), {}),
+    "dropout: expected a probability from 0 to 1": ((64, 2), {"dropout": 2.0}),
+    "sparsity_config: expected a SparsityInfo or SparsityConfig, got str": (("fixed",), {}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_FORMS)
+def test_self_attention_that_cannot_be(message):
+    given, options = WRONG_FORMS[message]
+    with pytest.raises(InvalidProblemError, match=message):
+        bs.DeepSpeedSparseSelfAttention(*given, **options)
+
+
+def test_inputs_that_self_attention_does_not_take():
+    x, module = randn(2, 3, 64, 8), bs.DeepSpeedSparseSelfAttention(RULES["configuration"])
+    with pytest.raises(InvalidProblemError, match=r"query: expected \[Z, 2, tokens, head_size\], got \[2, 3"):
+        module(x, x, x)
+    with pytest.raises(InvalidProblemError, match=r"rpe: expected shape \[2, 64, 64\], got \[2, 2, 64, 64\]"):
+        module(*[x[:, :2]] * 3, rpe=randn(2, 2, 64, 64))
+    with pytest.raises(InvalidProblemError, match=r"k: expected shape .* got \[2, 2, 32, 8\]"):
+        module(x[:, :2], x[:, :2, :32], x[:, :2])
+
+
 def test_a_models_attention_is_replaced():
     torch.manual_seed(0)
     model = nn.TransformerEncoder(
@@ -120,3 +213,66 @@ def test_a_models_attention_is_replaced():
     assert (with_dropout[0].dropout, with_dropout[0].add_zero_attn) == (0.3, True)
     assert torch.equal(with_dropout[0].bias_k, theirs.bias_k)
     assert torch.equal(with_dropout[0].bias_v, theirs.bias_v)
+
+
+HIDDEN = torch.arange(32) >= torch.tensor([[16], [7]])
+SRC_MASKS = {
+    "bool mask": {"mask": torch.ones(32, 32).triu(1).bool()},
+    "float mask": {"mask": randn(32, 32)},
+    "mask of -inf": {"mask": torch.zeros(32, 32).masked_fill(torch.arange(32) >= 16, -torch.inf)},
+    "bool padding": {"src_key_padding_mask": HIDDEN},
+    "float padding": {"src_key_padding_mask": torch.zeros(2, 32).masked_fill(HIDDEN, -torch.inf)},
+    "both": {"mask": torch.ones(32, 32).triu(1).bool(), "src_key_padding_mask": HIDDEN},
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", SRC_MASKS)
+def test_replaced_attention_keeps_the_meaning_of_masks(name, training):
+    """Without gradients PyTorch's encoder would make nested tensors, and add float masks wrongly."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).train(training)
+    ours, x = copy.deepcopy(model), randn(2, 32, 32)
+    bs.replace_mha(ours, bs.SparsityInfo("dense", 16))
+    wanted = model(x, **SRC_MASKS[name])
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(ours(x, **SRC_MASKS[name]), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_bool_masks_of_a_replaced_module(padded, masked):
+    model = nn.ModuleList([nn.MultiheadAttention(32, 2, batch_first=True)])
+    theirs, x = model[0], randn(2, 32, 32)
+    bs.replace_mha(model, torch.ones(2, 2, 2).long(), block=16)
+    options = {
+        "key_padding_mask": HIDDEN if padded else None,
+        "attn_mask": torch.ones(32, 32).triu(1).bool() if masked else None,
+    }
+    torch.testing.assert_close(model[0](x, x, x, **options)[0], theirs(x, x, x, **options)[0])
+
+
+def test_replaced_attention_stays_shared_tied_and_frozen():
+    first, second = nn.MultiheadAttention(32, 2), nn.MultiheadAttention(32, 2, bias=False).eval()
+    second.in_proj_weight = first.in_proj_weight
+    first.out_proj.weight.requires_grad_(False)
+    model = nn.ModuleDict({"a": nn.Sequential(first, second), "b": first})
+    model["c"] = model["a"]
+    before = dict(model.named_parameters(remove_duplicate=False))
+    names = bs.replace_mha(model, bs.SparsityInfo("dense", 16))
+    assert names == ["a.0", "a.1", "b", "c.0", "c.1"]
+    assert model["a"][0] is model["b"]
+    assert type(model["b"]) is type(model["a"][1]) is bs.MultiheadAttention
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert {name: id(one) for name, one in after.items()} == {name: id(one) for name, one in before.items()}
+    assert not model["b"].out_proj.weight.requires_grad
+    assert model["b"].training
+    assert not any(module.training for module in model["a"][1].modules())
+
+
+def test_a_model_without_plain_parameters_is_left_as_it_is():
+    model = nn.ModuleList([nn.MultiheadAttention(32, 2), nn.MultiheadAttention(32, 2)])
+    nn.utils.parametrize.register_parametrization(model[1], "in_proj_weight", nn.Identity())
+    with pytest.raises(InvalidProblemError, match="model: expected attention with the parameters"):
+        bs.replace_mha(model, bs.SparsityInfo("dense", 16))
+    assert type(model[0]) is nn.MultiheadAttention
