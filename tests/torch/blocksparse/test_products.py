@@ -19,7 +19,7 @@ from sparse24_plans import (
     compress_blocks,
 )
 from sparse24_plans.torch.activations import GRADIENTS, is_gated
-from sparse24_plans.torch.blocksparse import Layout, MatMul, matmul, plan_dispatch
+from sparse24_plans.torch.blocksparse import Layout, MatMul, attention, conv2d, matmul, plan_dispatch, softmax
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, FLOATS, SPARSE, close, dense_of, layout_of, operands, product, randn
@@ -312,6 +312,25 @@ def test_what_does_not_fit_is_refused_by_name(name, device):
     (a, b, layout, mode), message = mistakes()[name]
     with pytest.raises(InvalidProblemError, match=message):
         matmul(a.to(device), b.to(device), layout.to(device), mode)
+
+
+CALLS = {
+    "matmul": lambda layout: matmul(randn(1, 4, 16, 16), randn(1, 1, 32, 8), layout, "dsd"),
+    "softmax": lambda layout: softmax(randn(1, 4, 16, 16), layout),
+    "attention": lambda layout: attention(*[randn(1, 1, 32, 16)] * 3, layout, dropout_p=0.5),
+    "conv2d": lambda layout: conv2d(randn(1, 32, 4, 4), randn(4, 16, 16), layout, 1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("kind", ["Tensor", "BlockSparseLayout", "NoneType"])
+def test_functions_take_layouts_alone(call, kind):
+    layout = layout_of("all blocks")
+    call(layout)
+    given = {"Tensor": layout.bitmap, "BlockSparseLayout": layout.layout, "NoneType": None}[kind]
+    message = f"layout: expected a Layout, got a {kind}; Layout\\(bitmap, block\\) makes one"
+    with pytest.raises(InvalidProblemError, match=message):
+        call(given)
 
 
 def test_epilogues_that_cannot_be_are_refused():
