@@ -79,12 +79,21 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu2": lambda dy, v: dy * (2 * F.relu(v)),
     "gelu": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="none"),
     "gelu_tanh": lambda dy, v: torch.ops.aten.gelu_backward(dy, v, approximate="tanh"),
-    "silu": lambda dy, v: torch.ops.aten.silu_backward(dy, v),
+    "silu": lambda dy, v: _through_silu(dy, v),
     "swiglu": lambda dy, v: _through_a_gate(dy, v, "silu"),
     "geglu": lambda dy, v: _through_a_gate(dy, v, "gelu"),
     "geglu_tanh": lambda dy, v: _through_a_gate(dy, v, "gelu_tanh"),
 }
 """Functions of the result's gradient and of the activation's argument."""
+
+
+def _through_silu(dy: Tensor, v: Tensor) -> Tensor:
+    """The gradient of silu, by a formula if a second one may follow: PyTorch's op for it has none."""
+    if not torch.is_grad_enabled():
+        fused: Tensor = torch.ops.aten.silu_backward(dy, v)
+        return fused
+    share = torch.sigmoid(v)
+    return dy * share * (1 + v * (1 - share))
 
 
 def _through_a_gate(dy: Tensor, v: Tensor, name: str) -> Tensor:

@@ -13,6 +13,15 @@ from .layout_buffers import Layout
 _ops: Any = torch.ops.sparse24
 
 
+def _tables_of(layout: Layout, device: torch.device) -> Tensor:
+    """The layout's tables on the device. Raises InvalidProblemError for anything but a Layout."""
+    if not isinstance(layout, Layout):
+        raise InvalidProblemError(
+            f"layout: expected a Layout, got a {type(layout).__name__}; Layout(bitmap, block) makes one"
+        )
+    return layout.tables_on(device)
+
+
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -58,10 +67,10 @@ def matmul(
     The gradients of a and b are products of the other two modes by the same tables. With metadata there are
     no gradients. Raises InvalidProblemError naming the argument, UnsupportedError if no kernel serves.
     """
+    tables = _tables_of(layout, a.device)
     # A compiled graph would be compiled anew where a new mask has other panels.
     panels = () if torch.compiler.is_compiling() else layout.panels
     options = bias, activation, alpha, out_dtype, preference, metadata, panels
-    tables = layout.tables_on(a.device)
     c: Tensor = _ops.blocksparse_matmul(a, b, tables, layout.sizes, mode, trans_a, trans_b, *options)
     return c
 
@@ -102,7 +111,7 @@ def softmax(
     key_padding = _added(key_padding_mask, "key_padding_mask", key_padding_mask_mode, x)
     added = _added(rpe, "rpe", "add", x), key_padding, _added(attn_mask, "attn_mask", attn_mask_mode, x)
     options = scale, *added, key_padding_mask_mode, attn_mask_mode, causal, preference
-    y: Tensor = _ops.blocksparse_softmax(x, layout.tables_on(x.device), layout.sizes, *options)
+    y: Tensor = _ops.blocksparse_softmax(x, _tables_of(layout, x.device), layout.sizes, *options)
     return y
 
 
@@ -160,9 +169,9 @@ def attention(
     A fused kernel computes it, or products and softmax if the device has no such kernel. Raises
     InvalidProblemError naming the argument, UnsupportedError if neither serves.
     """
+    tables = _tables_of(layout, q.device)
     if dropout_p and seed_offset is None:
         seed_offset = torch.randint(-(2**63), 2**63 - 1, (2,), device=q.device)
-    tables = layout.tables_on(q.device)
     options = scale, causal, q_lengths, kv_lengths, preference, dropout_p, seed_offset
     o, lse = _ops.blocksparse_attention(q, k, v, tables, layout.sizes, *options)
     return (o, lse) if return_lse else o
@@ -210,7 +219,7 @@ def conv2d(
     pairs = map(pair_of, names, (kernel_size, stride, padding, dilation))
     values = filter[None] if filter.dim() == 3 else filter
     y = _ops.blocksparse_conv2d(
-        x.permute(0, 2, 3, 1), values, layout.tables_on(x.device), layout.sizes, *pairs, bias, preference
+        x.permute(0, 2, 3, 1), values, _tables_of(layout, x.device), layout.sizes, *pairs, bias, preference
     )
     found: Tensor = y.permute(0, 3, 1, 2)
     return found

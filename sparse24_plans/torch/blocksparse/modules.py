@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...blocksparse.layout import BlockSparseLayout
-from ...errors import InvalidProblemError, UnsupportedError
+from ...errors import InvalidProblemError, UnsupportedError, shown
 from ...vocab import checked_flag
 from ..activations import FORWARD, check_activation
 from . import conv_ops
@@ -21,7 +21,31 @@ from .memory_order import checked_order, permuted
 MODES = ("sdd", "dsd", "dds")
 
 
-class MatMul(nn.Module):
+class _OverLayout(nn.Module):
+    """A module over one Layout, with the attributes that Torch-Blocksparse's has."""
+
+    layout: Layout
+
+    @property
+    def block(self) -> int:
+        """The blocks' size."""
+        return self.layout.shape.block
+
+
+class _Benched(_OverLayout):
+    """A module that takes ``bench``, which does nothing."""
+
+    def __init__(self, layout: Layout, bench: bool) -> None:
+        super().__init__()
+        self.layout, self.bench = layout, bench
+
+    @property
+    def spdims(self) -> torch.Size:
+        """The bitmap's sizes: heads, rows / block, cols / block."""
+        return self.layout.bitmap.shape
+
+
+class MatMul(_Benched):
     """A product in which one operand, or the result, is block-sparse.
 
     Parameters
@@ -35,10 +59,13 @@ class MatMul(nn.Module):
     trans_a, trans_b : bool
         Whether the operand is stored transposed.
     bench : bool
-        Does nothing, here and in other modules: Torch-Blocksparse's time themselves with it.
+        Does nothing, here and in other modules: Torch-Blocksparse's time themselves with it. The attributes
+        ``time_c``, ``time_da`` and ``time_db``, which it fills, are None.
 
     Raises InvalidProblemError naming the argument.
     """
+
+    time_c = time_da = time_db = None
 
     def __init__(
         self,
@@ -49,10 +76,9 @@ class MatMul(nn.Module):
         trans_b: bool = False,
         bench: bool = False,
     ) -> None:
-        super().__init__()
         if mode not in MODES:
             raise InvalidProblemError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-        self.layout = layout_of(layout, block)
+        super().__init__(layout_of(layout, block), bench)
         self.mode, self.trans_a, self.trans_b = mode, trans_a, trans_b
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -68,22 +94,23 @@ class MatMul(nn.Module):
         return f"mode={self.mode}, trans_a={self.trans_a}, trans_b={self.trans_b}"
 
 
-class Softmax(nn.Module):
+class Softmax(_Benched):
     """The softmax over the kept cells of each row.
 
     Parameters
     ----------
     layout, block, bench
-        As in MatMul. The layout is that of the scores.
+        As in MatMul. The layout is that of the scores. ``time_y`` is None.
     causal : bool
         Whether cells whose column is beyond their row are dropped.
     """
 
+    time_y = None
+
     def __init__(
         self, layout: Any, block: int | None = None, bench: bool = False, *, causal: bool = False
     ) -> None:
-        super().__init__()
-        self.layout = layout_of(layout, block)
+        super().__init__(layout_of(layout, block), bench)
         self.causal = causal
 
     def forward(
@@ -101,10 +128,9 @@ class Softmax(nn.Module):
         return softmax(_padded(x), self.layout, scale, *masks, causal=self.causal)
 
 
-class _Weighted(nn.Module):
+class _Weighted(_OverLayout):
     """A module with the values of a block-sparse weight, and a bias or None."""
 
-    layout: Layout
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -144,7 +170,7 @@ class Linear(_Weighted):
         The layout of S: one head, or a bitmap [in_features/block, out_features/block]. S is the transpose of
         the weight of ``nn.Linear``.
     bias : bool
-        Whether there is a bias [out_features]. Torch-Blocksparse has none by default either.
+        Whether there is a bias [out_features]. Torch-Blocksparse has none, and ``bench`` in its place.
     activation : str
         ``none``, ``relu``, ``gelu``, ``gelu_tanh`` or ``silu``, in the product's epilogue.
     dense_copy : bool
@@ -267,17 +293,21 @@ class Conv2d(_Weighted):
         columns in that order. A Layout is shared.
     block : int, optional
         16, 32, 64 or 128; needed beside a bitmap.
-    padding, stride, dilation : int or (int, int)
-        The order is Torch-Blocksparse's. Padding is zeros.
-    order : str
-        ``NHWC``, ``CHWN`` or ``NCHW``: how the result lies in memory. Its shape is [N, K, rows, columns].
+    padding, stride : int or (int, int)
+        Padding is zeros.
+    dilation : int, (int, int) or str
+        A string is the ``order``, as Torch-Blocksparse has that argument in this place and no dilation.
     bias : bool
-        Whether there is a bias [K]. Torch-Blocksparse has none by default either.
+        Whether there is a bias [K]. Torch-Blocksparse has none.
+    order : str, optional
+        ``NHWC``, the default, ``CHWN`` or ``NCHW``: how the result lies in memory. Its shape is [N, K, rows,
+        columns].
     device, dtype
         The arguments of ``torch.nn.Conv2d``; float32, float16 or bfloat16.
 
-    ``weight`` holds the values [blocks, block, block], in the bitmap's order. Raises InvalidProblemError
-    naming the argument.
+    ``weight`` holds the values [blocks, block, block], in the bitmap's order; Torch-Blocksparse's are in that
+    of a bitmap [K/block, R, S, C/block]. ``num_blocks`` is their number. Raises InvalidProblemError naming
+    the argument.
     """
 
     def __init__(
@@ -292,18 +322,29 @@ class Conv2d(_Weighted):
         dilation: Any = 1,
         bias: bool = False,
         *,
-        order: str = "NHWC",
+        order: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.order = checked_order("order", order)
+        if isinstance(dilation, str):
+            if order is not None:
+                raise InvalidProblemError(
+                    f"dilation: expected integers beside order {order!r}, got {shown(dilation)}"
+                )
+            dilation, order = 1, dilation
+        self.order = checked_order("order", "NHWC" if order is None else order)
         self.kernel_size = pair_of("kernel_size", kernel_size)
         self.padding, self.stride = pair_of("padding", padding), pair_of("stride", stride)
         self.dilation = pair_of("dilation", dilation)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.layout = self._layout(layout, block, device)
         self._make_parameters(out_channels, bias, {"device": device, "dtype": dtype})
+
+    @property
+    def num_blocks(self) -> int:
+        """Kept blocks."""
+        return self.layout.shape.blocks
 
     def _layout(self, given: Any, block: int | None, device: Any) -> Layout:
         sides = getattr(given, "shape", None)
@@ -354,11 +395,16 @@ class Conv2d(_Weighted):
     def forward(self, input: Tensor, biasa: None = None, biasb: None = None) -> Tensor:
         """Map [N, C, height, width] to [N, K, rows, columns].
 
-        Raises UnsupportedError for a ``biasa`` or ``biasb``, which only a caller can add.
+        Raises UnsupportedError for a ``biasa`` or ``biasb``. Torch-Blocksparse convolves
+        ``relu(input + biasa) + biasb`` with them, which a caller can compute.
         """
         for name, given in (("biasa", biasa), ("biasb", biasb)):
             if given is not None:
-                raise UnsupportedError(f"{name}: expected None, got {type(given).__name__}; add it yourself")
+                shifted = "input" if biasa is None else "relu(input + biasa)"
+                shifted += "" if biasb is None else " + biasb"
+                raise UnsupportedError(
+                    f"{name}: expected None, got {type(given).__name__}; add it yourself: pass {shifted}"
+                )
         walk = self.kernel_size, self.bias, self.stride, self.padding, self.dilation
         return permuted(conv2d(input, self.weight, self.layout, *walk), self.order)
 
@@ -366,6 +412,11 @@ class Conv2d(_Weighted):
     def nchw_to_chwn(x: Tensor) -> Tensor:
         """The same tensor [N, C, height, width] with images adjacent in memory."""
         return permuted(x, "CHWN")
+
+    @staticmethod
+    def chwn_to_nchw(x: Tensor) -> Tensor:
+        """The same tensor [N, C, height, width], contiguous in memory."""
+        return permuted(x, "NCHW")
 
     @staticmethod
     def update_layout(layout_a: Tensor, tensor_a: Tensor, layout_b: Tensor, init_val: float) -> Tensor:

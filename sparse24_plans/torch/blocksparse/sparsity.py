@@ -2,7 +2,7 @@
 
 ``SparsityInfo`` is Torch-Blocksparse's. The ``SparsityConfig`` kinds have the names, arguments and layouts of
 DeepSpeed's sparse attention: ``fixed`` follows arXiv 1904.10509, BigBird arXiv 2007.14062, Longformer arXiv
-2004.05150, each cut to blocks.
+2004.05150, each cut to blocks. Fields may be changed; a layout that is made afterwards follows them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from ...blocksparse.layout import BlockSparseLayout
-from ...errors import InvalidProblemError
+from ...errors import InvalidProblemError, UnsupportedError, shown
+from ...vocab import INT64_MAX, checked_flag, integer
 
 Bitmap = np.ndarray[Any, Any]
 _BLOCKS = (16, 32, 64, 128)
+_MOST = 2**31 - 1
+"""The largest count: sizes of layouts are below it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SparsityInfo:
     """A rule that says for any number of tokens which blocks of the scores are kept.
 
@@ -36,7 +39,8 @@ class SparsityInfo:
     stride : int
         Tokens, a multiple of the block. With ``fixed``, the number of tokens must be a multiple of it.
     unidirectional : bool
-        Whether no block beyond a row's own is kept. Inside a block, ``causal`` or a mask decides.
+        Whether windows end with a row's own block, and rows see only columns of groups that begin before
+        it. Later blocks of such a group are kept beyond the row's own, so pass ``causal`` or a mask, too.
     numverts : int
         Head h keeps the ``1 + h % numverts``-th group of ``vertsize`` columns from a stride's end.
     vertsize : int
@@ -51,12 +55,18 @@ class SparsityInfo:
     vertsize: int = 1
 
     def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
         _check_word("mode", self.mode, ("dense", "fixed"))
-        _check_block(self.block)
-        if self.stride < self.block or self.stride % self.block:
+        self.block = _checked_block(self.block)
+        checked_flag("unidirectional", self.unidirectional)
+        self.stride = _count("stride", self.stride, least=1)
+        if self.stride % self.block:
             raise InvalidProblemError(f"stride: expected a multiple of block {self.block}, got {self.stride}")
-        least = min(self.numverts, self.vertsize)
-        if least < 1 or self.numverts * self.vertsize > self._step:
+        self.numverts = _count("numverts, vertsize", self.numverts, least=1)
+        self.vertsize = _count("numverts, vertsize", self.vertsize, least=1)
+        if self.numverts * self.vertsize > self._step:
             raise InvalidProblemError(
                 f"numverts, vertsize: expected at most {self._step} columns of blocks, as a stride has, got "
                 f"{self.numverts} x {self.vertsize}"
@@ -68,6 +78,8 @@ class SparsityInfo:
 
     def layout(self, heads: int, tokens: int) -> BlockSparseLayout:
         """The layout of ``heads`` heads of [tokens, tokens]. Raises InvalidProblemError if it has none."""
+        self._check()
+        heads = _count("heads", heads, least=1)
         side = _side(tokens, self.stride if self.mode == "fixed" else self.block, self.block)
         step = self._step
         if self.mode == "dense":
@@ -84,7 +96,7 @@ class SparsityInfo:
         return BlockSparseLayout(local | summary, self.block)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SparsityConfig:
     """The base of DeepSpeed's rules. Counts are in blocks.
 
@@ -96,7 +108,8 @@ class SparsityConfig:
     different_layout_per_head : bool
         Whether each head has a layout of its own; otherwise all have the first head's.
 
-    Constructors and ``make_layout`` raise InvalidProblemError naming the argument.
+    A rule of your own is a subclass that overrides ``make_layout``. Constructors and ``make_layout`` raise
+    InvalidProblemError naming the argument.
     """
 
     num_heads: int
@@ -104,29 +117,71 @@ class SparsityConfig:
     different_layout_per_head: bool = False
 
     def __post_init__(self) -> None:
-        _check_block(self.block)
-        if self.num_heads < 1:
-            raise InvalidProblemError(f"num_heads: expected at least 1, got {self.num_heads}")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise InvalidProblemError for a wrong field. Integers become Python's, sequences lists."""
+        self.num_heads = _count("num_heads", self.num_heads, least=1)
+        self.block = _checked_block(self.block)
+        checked_flag("different_layout_per_head", self.different_layout_per_head)
+
+    @property
+    def num_layout_heads(self) -> int:
+        """The first heads, which have layouts of their own: all of them, or one."""
+        return self.num_heads if self.different_layout_per_head else 1
+
+    def setup_layout(self, seq_len: int) -> Tensor:
+        """Zeros int64 [num_heads, blocks, blocks], which a ``make_layout`` may fill."""
+        self._check()
+        side = _side(seq_len, self.block, self.block)
+        return torch.zeros(self.num_heads, side, side, dtype=torch.int64)
+
+    def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
+        """``layout``, in which all heads get the first one's blocks unless each has a layout of its own."""
+        if not self.different_layout_per_head:
+            layout[1:] = layout[:1]
+        return layout
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The bitmap int64 [num_heads, blocks, blocks] of scores of ``seq_len`` tokens."""
-        return torch.from_numpy(self.layout(self.num_heads, seq_len).bitmap.astype(np.int64))
+        """The bitmap int64 [num_heads, blocks, blocks] of scores of ``seq_len`` tokens.
+
+        Raises UnsupportedError for the base itself, which has no rule.
+        """
+        return torch.from_numpy(self._bitmap(seq_len).astype(np.int64))
+
+    def _bitmap(self, tokens: int) -> Bitmap:
+        """The bitmap as bools."""
+        self._check()
+        side = _side(tokens, self.block, self.block)
+        kept = np.stack([self._kept(head, side) for head in range(self.num_layout_heads)])
+        return np.broadcast_to(kept, (self.num_heads, side, side))
 
     def layout(self, heads: int, tokens: int) -> BlockSparseLayout:
         """The layout of ``heads`` heads, as many as ``num_heads``, of [tokens, tokens]."""
-        if heads != self.num_heads:
-            raise InvalidProblemError(f"num_heads: expected {heads}, as the module has, got {self.num_heads}")
+        self._check()
+        if integer(heads) != self.num_heads:
+            raise InvalidProblemError(
+                f"num_heads: expected {shown(heads)}, as the module has, got {self.num_heads}"
+            )
         side = _side(tokens, self.block, self.block)
-        distinct = self.num_heads if self.different_layout_per_head else 1
-        kept = np.stack([self._kept(head, side) for head in range(distinct)])
-        return BlockSparseLayout(np.broadcast_to(kept, (heads, side, side)), self.block)
+        is_ours = getattr(self.make_layout, "__func__", None) is SparsityConfig.make_layout
+        bitmap: Any = self._bitmap(tokens) if is_ours else self.make_layout(tokens)
+        if tuple(getattr(bitmap, "shape", ())) != (self.num_heads, side, side):
+            raise InvalidProblemError(
+                f"make_layout: expected a bitmap [{self.num_heads}, {side}, {side}] of {tokens} tokens, got "
+                f"{shown(getattr(bitmap, 'shape', bitmap))}"
+            )
+        return BlockSparseLayout(bitmap, self.block)
 
     def _kept(self, head: int, side: int) -> Bitmap:
         """The kept blocks of a head, bool [side, side]."""
-        raise NotImplementedError
+        raise UnsupportedError(
+            f"make_layout: expected {type(self).__name__} to override it; return the kept blocks as int64 "
+            f"[num_heads, blocks, blocks] of 0 and 1, where setup_layout(seq_len) makes the zeros"
+        )
 
 
-@dataclass(frozen=True)
+@dataclass
 class DenseSparsityConfig(SparsityConfig):
     """All blocks are kept."""
 
@@ -134,7 +189,7 @@ class DenseSparsityConfig(SparsityConfig):
         return np.ones((side, side), np.bool_)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FixedSparsityConfig(SparsityConfig):
     """Local windows, and in each window global blocks that every row sees.
 
@@ -144,7 +199,9 @@ class FixedSparsityConfig(SparsityConfig):
         The size of a window, and its number of global blocks, which divides it. The global blocks are the
         window's last, or further towards its beginning for later patterns.
     attention : str
-        ``bidirectional``, or ``unidirectional``: no block beyond a row's own window position is kept.
+        ``bidirectional``, or ``unidirectional``: windows end with a row's own block, and rows see a group of
+        global blocks from its first row on. Later blocks of such a group are kept beyond the row's own, as
+        in DeepSpeed, so pass ``causal``, too.
     horizontal_global_attention : bool
         Whether global blocks also see every block; only bidirectional.
     num_different_global_patterns : int
@@ -157,20 +214,23 @@ class FixedSparsityConfig(SparsityConfig):
     horizontal_global_attention: bool = False
     num_different_global_patterns: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
+        super()._check()
         _check_attention(self.attention, self.horizontal_global_attention)
-        if self.num_global_blocks < 1 or self.num_local_blocks % self.num_global_blocks:
+        self.num_local_blocks = _count("num_local_blocks", self.num_local_blocks, least=1)
+        self.num_global_blocks = _count("num_global_blocks", self.num_global_blocks, least=1)
+        if self.num_local_blocks % self.num_global_blocks:
             raise InvalidProblemError(
                 f"num_global_blocks: expected a divisor of num_local_blocks {self.num_local_blocks}, got "
                 f"{self.num_global_blocks}"
             )
         most = self.num_local_blocks // self.num_global_blocks if self.different_layout_per_head else 1
-        if not 1 <= self.num_different_global_patterns <= most:
+        patterns = _count("num_different_global_patterns", self.num_different_global_patterns)
+        if not 1 <= patterns <= most:
             raise InvalidProblemError(
-                f"num_different_global_patterns: expected from 1 to {most}, got "
-                f"{self.num_different_global_patterns}"
+                f"num_different_global_patterns: expected from 1 to {most}, got {patterns}"
             )
+        self.num_different_global_patterns = patterns
 
     def _kept(self, head: int, side: int) -> Bitmap:
         step, width = self.num_local_blocks, self.num_global_blocks
@@ -185,15 +245,15 @@ class FixedSparsityConfig(SparsityConfig):
         return kept
 
 
-@dataclass(frozen=True)
+@dataclass
 class VariableSparsityConfig(SparsityConfig):
     """Local windows of given sizes, given global blocks, and random blocks.
 
     Parameters
     ----------
     num_random_blocks : int
-        Random blocks of each row. DeepSpeed draws them from Python's generator; here ``seed``, the head and
-        the number of blocks decide.
+        Random blocks of each row, which may lie beyond its own even if unidirectional. DeepSpeed draws them
+        from Python's generator; here ``seed``, the head and the number of blocks decide.
     local_window_blocks : sequence of int
         Sizes of the first windows; the last size repeats.
     global_block_indices, global_block_end_indices : sequences of int
@@ -210,14 +270,17 @@ class VariableSparsityConfig(SparsityConfig):
     horizontal_global_attention: bool = False
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
+        super()._check()
         _check_attention(self.attention, self.horizontal_global_attention)
-        _ranges(self.global_block_indices, self.global_block_end_indices)
-        if not self.local_window_blocks or min(self.local_window_blocks) < 1:
-            raise InvalidProblemError(
-                f"local_window_blocks: expected sizes of at least 1, got {list(self.local_window_blocks)}"
-            )
+        self.num_random_blocks = _count("num_random_blocks", self.num_random_blocks)
+        self.seed = _count("seed", self.seed, most=INT64_MAX)
+        self.local_window_blocks = _counts("local_window_blocks", self.local_window_blocks, least=1)
+        if not self.local_window_blocks:
+            raise InvalidProblemError("local_window_blocks: expected sizes of at least 1 block, got none")
+        self.global_block_indices, self.global_block_end_indices = _checked_ranges(
+            self.global_block_indices, self.global_block_end_indices
+        )
 
     def _kept(self, head: int, side: int) -> Bitmap:
         kept = _random(self.num_random_blocks, side, (self.seed, head, side))
@@ -227,7 +290,7 @@ class VariableSparsityConfig(SparsityConfig):
         return kept
 
 
-@dataclass(frozen=True)
+@dataclass
 class BigBirdSparsityConfig(SparsityConfig):
     """A sliding window, the first blocks as global ones, and random blocks.
 
@@ -249,9 +312,13 @@ class BigBirdSparsityConfig(SparsityConfig):
     attention: str = "bidirectional"
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_attention(self.attention, False)
+    def _check(self) -> None:
+        super()._check()
+        _check_attention(self.attention)
+        self.num_sliding_window_blocks = _count("num_sliding_window_blocks", self.num_sliding_window_blocks)
+        self.num_random_blocks = _count("num_random_blocks", self.num_random_blocks)
+        self.num_global_blocks = _count("num_global_blocks", self.num_global_blocks)
+        self.seed = _count("seed", self.seed, most=INT64_MAX)
 
     def _kept(self, head: int, side: int) -> Bitmap:
         one_way = self.attention == "unidirectional"
@@ -262,7 +329,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         return np.tril(kept) if one_way else kept
 
 
-@dataclass(frozen=True)
+@dataclass
 class BSLongformerSparsityConfig(SparsityConfig):
     """A sliding window, and given global blocks, which see all blocks and are seen by all.
 
@@ -274,10 +341,13 @@ class BSLongformerSparsityConfig(SparsityConfig):
     global_block_end_indices: Sequence[int] | None = None
     attention: str = "bidirectional"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_attention(self.attention, False)
-        _ranges(self.global_block_indices, self.global_block_end_indices)
+    def _check(self) -> None:
+        super()._check()
+        _check_attention(self.attention)
+        self.num_sliding_window_blocks = _count("num_sliding_window_blocks", self.num_sliding_window_blocks)
+        self.global_block_indices, self.global_block_end_indices = _checked_ranges(
+            self.global_block_indices, self.global_block_end_indices
+        )
 
     def _kept(self, head: int, side: int) -> Bitmap:
         kept = _sliding(self.num_sliding_window_blocks, side)
@@ -286,7 +356,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
         return np.tril(kept) if self.attention == "unidirectional" else kept
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window alone, the same for every head; unidirectional unless said otherwise."""
 
@@ -294,9 +364,10 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     num_sliding_window_blocks: int = 3
     attention: str = "unidirectional"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_attention(self.attention, False)
+    def _check(self) -> None:
+        super()._check()
+        _check_attention(self.attention)
+        self.num_sliding_window_blocks = _count("num_sliding_window_blocks", self.num_sliding_window_blocks)
 
     def _kept(self, head: int, side: int) -> Bitmap:
         kept = _sliding(self.num_sliding_window_blocks, side)
@@ -340,42 +411,75 @@ def _random(count: int, side: int, seed: Sequence[int], *, one_way: bool = False
 
 
 def _ranges(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Ranges of global blocks. Raises InvalidProblemError for ends that don't fit the starts."""
+    """Ranges of global blocks, each of one block if there are no ends."""
+    return list(zip(starts, [start + 1 for start in starts] if ends is None else ends, strict=True))
+
+
+# Checks ---------------------------------------------------------------------------------------------
+
+
+def _checked_ranges(starts: object, ends: object) -> tuple[list[int], list[int] | None]:
+    """``global_block_indices`` and their ends as lists. Raises InvalidProblemError naming the argument."""
+    first = _counts("global_block_indices", starts)
     if ends is None:
-        ends = [start + 1 for start in starts]
-    if len(starts) != len(ends):
+        return first, None
+    last = _counts("global_block_end_indices", ends)
+    if len(first) != len(last):
         raise InvalidProblemError(
-            f"global_block_end_indices: expected {len(starts)}, as global_block_indices, got {len(ends)}"
+            f"global_block_end_indices: expected {len(first)}, as global_block_indices, got {len(last)}"
         )
-    found = list(zip(starts, ends, strict=True))
-    if any(not 0 <= start < end for start, end in found):
-        raise InvalidProblemError(f"global_block_end_indices: expected ends beyond the starts, got {found}")
+    if any(start >= end for start, end in zip(first, last, strict=True)):
+        raise InvalidProblemError(
+            f"global_block_end_indices: expected ends beyond the starts {first}, got {last}"
+        )
+    return first, last
+
+
+def _count(name: str, given: object, least: int = 0, most: int = _MOST) -> int:
+    """``given`` as an int. Raises InvalidProblemError unless it is an integer from ``least`` to ``most``."""
+    found = integer(given)
+    if found is None or not least <= found <= most:
+        wanted = (
+            "an integer" if found is None else f"at least {least}" if found < least else f"at most {most}"
+        )
+        raise InvalidProblemError(f"{name}: expected {wanted}, got {shown(given)}")
     return found
 
 
+def _counts(name: str, given: object, least: int = 0) -> list[int]:
+    """``given`` as a list of ints. Raises InvalidProblemError for anything but a sequence of them."""
+    array = isinstance(given, (np.ndarray, Tensor)) and given.ndim == 1
+    if not array and (isinstance(given, (str, bytes)) or not isinstance(given, Sequence)):
+        raise InvalidProblemError(f"{name}: expected a sequence of integers, got {shown(given)}")
+    return [_count(name, one, least) for one in given]  # type: ignore[attr-defined]
+
+
 def _check_fits(name: str, count: int, side: int) -> None:
-    if not 0 <= count <= side:
+    if count > side:
         raise InvalidProblemError(f"{name}: expected at most {side}, the blocks of a row, got {count}")
 
 
-def _check_word(name: str, given: str, known: Sequence[str]) -> None:
-    if given not in known:
-        raise InvalidProblemError(f"{name}: expected {' or '.join(known)}, got {given!r}")
+def _check_word(name: str, given: object, known: Sequence[str]) -> None:
+    if not isinstance(given, str) or given not in known:
+        raise InvalidProblemError(f"{name}: expected {' or '.join(known)}, got {shown(given)}")
 
 
-def _check_attention(attention: str, horizontal: bool) -> None:
+def _check_attention(attention: str, horizontal: bool = False) -> None:
     _check_word("attention", attention, ("unidirectional", "bidirectional"))
-    if horizontal and attention == "unidirectional":
+    if checked_flag("horizontal_global_attention", horizontal) and attention == "unidirectional":
         raise InvalidProblemError("horizontal_global_attention: expected False for unidirectional, got True")
 
 
-def _check_block(block: int) -> None:
-    if block not in _BLOCKS:
-        raise InvalidProblemError(f"block: expected 16, 32, 64 or 128, got {block!r}")
+def _checked_block(block: object) -> int:
+    found = integer(block)
+    if found not in _BLOCKS:
+        raise InvalidProblemError(f"block: expected 16, 32, 64 or 128, got {shown(block)}")
+    return found
 
 
 def _side(tokens: int, unit: int, block: int) -> int:
     """Blocks of ``tokens``. Raises InvalidProblemError if they aren't a multiple of ``unit``."""
+    tokens = _count("tokens", tokens)
     if tokens % unit:
         raise InvalidProblemError(f"tokens: expected a multiple of {unit}, got {tokens}")
     return tokens // block

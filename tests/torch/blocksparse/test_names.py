@@ -50,11 +50,46 @@ def test_a_convolution_in_every_order(order):
     y = conv(x)
     torch.testing.assert_close(y, nn.functional.conv2d(x, conv.dense_weight()), rtol=1e-4, atol=1e-5)
     assert y.stride(ORDERS[order]) == 1
-    assert bs.Conv2d.nchw_to_chwn(y).stride(0) == 1
+    moved = bs.Conv2d.nchw_to_chwn(y)
+    assert moved.stride(0) == 1
+    assert bs.Conv2d.chwn_to_nchw(moved).is_contiguous()
+    assert torch.equal(bs.Conv2d.chwn_to_nchw(moved), y)
     conv.clear_cache()
     assert torch.equal(conv(x), y)
-    with pytest.raises(UnsupportedError, match="biasb: expected None, got Tensor; add it yourself"):
-        conv(x, biasb=torch.zeros(32))
+
+
+@pytest.mark.parametrize("more", [(), (False,), (True,)])
+def test_a_convolutions_order_may_be_in_dilations_place(more):
+    """Torch-Blocksparse's arguments are padding, stride, order and bias."""
+    mask = torch.ones(2, 2, 3, 3).long()
+    conv = bs.Conv2d(32, 32, (3, 3), mask, 16, (1, 1), (2, 2), "CHWN", *more)
+    assert (conv.order, conv.dilation, conv.bias is not None) == ("CHWN", (1, 1), more == (True,))
+    assert (conv.block, conv.num_blocks) == (16, 36)
+    x = randn(2, 32, 5, 5)
+    wanted = nn.functional.conv2d(x, conv.dense_weight(), conv.bias, 2, 1)
+    torch.testing.assert_close(conv(x), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InvalidProblemError, match="order: expected one of NCHW, NHWC, CHWN, got 'same'"):
+        bs.Conv2d(32, 32, (3, 3), mask, 16, 1, 1, "same")
+    with pytest.raises(
+        InvalidProblemError, match="dilation: expected integers beside order 'NHWC', got 'CHW"
+    ):
+        bs.Conv2d(32, 32, (3, 3), mask, 16, 1, 1, "CHWN", order="NHWC")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("biasa", r"pass relu\(input \+ biasa\)$"),
+        ("biasb", r"pass input \+ biasb$"),
+        ("biasa biasb", r"pass relu\(input \+ biasa\) \+ biasb$"),
+    ],
+)
+def test_a_convolution_says_how_to_add_its_shifts(given, hint):
+    conv = bs.Conv2d(32, 32, 1, torch.ones(2, 2, 1, 1).long(), 16)
+    names = given.split()
+    message = f"{names[0]}: expected None, got Tensor; add it yourself: {hint}"
+    with pytest.raises(UnsupportedError, match=message):
+        conv(randn(2, 32, 4, 5), **{name: torch.zeros(1) for name in names})
 
 
 def test_values_move_to_another_mask():
@@ -74,6 +109,15 @@ def test_bench_does_nothing(bench):
     assert torch.equal(scores, bs.MatMul(layout, 16, "sdd", trans_b=True)(a, randn(1, 2, 48, 48)))
     assert torch.equal(bs.Softmax(layout, 16, bench)(scores), bs.Softmax(layout)(scores))
     assert bs.Linear(32, 32, 16, torch.ones(2, 2).bool(), bench=bench)(randn(3, 32)).shape == (3, 32)
+
+
+def test_modules_have_the_references_attributes():
+    product = bs.MatMul(layout_of(), 16, "sdd", bench=True)
+    normal = bs.Softmax(layout_of(block=32))
+    assert (product.block, product.spdims, product.bench) == (16, (2, 2, 3), True)
+    assert (product.time_c, product.time_da, product.time_db) == (None, None, None)
+    assert (normal.block, normal.spdims, normal.bench, normal.time_y) == (32, (2, 2, 3), False, None)
+    assert bs.Linear(32, 32, 16, torch.ones(2, 2).bool()).block == 16
 
 
 MASK = torch.ones(2, 3, 3).tril().long()

@@ -18,7 +18,8 @@ from sparse24_plans import (
     UnsupportedError,
     compress_blocks,
 )
-from sparse24_plans.torch.blocksparse import Layout, MatMul, matmul, plan_dispatch
+from sparse24_plans.torch.activations import GRADIENTS, is_gated
+from sparse24_plans.torch.blocksparse import Layout, MatMul, attention, conv2d, matmul, plan_dispatch, softmax
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, FLOATS, SPARSE, close, dense_of, layout_of, operands, product, randn
@@ -119,8 +120,17 @@ def test_a_gradient_of_a_gradient(mode):
     close(dda / exact.abs().max(), exact / exact.abs().max())
 
 
+ACTIVATIONS = {
+    "none": lambda t: t,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
 @pytest.mark.parametrize("mode", ["dsd", "dds"])
-@pytest.mark.parametrize("name", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_epilogues_and_their_gradients(mode, name, with_bias):
     layout = layout_of()
@@ -132,13 +142,41 @@ def test_epilogues_and_their_gradients(mode, name, with_bias):
     v = 0.5 * product(*wide[:2], layout, mode, False, False)
     if with_bias:
         v = v + (wide[2][None, :, :, None] if mode == "dsd" else wide[2][None, :, None])
-    known = {"none": lambda t: t, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
-    exact = known.get(name, lambda t: F.gelu(t, approximate="tanh"))(v)
+    exact = ACTIVATIONS[name](v)
     close(y, exact)
     dy = randn(*y.shape, seed=2)
     ours = torch.autograd.grad(y, [t for t in (a, b, bias) if t is not None], dy)
     for found, wanted in zip(ours, torch.autograd.grad(exact, wide, dy.double()), strict=True):
         close(found, wanted)
+
+
+@pytest.mark.parametrize("mode", ["dsd", "dds"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_of_an_epilogues_gradients(mode, name):
+    layout = layout_of()
+
+    def second(y, a, b):
+        da, db = torch.autograd.grad((y**2).sum(), (a, b), create_graph=True)
+        mixed = (da * randn(*da.shape, seed=5)).sum() + (db * randn(*db.shape, seed=6)).sum()
+        return torch.autograd.grad(mixed, (a, b))
+
+    a, b = map(wanting, operands(mode, layout))
+    ours = second(matmul(a, b, layout, mode, activation=name, alpha=0.5), a, b)
+    wide = [wanting(t.double()) for t in (a, b)]
+    exact = ACTIVATIONS[name](0.5 * product(*wide, layout, mode, False, False))
+    for found, wanted in zip(ours, second(exact, *wide), strict=True):
+        close(found / wanted.abs().max(), wanted / wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_activations_have_gradients(name):
+    """They are functions of the result's gradient and of the argument, whose rows a gate halves."""
+    v = wanting(torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    dy = wanting(randn(3, 16 if is_gated(name) else 32).double())
+    assert torch.autograd.gradcheck(GRADIENTS[name], (dy, v))
+    with torch.no_grad():
+        wanted = GRADIENTS[name](dy, v)
+    torch.testing.assert_close(GRADIENTS[name](dy, v).detach(), wanted)
 
 
 @modes
@@ -274,6 +312,25 @@ def test_what_does_not_fit_is_refused_by_name(name, device):
     (a, b, layout, mode), message = mistakes()[name]
     with pytest.raises(InvalidProblemError, match=message):
         matmul(a.to(device), b.to(device), layout.to(device), mode)
+
+
+CALLS = {
+    "matmul": lambda layout: matmul(randn(1, 4, 16, 16), randn(1, 1, 32, 8), layout, "dsd"),
+    "softmax": lambda layout: softmax(randn(1, 4, 16, 16), layout),
+    "attention": lambda layout: attention(*[randn(1, 1, 32, 16)] * 3, layout, dropout_p=0.5),
+    "conv2d": lambda layout: conv2d(randn(1, 32, 4, 4), randn(4, 16, 16), layout, 1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("kind", ["Tensor", "BlockSparseLayout", "NoneType"])
+def test_functions_take_layouts_alone(call, kind):
+    layout = layout_of("all blocks")
+    call(layout)
+    given = {"Tensor": layout.bitmap, "BlockSparseLayout": layout.layout, "NoneType": None}[kind]
+    message = f"layout: expected a Layout, got a {kind}; Layout\\(bitmap, block\\) makes one"
+    with pytest.raises(InvalidProblemError, match=message):
+        call(given)
 
 
 def test_epilogues_that_cannot_be_are_refused():

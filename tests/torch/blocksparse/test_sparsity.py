@@ -1,12 +1,15 @@
 """The layouts of DeepSpeed's sparsity configurations, block by block from their definitions."""
 
+import copy
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse24_plans import InvalidProblemError
+from sparse24_plans import InvalidProblemError, UnsupportedError
 from sparse24_plans.torch.blocksparse import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -15,6 +18,7 @@ from sparse24_plans.torch.blocksparse import (
     LocalSlidingWindowSparsityConfig,
     MultiheadAttention,
     SparsityConfig,
+    SparsityInfo,
     VariableSparsityConfig,
 )
 
@@ -165,13 +169,187 @@ def test_a_local_window(side, window, way):
             lambda: BSLongformerSparsityConfig(2, global_block_end_indices=[0]),
             "expected ends beyond the starts",
         ),
+        (lambda: FixedSparsityConfig("4"), "num_heads: expected an integer, got '4'"),
+        (lambda: FixedSparsityConfig(2, True), "block: expected 16, 32, 64 or 128, got True"),
+        (lambda: FixedSparsityConfig(2, 16, 1), "different_layout_per_head: expected True or False, got 1"),
+        (lambda: FixedSparsityConfig(2, num_local_blocks=0), "num_local_blocks: expected at least 1, got 0"),
+        (
+            lambda: FixedSparsityConfig(2, num_local_blocks=-4),
+            "num_local_blocks: expected at least 1, got -4",
+        ),
+        (
+            lambda: FixedSparsityConfig(2, num_local_blocks=2**31),
+            "num_local_blocks: expected at most 21474836",
+        ),
+        (lambda: VariableSparsityConfig(2, seed=-1), "seed: expected at least 0, got -1"),
+        (
+            lambda: VariableSparsityConfig(2, local_window_blocks=4),
+            "local_window_blocks: expected a sequence",
+        ),
+        (
+            lambda: VariableSparsityConfig(2, local_window_blocks=[4, 0]),
+            "local_window_blocks: expected at le",
+        ),
+        (lambda: VariableSparsityConfig(2, local_window_blocks="44"), "local_window_blocks: expected a sequ"),
+        (
+            lambda: VariableSparsityConfig(2, global_block_indices=[-1]),
+            "global_block_indices: expected at le",
+        ),
+        (
+            lambda: BSLongformerSparsityConfig(2, global_block_indices=0),
+            "global_block_indices: expected a se",
+        ),
+        (
+            lambda: BigBirdSparsityConfig(2, num_random_blocks=1.0),
+            "num_random_blocks: expected an integer, g",
+        ),
+        (lambda: SparsityInfo(stride=0), "stride: expected at least 1, got 0"),
+        (lambda: SparsityInfo(unidirectional=None), "unidirectional: expected True or False, got None"),
+        (lambda: SparsityInfo().layout(0, 128), "heads: expected at least 1, got 0"),
         (lambda: BigBirdSparsityConfig(2).make_layout(32), "num_sliding_window_blocks: expected at most 2"),
         (lambda: DenseSparsityConfig(2).make_layout(40), "tokens: expected a multiple of 16, got 40"),
+        (lambda: DenseSparsityConfig(2).make_layout(-64), "tokens: expected at least 0, got -64"),
+        (lambda: DenseSparsityConfig(2).make_layout(64.0), "tokens: expected an integer, got 64.0"),
+        (lambda: DenseSparsityConfig(2).layout("2", 64), "num_heads: expected '2', as the module has, got 2"),
     ],
 )
 def test_what_is_refused(make, words):
     with pytest.raises(InvalidProblemError, match=words):
         make()
+
+
+RULES = (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    VariableSparsityConfig,
+    SparsityInfo,
+)
+odd_numbers = st.one_of(
+    st.integers(-3, 4), st.integers(max_value=-1), st.integers(min_value=2**31), st.floats()
+)
+hostile = st.one_of(
+    odd_numbers,
+    st.none(),
+    st.booleans(),
+    st.text(max_size=2),
+    st.binary(max_size=2),
+    st.lists(st.one_of(odd_numbers, st.none(), st.text(max_size=1)), max_size=3),
+    st.builds(object),
+    odd_numbers.filter(lambda one: abs(one) < 5).map(np.array),
+    st.lists(st.integers(-3, 3), max_size=3).map(torch.tensor),
+    st.sampled_from([np.int8(2), np.ones((2, 2)), torch.ones(1), torch.ones(1, device="meta")]),
+)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_hostile_values_are_refused_by_name(data):
+    """A rule makes a layout, or names the field or argument that it doesn't take."""
+    kind = data.draw(st.sampled_from(RULES))
+    names = [one.name for one in fields(kind) if one.init]
+    given = data.draw(st.dictionaries(st.sampled_from(names), hostile, min_size=1, max_size=2))
+    tokens = data.draw(st.one_of(st.sampled_from([0, 64, 128, np.int64(256)]), hostile))
+    needed, at_once = {} if kind is SparsityInfo else {"num_heads": 2}, data.draw(flags)
+
+    def layout():
+        rule = kind(**needed | given) if at_once else kind(**needed)
+        for name, one in given.items():
+            setattr(rule, name, one)
+        return rule.layout(getattr(rule, "num_heads", 2), tokens)
+
+    try:
+        made = layout()
+    except InvalidProblemError as error:
+        refused = set(str(error).partition(":")[0].split(", "))
+    else:
+        refused = set()
+        assert made.shape.rows == made.shape.cols == tokens
+    assert refused <= {*names, "tokens"}
+
+
+# Rules that change, and rules of a caller's own -------------------------------------------------------
+
+
+def test_a_rules_fields_may_be_set_one_by_one():
+    """Torch-Blocksparse's call form. A layout that is made afterwards follows them."""
+    info = MultiheadAttention.SparsityInfo()
+    info.mode, info.block, info.unidirectional = "dense", 16, False
+    assert info == SparsityInfo("dense", 16)
+    assert info.layout(1, 16).bitmap.shape == (1, 1, 1)
+    info.block = 24
+    with pytest.raises(InvalidProblemError, match="block: expected 16, 32, 64 or 128, got 24"):
+        info.layout(1, 48)
+    config = FixedSparsityConfig(2)
+    before = copy.deepcopy(config)
+    config.num_local_blocks = 2
+    assert (config.make_layout(64) != before.make_layout(64)).any()
+    config.num_local_blocks = 0
+    for call in (config.make_layout, lambda tokens: config.layout(2, tokens)):
+        with pytest.raises(InvalidProblemError, match="num_local_blocks: expected at least 1, got 0"):
+            call(64)
+
+
+class Diagonal(SparsityConfig):
+    """A rule in the form that DeepSpeed documents."""
+
+    def __init__(self, num_heads: int, block: int = 16, *, each: bool = False, offset: int = 0) -> None:
+        super().__init__(num_heads, block, each)
+        self.offset = offset
+
+    def make_layout(self, seq_len: int) -> torch.Tensor:
+        layout = self.setup_layout(seq_len)
+        for head in range(self.num_layout_heads):
+            layout[head].fill_diagonal_(1)
+            layout[head, :, self.offset + head] = 1
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_subclass_makes_its_own_layout(each):
+    config = Diagonal(2, each=each, offset=1)
+    assert config.num_layout_heads == (2 if each else 1)
+    kept = np.stack([np.eye(4, dtype=bool)] * 2)
+    kept[0, :, 1] = kept[1, :, 2 if each else 1] = True
+    module = MultiheadAttention(32, 2, config)
+    assert (module.layout_for(64).layout.bitmap == kept).all()
+    x = torch.randn(64, 3, 32)
+    given = MultiheadAttention(32, 2, kept, 16)
+    given.load_state_dict(module.state_dict(), strict=False)
+    torch.testing.assert_close(module(x, x, x)[0], given(x, x, x)[0])
+
+
+def test_a_subclass_of_a_rule_may_override_its_layout():
+    class Lower(FixedSparsityConfig):
+        def make_layout(self, seq_len):
+            return super().make_layout(seq_len).tril()
+
+    assert not np.triu(Lower(2).layout(2, 128).bitmap, 1).any()
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (torch.ones(2, 3, 3).long(), r"make_layout: expected a bitmap \[2, 4, 4\] of 64 tokens, got .*3, 3"),
+        (None, r"make_layout: expected a bitmap \[2, 4, 4\] of 64 tokens, got None"),
+        (torch.full((2, 4, 4), 2), "bitmap: expected 0 or 1, got 2"),
+    ],
+)
+def test_a_subclass_that_makes_no_layout_is_refused(made, words):
+    class Wrong(SparsityConfig):
+        def make_layout(self, seq_len):
+            return made
+
+    with pytest.raises(InvalidProblemError, match=words):
+        Wrong(2).layout(2, 64)
+
+
+def test_the_base_says_what_to_override():
+    for call in (SparsityConfig(2).make_layout, lambda tokens: SparsityConfig(2).layout(2, tokens)):
+        with pytest.raises(UnsupportedError, match="make_layout: expected SparsityConfig to override it"):
+            call(64)
 
 
 @pytest.mark.parametrize("config", [FixedSparsityConfig(2), BigBirdSparsityConfig(2, 16, True)])
