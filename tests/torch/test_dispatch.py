@@ -375,6 +375,43 @@ def test_threads_share_weights_and_forms():
         list(pool.map(work, range(4)))
 
 
+CONVERTING = {
+    "linear": lambda x, w: S.linear(x, w, None, m=64),
+    "dgrad": lambda x, w: S.dgrad(x, w, None, 64, 64),
+    "mm": lambda x, w: S.mm(w, None, x.t(), 64),
+    "bmm": lambda x, w: S.bmm(x[None], w, None, m=64),
+    "grouped_mm": lambda x, w: S.grouped_mm(
+        x, w, None, torch.tensor([0, 5], dtype=torch.int32, device=DEVICE), m=64
+    ),
+    "weight_only_linear": lambda x, w: S.weight_only_linear(
+        x, w, None, None, None, 64, m=64, scale_dtype=torch.bfloat16
+    ),
+}
+
+
+def packed_by(op: str, seed: int) -> torch.Tensor:
+    """A packed weight [64, 64] as the op takes it."""
+    dense = randn(64, 64, dtype=torch.bfloat16, seed=seed)
+    if op != "weight_only_linear":
+        return S.pack(*S.prune_compress(dense))
+    _, meta = S.prune_compress(dense)
+    bytes_ = integers(64, 32).to(torch.int8) + seed
+    return S.pack_quantized(bytes_, meta, torch.ones(64, 1, dtype=torch.bfloat16, device=DEVICE), 64)
+
+
+@pytest.mark.parametrize("op", CONVERTING)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_write_in_place_is_seen_by_what_reads_another_layout(op, mode):
+    """PyTorch counts no writes to an inference tensor, so a copy of it can't be told from an old one."""
+    x, call = randn(5, 64, dtype=torch.bfloat16), CONVERTING[op]
+    with mode():
+        weight, other = (packed_by(op, seed) for seed in (1, 2))
+        before = call(x, weight)
+        weight.copy_(other)
+        assert torch.equal(call(x, weight), call(x, other))
+        assert not torch.equal(call(x, weight), before)
+
+
 def test_a_weight_that_goes_takes_its_copies_along():
     """A weight in another layout is kept for as long as the weight lives, and no longer."""
     from sparse24_plans.torch import packed_weight_cache
