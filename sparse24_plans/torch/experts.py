@@ -244,9 +244,7 @@ class Sparse24Experts(nn.Module):
         bounds = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
         offsets = torch.searchsorted(experts, bounds, out_int32=True)
         rows = hidden_states[order // chosen]
-        if torch.is_autocast_enabled(rows.device.type):
-            rows = rows.to(self.gate_up_proj.weight.dtype)
-        y = _product(self.down_proj, _product(self.gate_up_proj, rows, offsets), offsets)
+        y = self._multiplied(rows, offsets)
         here = torch.empty_like(order)
         here[order] = torch.arange(order.shape[0], device=order.device)  # len would fix an export's tokens
         # Rows of other ranks' experts were not written.
@@ -254,6 +252,14 @@ class Sparse24Experts(nn.Module):
         each = y[here].view(*top_k_index.shape, hidden_states.shape[-1]).masked_fill(elsewhere, 0)
         scaled = each.float() * top_k_weights.float().unsqueeze(-1)
         return scaled.sum(-2).to(hidden_states.dtype)
+
+    def _multiplied(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Both products by groups. Autocast converts the rows, because converting all weights is slow."""
+        kind = rows.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return self._multiplied(rows.to(self.gate_up_proj.weight.dtype), offsets)
+        return _product(self.down_proj, _product(self.gate_up_proj, rows, offsets), offsets)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, activation={self.activation}"

@@ -380,6 +380,7 @@ class Sparse24Linear(nn.Module):
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Compute what ``forward`` does, with the given bias [out_features] or none, not the layer's."""
         if self._padding:
+            self._check_width(x)
             x = nn.functional.pad(x, (0, self._padding))
         weight: Any = self._buffers["packed"]
         meta = None
@@ -396,6 +397,11 @@ class Sparse24Linear(nn.Module):
             raise InvalidProblemError(f"x: expected [..., {self.k}], the weight's K, got {list(x.shape)}")
         y: Tensor = _linear(x, weight, meta, bias, *options)
         return y
+
+    def _check_width(self, x: Tensor) -> None:
+        """Raise InvalidProblemError unless x, which isn't padded yet, has the layer's width."""
+        if not x.dim() or x.shape[-1] != self.in_features:
+            raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:
         """The plan for ``n`` tokens on the layer's device, with its kernel, guarantee and explanation.

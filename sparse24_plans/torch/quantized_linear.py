@@ -203,13 +203,12 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             )
         if x.dtype not in DTYPES:
             raise InvalidProblemError(f"x: expected one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
+        self._check_width(x)  # another K may fill as many tiles
         # The dispatcher would take as long as everything else that the host does.
         alone = not torch.compiler.is_compiling() and only_dispatches(x, self._weight, bias, residual)
         rows, scale = self._quantized(x, alone)
         meta = None if self.metadata is None else words_of(self.metadata)
-        m, activation, out_dtype, wishes, *_, k = self._direct_options
-        if rows.dim() and rows.shape[-1] != k:  # another K may fill as many tiles
-            raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
+        m, activation, out_dtype, wishes, *_ = self._direct_options
         given = (
             rows, self._weight, meta, scale, self.weight_scale, bias, m, activation,
             out_dtype or x.dtype, wishes, residual,
@@ -223,7 +222,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         ``alone`` says that the dispatcher has nothing to do.
         """
         dtype, scale = self._weight.dtype, self.input_scale
-        if x.is_cuda and x.dim() and not torch.compiler.is_compiling():
+        if x.is_cuda and not torch.compiler.is_compiling():
             if alone:
                 return quantize_rows(x, dtype, scale, x.shape[-1] + self._padding)
             rows, scales = _ops.quantize(x, dtype, scale, x.shape[-1] + self._padding)

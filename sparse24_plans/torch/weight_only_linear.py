@@ -278,6 +278,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         if x.dtype != self.dtype:
             raise InvalidProblemError(f"x: expected {self.dtype}, as the weight, got {x.dtype}")
         if self._padding:
+            self._check_width(x)
             x = nn.functional.pad(x, (0, self._padding))
         m, activation, out_dtype, wishes, *_, k = self._direct_options
         if x.dim() and x.shape[-1] != k:  # another K may fill as many tiles

@@ -141,13 +141,16 @@ def test_gradients_of_the_op_itself_are_refused():
         grouped_mm(x.requires_grad_(), weight, meta, offsets, m=512)
 
 
-def test_under_autocast_inputs_take_the_weights_dtype():
-    _, sparse, x = case("cpu")
-    routing = routed(len(x), 6, 2, "cpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_under_autocast_inputs_take_the_weights_dtype(dtype):
+    _, sparse, x = case("cpu", dtype)
+    routing, wide = routed(len(x), 6, 2, "cpu"), x.float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        got = sparse(x.float(), *routing)
+        got = sparse(wide, *routing)
     assert got.dtype == torch.float32
-    assert torch.equal(got.to(torch.bfloat16), sparse(x, *routing))
+    assert torch.equal(got.to(dtype), sparse(x, *routing))
+    got.sum().backward()
+    assert wide.grad.any()
 
 
 def same(one: Sparse24Experts, other: Sparse24Experts) -> bool:

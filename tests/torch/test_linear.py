@@ -239,7 +239,8 @@ def test_a_state_that_is_broken_is_refused_and_nothing_changes(message):
 KINDS = {
     "plain": (Sparse24Linear, {}),
     "stored": (Sparse24WeightOnlyLinear, {"group": 32}),
-    "quantized": (Sparse24QuantizedLinear, {"input_scale": 0.5}),
+    "quantized": (Sparse24QuantizedLinear, {}),
+    "quantized by a given scale": (Sparse24QuantizedLinear, {"input_scale": 0.5}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -252,7 +253,7 @@ def filled(kind: str, seed: int = 1) -> Sparse24Linear:
 
 def new(kind: str, cls: type | None = None, **options) -> Sparse24Linear:
     own, more = KINDS[kind]
-    more = {"static_input": True} if kind == "quantized" else more
+    more = {"static_input": True} if "input_scale" in more else more
     if kind == "plain":
         options["dtype"] = torch.bfloat16
     return (cls or own)(64, 96, **more, **options)
@@ -350,6 +351,24 @@ def test_a_change_of_dtype_converts_the_kept_values(to):
         layer(randn(5, 64, dtype=to)),
         F.linear(randn(5, 64, dtype=to).double(), wanted.double(), layer.bias.double()),
     )
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(2, 64), (57,), ()], ids=str)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_another_width_of_x_is_named_as_it_was_given(kind, shape, mode):
+    """The layer pads x to 64 columns."""
+    cls, options = KINDS[kind]
+    layer = cls.from_linear(nn.Linear(60, 96, dtype=torch.bfloat16), **options)
+    with mode(), pytest.raises(InvalidProblemError) as found:
+        layer(randn(*shape, dtype=torch.bfloat16).cpu())
+    assert str(found.value) == f"x: expected [..., 60], got {list(shape)}"
+
+
+@every_kind
+def test_a_scalar_is_refused(kind):
+    with pytest.raises(InvalidProblemError, match="x: expected"):
+        filled(kind)(torch.tensor(1.0, dtype=torch.bfloat16))
 
 
 def test_dtypes_that_no_kernel_has_are_refused():
