@@ -61,14 +61,14 @@ def load(layer: Any, state_dict: Mapping[str, Any], prefix: str, *about: Any) ->
             stacklevel=2,
         )
     try:
-        _replace(layer, found, assign)
+        _load_tensors(layer, found, assign)
     except Sparse24Error as error:
         error_msgs.append(f"{prefix}{error}")
     if takes_extra and prefix + _EXTRA_STATE_KEY_SUFFIX in state_dict:
         layer.set_extra_state(state_dict[prefix + _EXTRA_STATE_KEY_SUFFIX])
 
 
-def _replace(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None:
+def _load_tensors(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None:
     """Load the tensors that were found, converted to the layer's dtype and device unless ``assign``.
 
     Without ``assign`` the layer's own tensors take the values, so that later writes to the state_dict don't
