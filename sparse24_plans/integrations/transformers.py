@@ -48,7 +48,8 @@ from ..torch.checkpoint_source import scales_of
 from ..torch.conv1d import is_swappable
 from ..torch.elements import DTYPE_OF
 from ..torch.experts import STACKS, ExpertsWeight, Sparse24Experts
-from ..torch.linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear, check_metadata
+from ..torch.layer_state import META_KEY, VALUES_KEY, check_metadata
+from ..torch.linear import DTYPES, Sparse24Linear
 from ..torch.loading import check_orientation, fuse_blocks, in_order_of, layer_like, sizes_of
 from ..torch.quantized_linear import SCALES, Sparse24QuantizedLinear
 from ..torch.saved_experts import StoredExperts, state_of

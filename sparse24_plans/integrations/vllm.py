@@ -40,7 +40,8 @@ from ..plan.preference import PlanPreference
 from ..torch.checkpoint_source import DTYPES_BY_NAME
 from ..torch.elements import META_DTYPES, STORED_OF
 from ..torch.foreign import from_bitmask
-from ..torch.linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
+from ..torch.layer_state import META_KEY, VALUES_KEY
+from ..torch.linear import DTYPES, Sparse24Linear
 from ..torch.quantized_linear import INPUT_SCALE, LARGEST, WEIGHT_SCALE, Sparse24QuantizedLinear
 from ..torch.saved_form import SavedForm, SavedLayer
 from ..torch.weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear

@@ -18,6 +18,7 @@ from . import stacked
 from .activations import epilogue_of
 from .elements import DTYPE_OF, element_of, weight_sizes
 from .gemm_call import check_devices, check_dtypes, check_scale, quantization_of, residual_element, scale_kind
+from .gemm_ops import stacked_autocast
 from .library import define
 from .plan_cache import descriptor, preference_of
 
@@ -160,4 +161,5 @@ define(
     "-> Tensor",
     _bmm,
     _fake_bmm,
+    autocast=stacked_autocast(Batched),
 )

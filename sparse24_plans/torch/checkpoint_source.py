@@ -17,7 +17,8 @@ from ..checkpoints.selection import Selection
 from ..errors import FormatError, InvalidProblemError
 from ..weights.quantize import SCALE_SUFFIX
 from .elements import DTYPE_OF, tensor_of, tensors_of
-from .linear import DTYPES, META_KEY, VALUES_KEY
+from .layer_state import META_KEY, VALUES_KEY
+from .linear import DTYPES
 from .quantized_linear import LARGEST, SCALES
 from .saved_form import form_in
 from .weight_only_linear import SCALES_KEY

@@ -114,8 +114,9 @@ class Sparse24Experts(nn.Module):
     bits don't depend on the other tokens. The forward pass never waits for the device. ``hidden_states`` and
     ``top_k_weights`` have gradients; the backward pass multiplies one decompressed expert after the other.
 
-    ``gate_up_proj`` [E*2I, H] and ``down_proj`` [E*H, I] hold the stacked weights. An index of E or more,
-    which expert parallelism uses for other ranks' experts, adds nothing. New experts are zero.
+    ``gate_up_proj`` [E*2I, H] and ``down_proj`` [E*H, I] hold the stacked weights. A negative index
+    and one of E or more, which expert parallelism uses for other ranks' experts, add nothing. New experts are
+    zero.
 
     Parameters
     ----------
@@ -243,16 +244,22 @@ class Sparse24Experts(nn.Module):
         bounds = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
         offsets = torch.searchsorted(experts, bounds, out_int32=True)
         rows = hidden_states[order // chosen]
-        if torch.is_autocast_enabled(rows.device.type):
-            rows = rows.to(self.gate_up_proj.weight.dtype)
-        y = _product(self.down_proj, _product(self.gate_up_proj, rows, offsets), offsets)
+        y = self._multiplied(rows, offsets)
         here = torch.empty_like(order)
-        here[order] = torch.arange(len(order), device=order.device)
+        here[order] = torch.arange(order.shape[0], device=order.device)  # len would fix an export's tokens
         # Rows of other ranks' experts were not written.
-        elsewhere = (top_k_index >= self.num_experts).unsqueeze(-1)
+        elsewhere = ((top_k_index < 0) | (top_k_index >= self.num_experts)).unsqueeze(-1)
         each = y[here].view(*top_k_index.shape, hidden_states.shape[-1]).masked_fill(elsewhere, 0)
         scaled = each.float() * top_k_weights.float().unsqueeze(-1)
         return scaled.sum(-2).to(hidden_states.dtype)
+
+    def _multiplied(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Both products by groups. Autocast converts the rows, because converting all weights is slow."""
+        kind = rows.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return self._multiplied(rows.to(self.gate_up_proj.weight.dtype), offsets)
+        return _product(self.down_proj, _product(self.gate_up_proj, rows, offsets), offsets)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, activation={self.activation}"

@@ -169,13 +169,41 @@ def autocast_rule(bias_at: int) -> Callable[..., tuple[tuple[Any, ...], dict[str
     return rule
 
 
-def _to_one_dtype(
-    wanted: torch.dtype, x: Tensor, weight: Tensor, meta: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """x and weight in one dtype: autocast's for a canonical float32 weight, else the weight's."""
-    if weight.dtype == torch.float32 and meta is not None:
-        weight = weight.to(wanted)
-    return (autocast_tensor(x, weight.dtype) if weight.element_size() > 1 else x), weight
+def in_one_dtype(
+    wanted: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor | None,
+    bias: Tensor | None = None,
+    scales: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Any]:
+    """x, weight and bias in one dtype: autocast's for a canonical float32 weight, else the weight's.
+
+    ``scales`` is the dtype of a quantized weight's scales, which is the weight's if it has 16 bits. With
+    float32 scales the weight takes any x of 16 bits. A weight of 8 bits without ``scales`` changes nothing.
+    """
+    if scales is not None:
+        known = scales if scales.itemsize == 2 else x.dtype
+        dtype = known if known.itemsize == 2 else wanted
+    elif weight.element_size() == 1:
+        return x, weight, bias
+    else:
+        if weight.dtype == torch.float32 and meta is not None:
+            weight = weight.to(wanted)
+        dtype = weight.dtype
+    return autocast_tensor(x, dtype), weight, autocast_tensor(bias, dtype)
+
+
+def stacked_autocast(kind: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """An autocast rule for an op whose arguments are the fields of ``kind``, Grouped or Batched."""
+
+    def rule(wanted: torch.dtype, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call = kind(*args, **kwargs)
+        scales = None if call.scales is None else call.scales.dtype
+        x, weight, bias = in_one_dtype(wanted, call.x, call.weight, call.meta, call.bias, scales)
+        return tuple(call._replace(x=x, weight=weight, bias=bias)), {}
+
+    return rule
 
 
 def _linear_autocast(
@@ -187,21 +215,36 @@ def _linear_autocast(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    x, weight = _to_one_dtype(wanted, x, weight, meta)
-    return (x, weight, meta, autocast_tensor(bias, weight.dtype), *args), kwargs
+    x, weight, bias = in_one_dtype(wanted, x, weight, meta, bias)
+    return (x, weight, meta, bias, *args), kwargs
+
+
+def _weight_only_autocast(
+    wanted: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+    meta: Any,
+    scales: Any,
+    bias: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    packed = weight_only_call(x, weight, meta, scales, bias, *args, **kwargs).scale_dtype
+    x, _, bias = in_one_dtype(wanted, x, weight, meta, bias, packed if scales is None else scales.dtype)
+    return (x, weight, meta, scales, bias, *args), kwargs
 
 
 def _dgrad_autocast(
     wanted: torch.dtype, dy: Tensor, weight: Tensor, meta: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    dy, weight = _to_one_dtype(wanted, dy, weight, meta)
+    dy, weight, _ = in_one_dtype(wanted, dy, weight, meta)
     return (dy, weight, meta, *args), kwargs
 
 
 def _mm_autocast(
     wanted: torch.dtype, weight: Tensor, meta: Any, b: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    b, weight = _to_one_dtype(wanted, b, weight, meta)
+    b, weight, _ = in_one_dtype(wanted, b, weight, meta)
     return (weight, meta, b, *args), kwargs
 
 
@@ -222,6 +265,7 @@ define(
     'str activation="none", str preference="") -> ()',
     gemm_dispatch.linear_out,
     _fake_linear_out,
+    autocast=_linear_autocast,
 )
 define(
     "scaled_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scale_x=None, Tensor? scale_w=None, "
@@ -238,6 +282,7 @@ define(
     _fake_of(weight_only_call),
     backward=_weight_only_backward,
     setup_context=_weight_only_context,
+    autocast=_weight_only_autocast,
     call=weight_only_call,
 )
 define(

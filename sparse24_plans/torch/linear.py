@@ -8,25 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
 from ..vocab import TileRule, integer
+from . import layer_state
 from .activations import check_activation, check_rows, epilogue_of, is_gated, row_order
-from .elements import META_DTYPES, canonical_weight, element_of, plan_device
+from .elements import element_of, plan_device
 from .gemm_dispatch import linear
+from .layer_state import VALUES_KEY, bytes_of, words_of
 from .layer_weight import LayerWeight
 from .library import only_dispatches
-from .packed_weight_cache import cupy_on_torch_stream
 
 _ops: Any = torch.ops.sparse24
 _linear = _ops.linear.default
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 METHODS = ("prune", "compress", "tiles")
-VALUES_KEY, META_KEY = "weight.values24", "weight.meta24"
-"""Keys of the canonical weight in a state_dict and in our checkpoints."""
 _EMPTY_GROUP = 0x04
 """The metadata of a group without non-zeros, which names positions 0 and 1."""
 
@@ -74,6 +73,8 @@ class Sparse24Linear(nn.Module):
     bias: nn.Parameter | None
     _K_STEP = 8
     _DTYPES: tuple[torch.dtype, ...] = DTYPES
+    _SCALES: Mapping[str, str] = {}
+    """Names of the layer's scales by their keys in a state_dict."""
     transposed = False
     """Whether the layer stands for one that holds its weight as [in, out], transformers' Conv1D."""
 
@@ -198,10 +199,11 @@ class Sparse24Linear(nn.Module):
         self._direct_options: tuple[Any, ...] = (*options, None, 1.0, self.k)  # no residual
 
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
-        """Make these tensors the layer's own."""
+        """Make these tensors the layer's own. A parameter that one replaces says whether it is trained."""
         self._unpack(*self._as_held(values, meta))
         if bias is not None:
-            self.bias = nn.Parameter(bias, requires_grad=self.trainable)
+            learns = self.trainable if self.bias is None else self.bias.requires_grad
+            self.bias = nn.Parameter(bias, requires_grad=learns)
         self._settle()
 
     def _copy(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
@@ -211,7 +213,7 @@ class Sparse24Linear(nn.Module):
         values, meta = self._as_held(values, meta)
         with torch.no_grad():
             self.values.copy_(values)
-            self.metadata.copy_(_bytes_of(meta))
+            self.metadata.copy_(bytes_of(meta))
             if self.bias is not None and bias is not None:
                 self.bias.copy_(bias)
 
@@ -309,8 +311,9 @@ class Sparse24Linear(nn.Module):
             self._unpack(values, meta)
 
     def _unpack(self, values: Tensor, meta: Tensor) -> None:
-        self.values = nn.Parameter(values, requires_grad=self.trainable)
-        self.metadata, self.packed = _bytes_of(meta), None
+        learns = self.trainable if self.values is None else self.values.requires_grad
+        self.values = nn.Parameter(values, requires_grad=learns)
+        self.metadata, self.packed = bytes_of(meta), None
 
     def _clear(self) -> None:
         """Set weight and bias to zero, as in a new layer."""
@@ -342,11 +345,7 @@ class Sparse24Linear(nn.Module):
     # State --------------------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        values, meta = self.canonical()
-        held = {VALUES_KEY: values, META_KEY: meta.view(torch.uint16), "bias": self.bias}
-        for key, tensor in held.items():
-            if tensor is not None:
-                destination[prefix + key] = self._shown(key, tensor if keep_vars else tensor.detach())
+        layer_state.save(self, destination, prefix, keep_vars)
 
     def _shown(self, key: str, tensor: Tensor) -> Tensor:
         """The layer's tensor as a state_dict holds it."""
@@ -356,52 +355,17 @@ class Sparse24Linear(nn.Module):
         """The part of a state_dict's tensor that replaces ``own``."""
         return given
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
-        local_metadata, strict, missing_keys, unexpected_keys, error_msgs = about
-        wanted = [VALUES_KEY, META_KEY] + ["bias"] * (self.bias is not None)
-        if prefix + "weight" in state_dict and prefix + VALUES_KEY not in state_dict:
-            error_msgs.append(
-                f"{prefix}weight: expected {prefix}{VALUES_KEY} and {prefix}{META_KEY}, got a dense weight; "
-                "make the layer with Sparse24Linear.from_linear"
-            )
-            return
-        if strict:
-            missing_keys += [prefix + key for key in wanted if prefix + key not in state_dict]
-            unexpected_keys += [
-                key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in wanted
-            ]
-        found = {key: state_dict[prefix + key] for key in wanted if prefix + key in state_dict}
-        try:
-            self._load(found, bool(local_metadata.get("assign_to_params_buffers")))
-        except Sparse24Error as error:
-            error_msgs.append(f"{prefix}{error}")
+    def _scales(self) -> dict[str, Tensor]:
+        """The layer's scales by the keys that a state_dict has for them."""
+        held = {key: getattr(self, name) for key, name in self._SCALES.items()}
+        return {key: scale for key, scale in held.items() if scale is not None}
 
-    def _load(self, found: Mapping[str, Tensor], assign: bool) -> None:
-        """Load the tensors that were found, converted to the layer's dtype and device unless ``assign``."""
-        values, meta = (t.detach() for t in self.canonical())
-        bias = None if self.bias is None else self.bias.detach()
-        held: dict[str, Any] = {VALUES_KEY: values, META_KEY: meta, "bias": bias}
-        for key, own in held.items():
-            if key not in found:
-                continue
-            given = self._taken(key, found[key].detach(), own)
-            if own is None or given.shape != own.shape:
-                shape = None if own is None else list(own.shape)
-                raise InvalidProblemError(f"{key}: expected {shape}, got {list(given.shape)}")
-            if key == META_KEY:
-                if given.dtype not in META_DTYPES:
-                    raise InvalidProblemError(f"{key}: expected uint16 or int16, got {given.dtype}")
-                given = given.view(torch.int16)
-            else:
-                (self if key == VALUES_KEY else Sparse24Linear)._checked_dtype(given.dtype)
-            held[key] = given if assign else given.to(own.device, own.dtype, copy=self.values is None)
-        values, meta, bias = held.values()
-        if META_KEY in found and meta.device.type != "meta":
-            check_metadata(values, meta)
-        if assign or self.values is None:
-            self._hold(values, meta, bias)
-        else:
-            self._copy(values, meta, bias)
+    def _check_loaded(self, key: str, dtype: torch.dtype) -> None:
+        """Raise UnsupportedError unless a state_dict's values or bias may have the dtype."""
+        (self if key == VALUES_KEY else Sparse24Linear)._checked_dtype(dtype)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
+        layer_state.load(self, state_dict, prefix, *about)
 
     # Use ----------------------------------------------------------------------------------------------
 
@@ -416,6 +380,7 @@ class Sparse24Linear(nn.Module):
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Compute what ``forward`` does, with the given bias [out_features] or none, not the layer's."""
         if self._padding:
+            self._check_width(x)
             x = nn.functional.pad(x, (0, self._padding))
         weight: Any = self._buffers["packed"]
         meta = None
@@ -432,6 +397,11 @@ class Sparse24Linear(nn.Module):
             raise InvalidProblemError(f"x: expected [..., {self.k}], the weight's K, got {list(x.shape)}")
         y: Tensor = _linear(x, weight, meta, bias, *options)
         return y
+
+    def _check_width(self, x: Tensor) -> None:
+        """Raise InvalidProblemError unless x, which isn't padded yet, has the layer's width."""
+        if not x.dim() or x.shape[-1] != self.in_features:
+            raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
 
     def plan(self, n: int = 1) -> GemmSparse24Plan:
         """The plan for ``n`` tokens on the layer's device, with its kernel, guarantee and explanation.
@@ -473,27 +443,3 @@ class Sparse24Linear(nn.Module):
         except Sparse24Error as error:
             parts.append(f"row=none ({type(error).__name__})")
         return ", ".join(parts)
-
-
-def words_of(metadata: Any) -> Tensor:
-    """A layer's metadata uint8 [M, K/4] as int16 [M, K/8], which ops take."""
-    words: Tensor = metadata.view(torch.int16) if metadata.shape[1] else metadata.to(torch.int16)
-    return words
-
-
-def _bytes_of(meta: Tensor) -> Tensor:
-    return meta.contiguous().view(torch.uint8) if meta.shape[1] else meta.to(torch.uint8)
-
-
-def check_metadata(values: Tensor, meta: Tensor) -> None:
-    """Raise FormatError, with row and group, for metadata that doesn't name two positions."""
-    plain = type(values) in (Tensor, nn.Parameter) and values.dtype != torch.uint8
-    if not plain:  # a DTensor's values, and two in a byte, aren't looked at
-        values = torch.empty(len(meta), 4 * meta.shape[1], dtype=torch.int8, device=meta.device)
-    with cupy_on_torch_stream(values):
-        try:
-            canonical_weight(values, meta, validate=True)
-        except FormatError as error:
-            located = FormatError(f"{META_KEY}: {error}")
-            located.row, located.group = error.row, error.group
-            raise located from error

@@ -24,7 +24,8 @@ from .conv1d import is_conv1d, is_swappable, linear_of
 from .elements import DTYPE_OF, stored_form
 from .experts import STACKS, Sparse24Experts, holds_stacks, kernel_obstacle, no_kernel, obstacle
 from .gated import Sparse24GatedMLP, fuse_saved
-from .linear import DTYPES, META_KEY, VALUES_KEY, Sparse24Linear
+from .layer_state import META_KEY, VALUES_KEY
+from .linear import DTYPES, Sparse24Linear
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
 from .saved_experts import Source as ExpertsSource
 from .saved_experts import StoredExperts, stack_of, stack_shapes, state_of

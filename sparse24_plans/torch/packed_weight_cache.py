@@ -84,9 +84,15 @@ def converted(
 ) -> PackedWeight:
     """The weight in the layout that the plan's kernel reads, converted again after each write to the weight.
 
-    ``scales`` are a quantized weight's. Raises UnsupportedError in a CUDA-graph capture: run once before it,
-    or pack the weight.
+    ``scales`` are a quantized weight's. PyTorch counts the writes that tell an old copy, but not those
+    through ``.data``, after which an old copy stays in use. It counts none to an inference tensor, so a
+    weight or scales made in ``torch.inference_mode`` are converted at each call. Metadata is taken to change
+    only with its weight, because a layer's is an inference view in that mode.
+
+    Raises UnsupportedError in a CUDA-graph capture: run once before it, or pack the weight.
     """
+    if not _writes_are_counted(weight, scales):
+        return _convert(plan, weight, meta, m, k, scales)
     desc = plan.descriptor
     layout = plan.sku.layout, desc.element, desc.quantization
     made_of = state_of(weight) + (() if meta is None else state_of(meta))
@@ -104,6 +110,10 @@ def converted(
     return packed
 
 
+def _writes_are_counted(weight: torch.Tensor, scales: torch.Tensor | None) -> bool:
+    return not (weight.is_inference() or (scales is not None and scales.is_inference()))
+
+
 def state_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The place of a tensor, and its version, which each write in place changes."""
     return tensor.data_ptr(), -1 if tensor.is_inference() else _version_of(tensor)
@@ -118,9 +128,12 @@ def _convert(
     scales: torch.Tensor | None,
 ) -> PackedWeight:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        remedy = "run the op once before it"
+        if not _writes_are_counted(weight, scales):
+            remedy = "make the weight and its scales outside torch.inference_mode"
         raise UnsupportedError(
-            f"weight: layout {plan.sku.layout!r} can't be made in a CUDA-graph capture: run the op once "
-            "before it, or pass a weight that torch.ops.sparse24.pack has made"
+            f"weight: layout {plan.sku.layout!r} can't be made in a CUDA-graph capture: {remedy}, or pass "
+            "a weight that torch.ops.sparse24.pack has made"
         )
     with cupy_on_torch_stream(weight):
         if meta is None:

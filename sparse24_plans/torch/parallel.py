@@ -20,7 +20,8 @@ from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, integer
 from ..weights.packed_layouts import TILE_M
 from .activations import FORWARD, check_rows, is_gated
-from .linear import META_KEY, VALUES_KEY, Sparse24Linear, words_of
+from .layer_state import META_KEY, VALUES_KEY, words_of
+from .linear import Sparse24Linear
 
 _linear: Any = torch.ops.sparse24.linear.default
 _LEAST_K = 8

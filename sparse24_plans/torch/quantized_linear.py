@@ -13,8 +13,9 @@ from ..vocab import ElementKind, ScaleKind
 from ..weights import quantize as quantize_weights
 from .elements import DTYPE_OF, element_of
 from .gemm_dispatch import run, scaled_call
+from .layer_state import VALUES_KEY, words_of
 from .library import only_dispatches
-from .linear import DTYPES, VALUES_KEY, Sparse24Linear, words_of
+from .linear import DTYPES, Sparse24Linear
 from .prepare_ops import quantize_rows
 
 _ops: Any = torch.ops.sparse24
@@ -90,6 +91,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
 
     _K_STEP = 16
     _DTYPES = tuple(LARGEST)
+    _SCALES: Mapping[str, str] = {name: name for name in SCALES}
     weight_scale: Tensor
     input_scale: Tensor | None
 
@@ -181,34 +183,12 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         for scale in self._scales().values():
             scale.fill_(1.0)
 
-    def _scales(self) -> dict[str, Tensor]:
-        held = {WEIGHT_SCALE: self.weight_scale, INPUT_SCALE: self.input_scale}
-        return {name: scale for name, scale in held.items() if scale is not None}
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, scale in self._scales().items():
-            destination[prefix + name] = scale if keep_vars else scale.detach()
-
     def _taken(self, key: str, given: Tensor, own: Tensor) -> Tensor:
         if key == VALUES_KEY and given.dtype != own.dtype:
             raise InvalidProblemError(f"{key}: expected {own.dtype}, got {given.dtype}")
+        if key in SCALES and given.numel() == own.numel():  # checkpoints differ in dimensions of size 1
+            return given.float().reshape(own.shape)
         return given
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
-        _, strict, missing_keys, _, error_msgs = about
-        scales = self._scales()
-        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in scales}
-        super()._load_from_state_dict(rest, prefix, *about)
-        for name, own in scales.items():
-            given = state_dict.get(prefix + name)
-            if given is None:
-                missing_keys += [prefix + name] * strict
-            elif given.numel() != own.numel():
-                error_msgs.append(f"{prefix}{name}: expected {list(own.shape)}, got {list(given.shape)}")
-            else:
-                found = given.detach().float().reshape(own.shape)
-                setattr(self, name, found if own.is_meta else found.to(own.device))
 
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Compute what ``forward`` does, with the given bias [out_features] or none instead of the layer's.
@@ -223,13 +203,12 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             )
         if x.dtype not in DTYPES:
             raise InvalidProblemError(f"x: expected one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
+        self._check_width(x)  # another K may fill as many tiles
         # The dispatcher would take as long as everything else that the host does.
         alone = not torch.compiler.is_compiling() and only_dispatches(x, self._weight, bias, residual)
         rows, scale = self._quantized(x, alone)
         meta = None if self.metadata is None else words_of(self.metadata)
-        m, activation, out_dtype, wishes, *_, k = self._direct_options
-        if rows.dim() and rows.shape[-1] != k:  # another K may fill as many tiles
-            raise InvalidProblemError(f"x: expected [..., {self.in_features}], got {list(x.shape)}")
+        m, activation, out_dtype, wishes, *_ = self._direct_options
         given = (
             rows, self._weight, meta, scale, self.weight_scale, bias, m, activation,
             out_dtype or x.dtype, wishes, residual,
@@ -243,7 +222,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
         ``alone`` says that the dispatcher has nothing to do.
         """
         dtype, scale = self._weight.dtype, self.input_scale
-        if x.is_cuda and x.dim() and not torch.compiler.is_compiling():
+        if x.is_cuda and not torch.compiler.is_compiling():
             if alone:
                 return quantize_rows(x, dtype, scale, x.shape[-1] + self._padding)
             rows, scales = _ops.quantize(x, dtype, scale, x.shape[-1] + self._padding)

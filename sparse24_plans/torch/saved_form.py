@@ -25,7 +25,8 @@ from .activations import is_gated, movable, row_order, rows_in_order
 from .elements import element_of
 from .experts import STACKS, ExpertsWeight, Sparse24Experts, as_stack
 from .gated import Sparse24GatedMLP
-from .linear import META_KEY, VALUES_KEY, Sparse24Linear
+from .layer_state import META_KEY, VALUES_KEY
+from .linear import Sparse24Linear
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
 from .weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear
 

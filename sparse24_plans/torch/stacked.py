@@ -49,7 +49,8 @@ class CheckedStacked(CheckedCall):
             found = (call.weight, call.meta, call.scales)
             weight = tuple(one.data_ptr() for one in found if one is not None)
         else:
-            weight = tuple(view.address for view in self._weight(call).buffers)
+            packed = self._weight(call)  # held until the launch, because nothing else may hold it
+            weight = tuple(view.address for view in packed.buffers)
         self._launch((*weight, x.data_ptr(), y.data_ptr(), *(one.data_ptr() for one in others)))
         return y
 

@@ -33,6 +33,14 @@ def _rebuilt(tensor: Sparse24Tensor, change: Callable[[Tensor], Tensor], **optio
     return _with(tensor, tensor.shape, parts, **options)
 
 
+def _view_of(tensor: Sparse24Tensor, shape: Any, parts: Any) -> Sparse24Tensor:
+    """A tensor of views of the parts. PyTorch wants an inference tensor here only if ``tensor`` is one."""
+    if tensor.is_inference() or not torch.is_inference_mode_enabled():
+        return _with(tensor, shape, parts)
+    with torch.inference_mode(False):
+        return _with(tensor, shape, parts)
+
+
 def _values(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     (tensor,) = args
     return _part(tensor, "packed").detach()
@@ -56,7 +64,7 @@ def _is_same_size(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _detach(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
-    return _rebuilt(args[0], lambda part: part)
+    return _view_of(args[0], args[0].shape, _parts(args[0]))
 
 
 def _detach_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -72,7 +80,7 @@ def _t(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
     (tensor,) = args
     packed, meta, packed_t, meta_t, mask = _parts(tensor)
     turned = packed_t, meta_t, packed, meta, None if mask is None else mask.transpose(0, 1)
-    return _with(tensor, torch.Size([tensor.shape[1], tensor.shape[0]]), turned)
+    return _view_of(tensor, torch.Size([tensor.shape[1], tensor.shape[0]]), turned)
 
 
 def _permute(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
@@ -83,7 +91,7 @@ def _permute(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
     if any(one not in (0, 1) for one in order) or (len(dims) == 1 and sorted(order) != [0, 1]):
         raise SemiStructuredError(f"dims: expected the dimensions 0 and 1 of a matrix, got {given}")
     turns = order == [1, 0] if len(dims) == 1 else order[0] != order[1]
-    return _t(func, types, (tensor,), kwargs) if turns else _rebuilt(tensor, lambda part: part)
+    return (_t if turns else _detach)(func, types, (tensor,), kwargs)
 
 
 def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
@@ -93,7 +101,7 @@ def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
             f"`view` is not implemented for SparseSemiStructuredTensor, except for the dummy case "
             f"(shape={shape})"
         )
-    return _rebuilt(tensor, lambda part: part)
+    return _detach(func, types, (tensor,), kwargs)
 
 
 def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
@@ -101,6 +109,14 @@ def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     if isinstance(first, Sparse24Tensor):
         return first._mm(second)
     return cast(Tensor, second.t()._mm(first, should_transpose_dense=True))
+
+
+def _matmul(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """Serve aten.matmul, which arrives with any leading dimensions of x in inference mode."""
+    first, second = args
+    if isinstance(first, Sparse24Tensor) or first.dim() == 2:
+        return _mm(func, types, args, kwargs)
+    return _linear(func, types, (first, second.t()), kwargs)
 
 
 def _addmm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
@@ -154,14 +170,19 @@ def _narrow(*dtypes: torch.dtype) -> bool:
 
 
 def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    """Serve aten.to, which arrives instead of aten._to_copy in inference mode."""
-    tensor, *rest = args
-    for given in rest:
-        if isinstance(given, (str, torch.device)):
-            kwargs = {"device": given, **kwargs}
-        elif isinstance(given, torch.dtype):
-            kwargs = {"dtype": given, **kwargs}
-    wanted = {name: kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None}
+    """Serve aten.to, which arrives instead of aten._to_copy in inference mode.
+
+    The tensor itself is returned where nothing changes.
+    """
+    names = (one.name for one in func._schema.arguments)
+    tensor, *_ = args
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if (other := given.get("other")) is not None:
+        given |= {"device": other.device, "dtype": other.dtype}
+    wanted = {name: given[name] for name in ("device", "dtype") if given.get(name) is not None}
+    like = torch.empty(0, **{"device": tensor.device, "dtype": tensor.dtype, **wanted})
+    if (like.device, like.dtype) == (tensor.device, tensor.dtype) and not given.get("copy"):
+        return cast(Tensor, tensor)
     return _to_copy(_aten._to_copy.default, types, (tensor,), wanted)
 
 
@@ -285,11 +306,14 @@ Sparse24Tensor.SPARSE_DISPATCH = {
     _aten.detach_: _detach_in_place,
     _aten.detach: _detach,
     _aten.t: _t,
+    _aten.numpy_T: _t,
+    _aten.mT: _t,
     _aten.permute: _permute,
     _aten.transpose: _permute,
+    _aten.swapdims: _permute,
     _aten.view: _view,
     _aten.mm: _mm,
-    _aten.matmul: _mm,
+    _aten.matmul: _matmul,
     _aten.addmm: _addmm,
     _aten.linear: _linear,
     _aten._to_copy: _to_copy,

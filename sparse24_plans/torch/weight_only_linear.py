@@ -15,8 +15,9 @@ from ..weights.packing_quantized import unpack_quantized
 from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight, stored_width
 from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, packed_weight, tensor_of
 from .gemm_dispatch import run, weight_only_call
+from .layer_state import VALUES_KEY, words_of
 from .library import only_dispatches
-from .linear import VALUES_KEY, Sparse24Linear, words_of
+from .linear import Sparse24Linear
 from .quantized_linear import keeping_dtypes
 
 _ops: Any = torch.ops.sparse24
@@ -50,6 +51,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     """
 
     _DTYPES = (torch.float16, torch.bfloat16)
+    _SCALES: Mapping[str, str] = {SCALES_KEY: "scales"}
     scales: Tensor | None
 
     def __init__(
@@ -252,33 +254,17 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     def _checked_dtype(cls, dtype: torch.dtype) -> torch.dtype:
         return dtype if dtype in _DTYPE_OF_STORED.values() else super()._checked_dtype(dtype)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        scales = self._parts()[2]
-        destination[prefix + SCALES_KEY] = scales if keep_vars else scales.detach()
+    def _scales(self) -> dict[str, Tensor]:
+        return {SCALES_KEY: self._parts()[2]}
 
     def _taken(self, key: str, given: Tensor, own: Tensor) -> Tensor:
-        if key == VALUES_KEY and given.dtype != own.dtype:
+        if key in (VALUES_KEY, SCALES_KEY) and given.dtype != own.dtype:
             raise InvalidProblemError(f"{key}: expected {own.dtype}, got {given.dtype}")
         return given
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
-        _, strict, missing_keys, _, error_msgs = about
-        key = prefix + SCALES_KEY
         self._hold_canonical()
-        assert self.scales is not None
-        given = state_dict.get(key)
-        rest = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(rest, prefix, *about)
-        if given is None:
-            missing_keys += [key] * strict
-        elif given.shape != self.scales.shape or given.dtype != self.scales.dtype:
-            error_msgs.append(
-                f"{key}: expected {self.scales.dtype} {list(self.scales.shape)}, "
-                f"got {given.dtype} {list(given.shape)}"
-            )
-        else:
-            self.scales = given.detach() if self.scales.is_meta else given.detach().to(self.scales.device)
+        super()._load_from_state_dict(state_dict, prefix, *about)
 
     # Use ----------------------------------------------------------------------------------------------
 
@@ -292,6 +278,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         if x.dtype != self.dtype:
             raise InvalidProblemError(f"x: expected {self.dtype}, as the weight, got {x.dtype}")
         if self._padding:
+            self._check_width(x)
             x = nn.functional.pad(x, (0, self._padding))
         m, activation, out_dtype, wishes, *_, k = self._direct_options
         if x.dim() and x.shape[-1] != k:  # another K may fill as many tiles

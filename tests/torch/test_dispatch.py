@@ -254,6 +254,68 @@ def test_autocast_moves_x_and_float32_weights(form):
     assert torch.equal(dx, S.dgrad(randn(5, 96).bfloat16(), halves, meta))
 
 
+def _into_out(x, w, meta, bias):
+    out = x.new_empty(5, 64, dtype=torch.bfloat16)
+    S.linear_out(x, w, meta, bias, out)
+    return out
+
+
+BY_GROUPS = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
+MIXED = {
+    "linear_out": _into_out,
+    "bmm": lambda x, w, meta, bias: S.bmm(x[None], w, meta, bias),
+    "bmm by name": lambda x, w, meta, bias: S.bmm(x=x[None], weight=w, meta=meta, bias=bias),
+    "grouped_mm": lambda x, w, meta, bias: S.grouped_mm(x, w, meta, BY_GROUPS, bias),
+}
+
+
+@pytest.mark.parametrize("op", MIXED)
+@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_moves_the_operands_of_every_product(op, form):
+    values, meta = S.prune_compress(randn(64, 64, dtype=form))
+    x, bias = randn(5, 64), randn(64)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = MIXED[op](x, values, meta, bias)
+    wanted = MIXED[op](*(x.bfloat16(), values.bfloat16()), meta, bias.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("x_dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", ["weight_only_linear", "packed", "grouped_mm", "bmm"])
+def test_autocast_moves_x_to_16_bit_scales(op, scale_dtype, x_dtype):
+    """With float32 scales the weight has any dtype of 16 bits, so an x of 16 bits stays."""
+    _, meta = (one.cpu() for one in S.prune_compress(randn(64, 64)))
+    bytes_, scales = integers(64, 32).cpu(), randn(64, 1).cpu().abs().to(scale_dtype)
+    x, bias = randn(5, 64).cpu().to(x_dtype), randn(64).cpu()
+
+    def product(x, bias):
+        if op == "weight_only_linear":
+            return S.weight_only_linear(x, bytes_, meta, scales, bias, 64)
+        if op == "packed":
+            tiles = S.pack_quantized(bytes_, meta, scales, 64)
+            return S.weight_only_linear(x, tiles, None, None, bias, 64, m=64, scale_dtype=scale_dtype)
+        if op == "bmm":
+            return S.bmm(x[None], bytes_, meta, bias, scales=scales, group=64)
+        return S.grouped_mm(x, bytes_, meta, BY_GROUPS.cpu(), bias, scales=scales, group=64)
+
+    stays = torch.float16 in (scale_dtype, x_dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = product(x, bias)
+    dtype = torch.float16 if stays else torch.bfloat16
+    assert y.dtype == dtype
+    assert torch.equal(y, product(x.to(dtype), bias.to(dtype)))
+
+
+def test_autocast_leaves_the_bias_of_8_bit_operands():
+    values, meta = S.prune_compress(integers(64, 64))
+    x, bias = integers(5, 64), randn(64)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = S.linear(x, values, meta, bias, out_dtype=torch.float32)
+    assert torch.equal(y, S.linear(x, values, meta, bias, out_dtype=torch.float32))
+
+
 def test_autocast_gradients_have_the_operands_dtypes():
     values, meta, dense = weight()
     x, v = wanting(randn(5, 64)), wanting(values)
@@ -373,6 +435,43 @@ def test_threads_share_weights_and_forms():
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
+
+
+CONVERTING = {
+    "linear": lambda x, w: S.linear(x, w, None, m=64),
+    "dgrad": lambda x, w: S.dgrad(x, w, None, 64, 64),
+    "mm": lambda x, w: S.mm(w, None, x.t(), 64),
+    "bmm": lambda x, w: S.bmm(x[None], w, None, m=64),
+    "grouped_mm": lambda x, w: S.grouped_mm(
+        x, w, None, torch.tensor([0, 5], dtype=torch.int32, device=DEVICE), m=64
+    ),
+    "weight_only_linear": lambda x, w: S.weight_only_linear(
+        x, w, None, None, None, 64, m=64, scale_dtype=torch.bfloat16
+    ),
+}
+
+
+def packed_by(op: str, seed: int) -> torch.Tensor:
+    """A packed weight [64, 64] as the op takes it."""
+    dense = randn(64, 64, dtype=torch.bfloat16, seed=seed)
+    if op != "weight_only_linear":
+        return S.pack(*S.prune_compress(dense))
+    _, meta = S.prune_compress(dense)
+    bytes_ = integers(64, 32).to(torch.int8) + seed
+    return S.pack_quantized(bytes_, meta, torch.ones(64, 1, dtype=torch.bfloat16, device=DEVICE), 64)
+
+
+@pytest.mark.parametrize("op", CONVERTING)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_write_in_place_is_seen_by_what_reads_another_layout(op, mode):
+    """PyTorch counts no writes to an inference tensor, so a copy of it can't be told from an old one."""
+    x, call = randn(5, 64, dtype=torch.bfloat16), CONVERTING[op]
+    with mode():
+        weight, other = (packed_by(op, seed) for seed in (1, 2))
+        before = call(x, weight)
+        weight.copy_(other)
+        assert torch.equal(call(x, weight), call(x, other))
+        assert not torch.equal(call(x, weight), before)
 
 
 def test_a_weight_that_goes_takes_its_copies_along():

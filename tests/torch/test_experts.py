@@ -37,7 +37,7 @@ class DenseExperts(nn.Module):
         wide, result = x.double(), torch.zeros_like(x, dtype=torch.float64)
         for token in range(len(x)):
             for expert, factor in zip(index[token].tolist(), weights[token], strict=True):
-                if expert < len(self.gate_up_proj):
+                if 0 <= expert < len(self.gate_up_proj):
                     gate, up = (self.gate_up_proj[expert].double() @ wide[token]).chunk(2)
                     result[token] += factor * (self.down_proj[expert].double() @ (self.act_fn(gate) * up))
         return result
@@ -90,15 +90,26 @@ def test_a_tokens_bits_do_not_depend_on_the_others(device):
         assert torch.equal(sparse(x[part], index[part], weights[part]), whole[part])
 
 
+@pytest.fixture
+def filled_memory():
+    """New memory holds NaN, so that rows which nothing wrote show in a result."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_experts_of_other_ranks_add_nothing(device):
-    _, sparse, x = case(device)
+@pytest.mark.parametrize("elsewhere", [6, 9, -1, -7])
+@pytest.mark.parametrize("stored", [None, "s4"])
+def test_experts_of_other_ranks_add_nothing(device, elsewhere, stored, filled_memory):
+    _, sparse, x = case(device, stored=stored, group=64)
     index, weights = routed(len(x), 6, 2, device)
     away = index.clone()
-    away[::3, 1] = 6
+    away[::3, 1] = elsewhere
     none = weights.clone()
     none[::3, 1] = 0
     assert torch.equal(sparse(x, away, weights), sparse(x, index, none))
+    assert not sparse(x, torch.full_like(index, elsewhere), weights).any()
 
 
 def test_no_tokens_give_no_results():
@@ -108,12 +119,13 @@ def test_no_tokens_give_no_results():
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")])
-def test_inputs_and_routing_weights_have_the_gradients_of_dense_experts(activation):
+@pytest.mark.parametrize("elsewhere", [6, -1])
+def test_inputs_and_routing_weights_have_the_gradients_of_dense_experts(activation, elsewhere, filled_memory):
     dense = DenseExperts(6, 128, 64, torch.float32, "cpu")
     dense.act_fn = activation
     sparse = Sparse24Experts.from_experts(dense)
     index, weights = routed(20, 6, 2, "cpu")
-    index[::3, 1] = 6
+    index[::3, 1] = elsewhere
     grads = []
     for module in (sparse, pruned(dense, sparse)):
         x, factors = randn(20, 128).requires_grad_(), weights.clone().requires_grad_()
@@ -129,13 +141,16 @@ def test_gradients_of_the_op_itself_are_refused():
         grouped_mm(x.requires_grad_(), weight, meta, offsets, m=512)
 
 
-def test_under_autocast_inputs_take_the_weights_dtype():
-    _, sparse, x = case("cpu")
-    routing = routed(len(x), 6, 2, "cpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_under_autocast_inputs_take_the_weights_dtype(dtype):
+    _, sparse, x = case("cpu", dtype)
+    routing, wide = routed(len(x), 6, 2, "cpu"), x.float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        got = sparse(x.float(), *routing)
+        got = sparse(wide, *routing)
     assert got.dtype == torch.float32
-    assert torch.equal(got.to(torch.bfloat16), sparse(x, *routing))
+    assert torch.equal(got.to(dtype), sparse(x, *routing))
+    got.sum().backward()
+    assert wide.grad.any()
 
 
 def same(one: Sparse24Experts, other: Sparse24Experts) -> bool:
@@ -194,6 +209,20 @@ def test_experts_compile_whole_and_train_compiled():
         module(wanted, *routing).float().square().sum().backward()
         grads.append(wanted.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_experts_are_exported_for_any_number_of_tokens(strict):
+    _, sparse, x = case("cpu")
+    routing = routed(len(x), 6, 2, "cpu")
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    exported = torch.export.export(
+        sparse.eval(),
+        (x[:3], *(one[:3] for one in routing)),
+        dynamic_shapes=({0: tokens},) * 3,
+        strict=strict,
+    ).module()
+    assert torch.equal(exported(x, *routing), sparse(x, *routing))
 
 
 def test_new_experts_are_zero():

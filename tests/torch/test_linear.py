@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import Sparse24Linear
+from sparse24_plans.torch import Sparse24Linear, Sparse24QuantizedLinear, Sparse24WeightOnlyLinear
 
 from .cases import DEVICE, FLOATS, S, close, pruned, randn
 from .test_ops import ACTIVATIONS
@@ -236,6 +236,106 @@ def test_a_state_that_is_broken_is_refused_and_nothing_changes(message):
         assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
 
 
+KINDS = {
+    "plain": (Sparse24Linear, {}),
+    "stored": (Sparse24WeightOnlyLinear, {"group": 32}),
+    "quantized": (Sparse24QuantizedLinear, {}),
+    "quantized by a given scale": (Sparse24QuantizedLinear, {"input_scale": 0.5}),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def filled(kind: str, seed: int = 1) -> Sparse24Linear:
+    torch.manual_seed(seed)
+    cls, options = KINDS[kind]
+    return cls.from_linear(nn.Linear(64, 96, dtype=torch.bfloat16), **options)
+
+
+def new(kind: str, cls: type | None = None, **options) -> Sparse24Linear:
+    own, more = KINDS[kind]
+    more = {"static_input": True} if "input_scale" in more else more
+    if kind == "plain":
+        options["dtype"] = torch.bfloat16
+    return (cls or own)(64, 96, **more, **options)
+
+
+def equal_states(one: nn.Module, other: nn.Module) -> bool:
+    found, wanted = one.state_dict(), other.state_dict()
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[key].contiguous().view(torch.uint8), wanted[key].contiguous().view(torch.uint8))
+        for key in wanted
+    )
+
+
+@every_kind
+def test_loading_copies_into_the_layers_own_tensors(kind):
+    """So a later write to the state, or to the layer that it is of, changes nothing."""
+    source, layer = filled(kind), new(kind)
+    held = {name: t.data_ptr() for name, t in (*layer.named_parameters(), *layer.named_buffers())}
+    layer.load_state_dict(source.state_dict())
+    assert {n: t.data_ptr() for n, t in (*layer.named_parameters(), *layer.named_buffers())} == held
+    assert equal_states(layer, source)
+    before = state(layer)
+    for tensor in source.state_dict().values():
+        tensor.view(torch.uint8).zero_()
+    assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in state(layer).items())
+
+
+@every_kind
+def test_a_layer_without_memory_warns_and_loads_nothing_unless_tensors_are_assigned(kind):
+    source, layer = filled(kind), new(kind, device="meta")
+    with pytest.warns(UserWarning, match="weight: it is on the meta device"):
+        layer.load_state_dict(source.state_dict())
+    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+    layer.load_state_dict(source.state_dict(), assign=True)
+    assert equal_states(layer, source)
+
+
+@every_kind
+def test_hooks_before_loading_see_and_change_the_state(kind):
+    source, layer, seen = filled(kind), new(kind), []
+
+    def rename(module, found, prefix, *about):
+        seen.append((module, prefix))
+        for key in [key for key in found if key.startswith(f"{prefix}old_")]:
+            found[key.replace("old_", "")] = found.pop(key)
+
+    layer.register_load_state_dict_pre_hook(rename)
+    nn.Sequential(layer).load_state_dict({f"0.old_{key}": t for key, t in source.state_dict().items()})
+    assert seen == [(layer, "0.")]
+    assert equal_states(layer, source)
+
+
+@every_kind
+def test_extra_state_of_a_subclass_is_saved_and_loaded(kind):
+    class Counting(KINDS[kind][0]):
+        calls = 0
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, found):
+            self.calls = found["calls"]
+
+    layer, other = new(kind, Counting), new(kind, Counting)
+    layer.calls = 3
+    found = nn.Sequential(layer).state_dict()
+    nn.Sequential(other).load_state_dict(found)
+    assert other.calls == 3
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\._extra_state"):
+        nn.Sequential(new(kind)).load_state_dict(found)
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\._extra_state"):
+        nn.Sequential(other).load_state_dict(nn.Sequential(new(kind)).state_dict())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_loading_leaves_parameters_frozen_or_trained(assign, learns):
+    layer = Sparse24Linear.from_linear(dense_layer(), trainable=True).requires_grad_(learns)
+    layer.load_state_dict(state(layer), assign=assign)
+    assert [one.requires_grad for one in layer.parameters()] == [learns] * 2
+
+
 # Moves ----------------------------------------------------------------------------------------------
 
 
@@ -251,6 +351,24 @@ def test_a_change_of_dtype_converts_the_kept_values(to):
         layer(randn(5, 64, dtype=to)),
         F.linear(randn(5, 64, dtype=to).double(), wanted.double(), layer.bias.double()),
     )
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(2, 64), (57,), ()], ids=str)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_another_width_of_x_is_named_as_it_was_given(kind, shape, mode):
+    """The layer pads x to 64 columns."""
+    cls, options = KINDS[kind]
+    layer = cls.from_linear(nn.Linear(60, 96, dtype=torch.bfloat16), **options)
+    with mode(), pytest.raises(InvalidProblemError) as found:
+        layer(randn(*shape, dtype=torch.bfloat16).cpu())
+    assert str(found.value) == f"x: expected [..., 60], got {list(shape)}"
+
+
+@every_kind
+def test_a_scalar_is_refused(kind):
+    with pytest.raises(InvalidProblemError, match="x: expected"):
+        filled(kind)(torch.tensor(1.0, dtype=torch.bfloat16))
 
 
 def test_dtypes_that_no_kernel_has_are_refused():

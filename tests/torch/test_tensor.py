@@ -290,6 +290,56 @@ def test_a_weight_is_transposed_in_any_way(how, leading, compiled):
     close(da, dy.flatten(0, -2).double().t() @ x.flatten(0, -2).double())
 
 
+VIEWS = {
+    **TRANSPOSES,
+    "detach": lambda a: a.detach(),
+    "view": lambda a: a.view(64, -1),
+    "same permute": lambda a: a.permute(0, 1),
+}
+
+
+@pytest.mark.parametrize("how", VIEWS)
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("made", ["from_dense", "tiles"])
+def test_views_in_inference_mode_are_those_outside_it(how, made_inside, made):
+    with torch.inference_mode(made_inside):
+        a = sparse() if made == "from_dense" else Sparse24Tensor.prune_dense_static_sort(dense())
+    wanted = VIEWS[how](a).to_dense()
+    with torch.inference_mode():
+        found = VIEWS[how](a)
+        assert found.is_inference() == made_inside
+        assert torch.equal(found.to_dense(), wanted)
+    assert torch.equal(VIEWS[how](found).to_dense(), VIEWS[how](VIEWS[how](a)).to_dense())
+
+
+@pytest.mark.parametrize("leading", [(128,), (5, 128), (2, 3, 128)], ids=str)
+def test_products_with_a_transpose_in_inference_mode(leading):
+    a, x, bias = sparse(), randn(*leading), randn(64)
+    with torch.inference_mode():
+        close(x @ a.t(), x.double() @ a.to_dense().double().t())
+        if len(leading) == 2:
+            close(torch.addmm(bias, x, a.t()), bias.double() + x.double() @ a.to_dense().double().t())
+
+
+MOVES = {
+    "device": lambda a: a.to(DEVICE),
+    "dtype": lambda a: a.to(a.dtype),
+    "device and dtype": lambda a: a.to(DEVICE, a.dtype),
+    "other": lambda a: a.to(randn(2)),
+    "named": lambda a: a.to(device=a.device, non_blocking=True),
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_move_that_changes_nothing_gives_the_tensor_itself(how, mode):
+    a = sparse()
+    with mode():
+        assert MOVES[how](a) is a
+        half = a.to(torch.bfloat16)
+        assert (type(half), half.dtype) == (Sparse24Tensor, torch.bfloat16)
+
+
 def test_other_permutations_leave_it_or_are_refused():
     a = sparse()
     for same in (a.permute(0, 1), a.transpose(1, 1), a.permute(0, -1)):

@@ -1,0 +1,130 @@
+"""Saves 2:4 layers to a state_dict and loads them from it, with all that nn.Module does besides."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from ..errors import FormatError, InvalidProblemError, Sparse24Error
+from .elements import META_DTYPES, canonical_weight
+from .packed_weight_cache import cupy_on_torch_stream
+
+VALUES_KEY, META_KEY = "weight.values24", "weight.meta24"
+"""Keys of the canonical weight in a state_dict and in our checkpoints."""
+
+
+def save(layer: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+    """Add the layer's canonical weight, bias, scales and extra state to ``destination``."""
+    values, meta = layer.canonical()
+    held = {VALUES_KEY: values, META_KEY: meta.view(torch.uint16), "bias": layer.bias, **layer._scales()}
+    for key, tensor in held.items():
+        if tensor is not None:
+            destination[prefix + key] = layer._shown(key, tensor if keep_vars else tensor.detach())
+    if type(layer).get_extra_state is not nn.Module.get_extra_state:
+        destination[prefix + _EXTRA_STATE_KEY_SUFFIX] = layer.get_extra_state()
+
+
+def load(layer: Any, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
+    """Load the layer's own part of ``state_dict``.
+
+    ``about`` are the other arguments of nn.Module's ``_load_from_state_dict``, some of which are lists of
+    problems to extend.
+    """
+    local_metadata, strict, missing_keys, unexpected_keys, error_msgs = about
+    for hook in layer._load_state_dict_pre_hooks.values():
+        hook(state_dict, prefix, *about)
+    if prefix + "weight" in state_dict and prefix + VALUES_KEY not in state_dict:
+        error_msgs.append(
+            f"{prefix}weight: expected {prefix}{VALUES_KEY} and {prefix}{META_KEY}, got a dense weight; "
+            "make the layer with Sparse24Linear.from_linear"
+        )
+        return
+    tensors = [VALUES_KEY, META_KEY, *["bias"] * (layer.bias is not None), *layer._scales()]
+    takes_extra = type(layer).set_extra_state is not nn.Module.set_extra_state
+    wanted = [*tensors, *[_EXTRA_STATE_KEY_SUFFIX] * takes_extra]
+    if strict:
+        missing_keys += [prefix + key for key in wanted if prefix + key not in state_dict]
+        unexpected_keys += [
+            key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in wanted
+        ]
+    found = {key: state_dict[prefix + key] for key in tensors if prefix + key in state_dict}
+    assign = bool(local_metadata.get("assign_to_params_buffers"))
+    if not assign and layer._weight.is_meta and any(not one.is_meta for one in found.values()):
+        warnings.warn(
+            f"{prefix}weight: it is on the meta device, so loading changes nothing; pass assign=True to "
+            "load_state_dict, or call to_empty first",
+            stacklevel=2,
+        )
+    try:
+        _load_tensors(layer, found, assign)
+    except Sparse24Error as error:
+        error_msgs.append(f"{prefix}{error}")
+    if takes_extra and prefix + _EXTRA_STATE_KEY_SUFFIX in state_dict:
+        layer.set_extra_state(state_dict[prefix + _EXTRA_STATE_KEY_SUFFIX])
+
+
+def _load_tensors(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None:
+    """Load the tensors that were found, converted to the layer's dtype and device unless ``assign``.
+
+    Without ``assign`` the layer's own tensors take the values, so that later writes to the state_dict don't
+    reach the layer, and references to its tensors stay valid. A packed layer makes new ones.
+    """
+    values, meta = (t.detach() for t in layer.canonical())
+    bias, scales = None if layer.bias is None else layer.bias.detach(), layer._scales()
+    held: dict[str, Any] = {VALUES_KEY: values, META_KEY: meta, "bias": bias, **scales}
+    for key, own in held.items():
+        if key not in found:
+            continue
+        given = layer._taken(key, found[key].detach(), own)
+        if own is None or given.shape != own.shape:
+            shape = None if own is None else list(own.shape)
+            raise InvalidProblemError(f"{key}: expected {shape}, got {list(given.shape)}")
+        if key == META_KEY:
+            if given.dtype not in META_DTYPES:
+                raise InvalidProblemError(f"{key}: expected uint16 or int16, got {given.dtype}")
+            given = given.view(torch.int16)
+        elif key not in scales:
+            layer._check_loaded(key, given.dtype)
+        held[key] = given if assign else given.to(own.device, own.dtype, copy=layer.values is None)
+    values, meta, bias, *new = held.values()
+    if META_KEY in found and meta.device.type != "meta":
+        check_metadata(values, meta)
+    if assign or layer.values is None:
+        layer._hold(values, meta, bias)
+    else:
+        layer._copy(values, meta, bias)
+    for (key, own), scale in zip(scales.items(), new, strict=True):
+        if assign:
+            setattr(layer, layer._SCALES[key], scale)
+        else:
+            own.copy_(scale)
+
+
+def words_of(metadata: Any) -> Tensor:
+    """A layer's metadata uint8 [M, K/4] as int16 [M, K/8], which ops take."""
+    words: Tensor = metadata.view(torch.int16) if metadata.shape[1] else metadata.to(torch.int16)
+    return words
+
+
+def bytes_of(meta: Tensor) -> Tensor:
+    """The inverse of :func:`words_of`."""
+    return meta.contiguous().view(torch.uint8) if meta.shape[1] else meta.to(torch.uint8)
+
+
+def check_metadata(values: Tensor, meta: Tensor) -> None:
+    """Raise FormatError, with row and group, for metadata that doesn't name two positions."""
+    plain = type(values) in (Tensor, nn.Parameter) and values.dtype != torch.uint8
+    if not plain:  # a DTensor's values, and two in a byte, aren't looked at
+        values = torch.empty(len(meta), 4 * meta.shape[1], dtype=torch.int8, device=meta.device)
+    with cupy_on_torch_stream(values):
+        try:
+            canonical_weight(values, meta, validate=True)
+        except FormatError as error:
+            located = FormatError(f"{META_KEY}: {error}")
+            located.row, located.group = error.row, error.group
+            raise located from error
