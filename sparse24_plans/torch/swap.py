@@ -194,10 +194,7 @@ def to_sparse24(
     included layer that can't be swapped. Only ``scores`` are asked for while layers are swapped: wrong ones
     leave the layers before theirs swapped.
     """
-    is_layer = isinstance(model, nn.Module) and (
-        is_linear(model) or (holds_stacks(model) and obstacle(model) is None)
-    )
-    if not isinstance(model, nn.Module) or is_layer:
+    if not isinstance(model, nn.Module) or _has_no_place(model):
         raise InvalidProblemError(
             f"model: expected a module that holds linear layers or experts, got {type(model).__name__}"
         )
@@ -221,6 +218,11 @@ def to_sparse24(
         if one.name not in done
     ]
     return SwapReport(tuple(layers), tuple(left), census.earlier, census.total)
+
+
+def _has_no_place(model: nn.Module) -> bool:
+    """Whether the model is itself what a swap would replace."""
+    return is_linear(model) or (holds_stacks(model) and obstacle(model) is None)
 
 
 def _swapped(
