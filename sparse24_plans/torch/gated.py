@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ..errors import FormatError, InvalidProblemError
 from .activations import FORWARD, GATED_BY, called, is_gated, movable, name_of, row_order, rows_in_order
 from .linear import Sparse24Linear
+from .module_places import aliases_of, has_hooks, is_held_once, owners_of, put
 from .quantized_linear import Sparse24QuantizedLinear
-from .swap import Sparse24Recipe, has_hooks, obstacle_of, owners_of
+from .swap import Sparse24Recipe, obstacle_of
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _PROBES = 2
@@ -63,24 +64,26 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
     A block is a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn`` (Llama, Qwen and Mistral
     in transformers), or with ``gate_up_proj``, ``down_proj`` and ``activation_fn`` (Phi-3). Its activation
     must be SiLU or GELU (exact or by tanh), and a trial must show that it computes down(act(gate(x)) *
-    up(x)). Other layers stay, and ``to_sparse24`` can swap them afterwards. A state_dict then has the block's
-    weight under ``gate_up_proj``.
+    up(x)). A block with other parameters, buffers or modules, or with a dropout, stays, because a trial
+    needn't show what they do. Other layers stay, and ``to_sparse24`` can swap them afterwards. A state_dict
+    then has the block's weight under ``gate_up_proj``.
 
     ``recipe`` says how weights become 2:4; a string is a method. The result says by each block's name what
-    became of it. Raises InvalidProblemError for a wrong model or recipe.
+    became of it. A block under several names is replaced under all of them, and listed by the first. Raises
+    InvalidProblemError for a wrong model or recipe.
     """
     if not isinstance(model, nn.Module):
         raise InvalidProblemError(f"model: expected a module, got {type(model).__name__}")
     how = Sparse24Recipe(recipe) if isinstance(recipe, str) else recipe
     if not isinstance(how, Sparse24Recipe) or how.activation != "none":
         raise InvalidProblemError(f"recipe: expected a recipe without an activation, got {recipe!r}")
-    owners = owners_of(model)
-    blocks = {
-        name: block
+    owners, aliases = owners_of(model), aliases_of(model)
+    blocks = [
+        name
         for name, block in model.named_modules()
         if name and any(all(hasattr(block, one) for one in form) for form in _FORMS)
-    }
-    return {name: _fused(model, name, block, how, owners) for name, block in blocks.items()}
+    ]
+    return {name: _fused(model, name, how, owners, aliases) for name in blocks}
 
 
 _FORMS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"})
@@ -88,30 +91,54 @@ _FORMS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "dow
 
 
 def _fused(
-    model: nn.Module, name: str, block: Any, recipe: Sparse24Recipe, owners: Counter[int]
+    model: nn.Module,
+    name: str,
+    recipe: Sparse24Recipe,
+    owners: Counter[int],
+    aliases: Mapping[str, Sequence[str]],
 ) -> GatedBlock:
+    block: Any = model.get_submodule(name)
     fused = hasattr(block, "gate_up_proj")
     parts = _parts_of(block)
     layers = [getattr(block, part) for part in parts]
     activation = block.activation_fn if fused else block.act_fn
-    if any(isinstance(one, nn.Module) and has_hooks(one) for one in (block, activation)):
+    if any(isinstance(one, nn.Module) and has_hooks(one) for one in (*block.modules(), activation)):
         return GatedBlock(reason="it has hooks, which a swap would lose")
     for layer in (*layers, block.down_proj):
         if (reason := obstacle_of(layer, recipe, owners)) is not None:
             return GatedBlock(reason=reason)
+    if not all(is_held_once(model, aliases.get(f"{name}.{part}", ())) for part in parts):
+        return GatedBlock(reason="a layer that a fused one would replace belongs to another module, too")
     if any(layer.weight.is_meta for layer in layers):
         return GatedBlock(reason="its weights are on the meta device")
     try:
         word = name_of(activation)
         if word is None:
             return GatedBlock(reason="its activation is neither SiLU nor GELU")
+        if others := _unseen(block, activation, (*parts, "down_proj")):
+            return GatedBlock(reason=f"it has more than its layers and its activation: {', '.join(others)}")
         whole = layers[0] if fused else _joined(*layers)
         _check_meaning(block, whole, word)
         one = replace(recipe, activation=GATED_BY[word]).layer(name, whole)
     except (FormatError, InvalidProblemError) as error:
         return GatedBlock(reason=str(error))
-    _put(model, name, Sparse24GatedMLP(one, block.down_proj, parts))
+    put(model, aliases[name], Sparse24GatedMLP(one, block.down_proj, parts).train(block.training))
     return GatedBlock(activation=GATED_BY[word])
+
+
+def _unseen(block: nn.Module, activation: Any, layers: Sequence[str]) -> list[str]:
+    """The names of a block's tensors, modules and dropouts whose use a trial needn't show."""
+    found = []
+    for name, module in block.named_modules():
+        if name in layers:
+            continue
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        found += [f"{name}.{own}".lstrip(".") for own, _ in tensors]
+        drops = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else None
+        known = module is block or getattr(block, name.partition(".")[0]) is activation
+        if drops or not (known or drops == 0 or type(module) is nn.Identity):
+            found.append(name)
+    return found
 
 
 def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
@@ -147,7 +174,8 @@ def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
     state = _joined_state(name, [one.state_dict() for one in plain], first.out_features)
     order = row_order(whole.activation, rows, first.weight.device)
     whole.load_state_dict(rows_in_order(state, order, rows), assign=True)
-    _put(model, name, Sparse24GatedMLP(whole, block.down_proj, parts))
+    fused = Sparse24GatedMLP(whole, block.down_proj, parts)
+    put(model, aliases_of(model)[name], fused.train(block.training))
 
 
 def _joined_state(name: str, states: Sequence[Mapping[str, Tensor]], rows: int) -> dict[str, Tensor]:
@@ -166,11 +194,6 @@ def _joined_state(name: str, states: Sequence[Mapping[str, Tensor]], rows: int) 
 
 def _parts_of(block: nn.Module) -> tuple[str, ...]:
     return ("gate_up_proj",) if hasattr(block, "gate_up_proj") else ("gate_proj", "up_proj")
-
-
-def _put(model: nn.Module, name: str, block: Sparse24GatedMLP) -> None:
-    """Replace a block."""
-    model.set_submodule(name, block.train(model.get_submodule(name).training))
 
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:

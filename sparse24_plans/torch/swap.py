@@ -30,12 +30,15 @@ from .experts import (
     other_meaning,
 )
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
+from .module_places import aliases_of, has_hooks, has_merged_adapter, owners_of, put
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .swap_report import DenseMatrix, SwappedLayer, SwapReport
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _BLOCK = 1 << 24
 """Elements whose squares are summed at a time."""
+_LEAST = 16
+"""Columns and rows of the smallest layer that takes every activation."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class Sparse24Recipe:
     the layer, a Conv1D as an nn.Linear; it returns scores [M, K], or None to rank by |value|. Stacked experts
     [E, M, K] come as an nn.Linear [E*M, K]. A weight that is 2:4 already is taken as it is, whatever its
     scores.
+
+    Raises InvalidProblemError naming the field; UnsupportedError for weights of 8 bits or less that would
+    have to be trained.
     """
 
     method: str = "prune"
@@ -69,6 +75,11 @@ class Sparse24Recipe:
             raise InvalidProblemError(f"recipe: expected one of {', '.join(METHODS)}, got {self.method!r}")
         check_callback("scores", self.scores)
         check_activation(self.activation)
+        if self.rule not in [*TileRule]:
+            raise InvalidProblemError(f"rule: expected one of {', '.join(TileRule)}, got {self.rule!r}")
+        if self.out_dtype not in (None, *DTYPES):
+            known = ", ".join(map(str, DTYPES))
+            raise InvalidProblemError(f"out_dtype: expected one of {known}, got {self.out_dtype!r}")
         if self.weight_dtype is not None and self.weight_dtype not in LARGEST:
             known = ", ".join(map(str, LARGEST))
             raise InvalidProblemError(f"weight_dtype: expected one of {known}, got {self.weight_dtype}")
@@ -76,16 +87,15 @@ class Sparse24Recipe:
             quantization_of(ElementKind.BF16, self.stored, self.group, None)
             if self.weight_dtype is not None:
                 raise InvalidProblemError(f"stored: expected None with a weight_dtype, got {self.stored}")
+        kind, quantized = self._kind
+        wishes = {"require": self.require, "preference": self.preference, "trainable": self.trainable}
+        # A layer on the meta device refuses what no layer takes before any layer of a model is swapped.
+        kind(_LEAST, _LEAST, device="meta", **{"dtype": torch.bfloat16, **quantized, **wishes})
 
     def layer(self, name: str, module: nn.Module) -> Sparse24Linear:
         """The Sparse24Linear that replaces an nn.Linear or a Conv1D."""
         linear = linear_of(module)
-        kind: Any = Sparse24Linear
-        quantized: dict[str, Any] = {}
-        if self.weight_dtype is not None:
-            kind, quantized = Sparse24QuantizedLinear, {"dtype": self.weight_dtype}
-        elif self.stored is not None:
-            kind, quantized = Sparse24WeightOnlyLinear, {"stored": self.stored, "group": self.group}
+        kind, quantized = self._kind
         layer: Sparse24Linear = kind.from_linear(
             linear,
             method=self.method,
@@ -122,11 +132,28 @@ class Sparse24Recipe:
             "preference": self.preference,
         }
 
+    @property
+    def _kind(self) -> tuple[Any, dict[str, Any]]:
+        """The class of the layers, and the arguments that it has beyond Sparse24Linear's."""
+        if self.weight_dtype is not None:
+            return Sparse24QuantizedLinear, {"dtype": self.weight_dtype}
+        if self.stored is not None:
+            return Sparse24WeightOnlyLinear, {"stored": self.stored, "group": self.group}
+        return Sparse24Linear, {}
+
     def _scores(self, name: str, linear: nn.Linear) -> Tensor | None:
         """The scores of a weight, which is ranked by |value| without any."""
         if self.scores is None or _is_sparse(linear.weight.detach()):
             return None
-        return self.scores(name, linear)
+        found: Any = self.scores(name, linear)
+        wanted = linear.weight.shape
+        if found is None or (isinstance(found, Tensor) and found.shape == wanted and found.dtype in DTYPES):
+            return found
+        got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise InvalidProblemError(
+            f"scores: expected None or a tensor {list(wanted)} of one of {', '.join(map(str, DTYPES))} "
+            f"for {name}, got {got}"
+        )
 
 
 RecipeLike = Sparse24Recipe | str | Mapping[str, "Sparse24Recipe | str"]
@@ -160,12 +187,16 @@ def to_sparse24(
     progress : bool, optional
         Whether to show a progress bar on stderr. The default is whether stderr is a terminal.
 
+    A layer that the model holds under several names is one layer: patterns may use any of them, the report
+    has the first, and the layer is replaced under all.
+
     Raises InvalidProblemError for a wrong model, pattern or recipe, and before anything is swapped for an
-    included layer that can't be swapped.
+    included layer that can't be swapped. Only ``scores`` are asked for while layers are swapped: wrong ones
+    leave the layers before theirs swapped.
     """
-    if not isinstance(model, nn.Module) or is_linear(model):
+    if not isinstance(model, nn.Module) or _has_no_place(model):
         raise InvalidProblemError(
-            f"model: expected a module that holds linear layers, got {type(model).__name__}"
+            f"model: expected a module that holds linear layers or experts, got {type(model).__name__}"
         )
     choice = Choice(model, include, exclude, recipe)
     census = _Census(model)
@@ -177,7 +208,7 @@ def to_sparse24(
             except FormatError as error:  # included layers were checked by Choice
                 choice.skip(name, str(error))
             else:
-                model.set_submodule(name, swapped)
+                put(model, choice.aliases[name], swapped)
                 layers += entries
             advance()
     done = {layer.name for layer in layers}
@@ -187,6 +218,11 @@ def to_sparse24(
         if one.name not in done
     ]
     return SwapReport(tuple(layers), tuple(left), census.earlier, census.total)
+
+
+def _has_no_place(model: nn.Module) -> bool:
+    """Whether the model is itself what a swap would replace."""
+    return is_linear(model) or (holds_stacks(model) and obstacle(model) is None)
 
 
 def _swapped(
@@ -255,11 +291,13 @@ class Choice:
         self, model: nn.Module, include: Sequence[str], exclude: Sequence[str], recipe: RecipeLike
     ) -> None:
         found = {name: m for name, m in model.named_modules() if is_linear(m) or holds_stacks(m)}
-        self._names = {name: _names_of(name, module) for name, module in found.items()}
+        self.aliases = aliases_of(model)
+        self._weights = {name: ["weight"] if is_linear(one) else [*STACKS] for name, one in found.items()}
         include, exclude = patterns_of("include", include), patterns_of("exclude", exclude)
+        known = {one for name in found for one in self._names_of(name)}
         for argument, patterns in (("include", include), ("exclude", exclude)):
             for pattern in patterns:
-                if not any(fnmatchcase(one, pattern) for names in self._names.values() for one in names):
+                if not any(fnmatchcase(one, pattern) for one in known):
                     raise InvalidProblemError(
                         f"{argument}: pattern {pattern!r} matches no linear layer and no experts"
                     )
@@ -268,34 +306,44 @@ class Choice:
         self.experts: dict[str, Sparse24Recipe] = {}
         self.skipped: dict[str, str] = {}
         for name, module in found.items():
-            if (left := reason_to_leave(self._names[name], include, exclude)) is not None:
+            if (left := reason_to_leave(self._names_of(name), include, exclude)) is not None:
                 self.skip(name, left)
                 continue
-            how = _recipe_of(name, recipe)
-            stacked = not is_linear(module)
-            check = _obstacle_of_experts if stacked else obstacle_of
-            reason = "no recipe matches" if how is None else check(module, how, owners)
-            named = bool(include)
-            if reason is None and named and how is not None and how.method == "compress":
-                linears = stacks_of(module).values() if stacked else [linear_of(module)]
-                reason = next(filter(None, map(_not_sparse, linears)), None)
+            how = _recipe_of(self.aliases[name], recipe)
+            if how is None:
+                reason: str | None = "no recipe matches"
+            elif has_merged_adapter(model, self.aliases[name]):
+                reason = "an adapter is merged into it; unmerge the adapter, or call merge_and_unload"
+            else:
+                reason = _obstacle_of_any(module, how, owners, to_values=bool(include))
             if reason is None and how is not None:
-                (self.experts if stacked else self.chosen)[name] = how
-            elif named:
+                (self.chosen if is_linear(module) else self.experts)[name] = how
+            elif include:
                 raise InvalidProblemError(f"{name}: expected a layer that can be swapped: {reason}")
             else:
                 self.skip(name, str(reason))
 
     def skip(self, name: str, reason: str) -> None:
         """Note why a layer, or both stacks of experts, stay dense."""
-        name, *weights = self._names[name]
-        stacks = [one for one in weights if not one.endswith(".weight")]
-        self.skipped |= dict.fromkeys(stacks or [name], reason)
+        weights = [f"{name}.{own}".lstrip(".") for own in self._weights[name]]
+        self.skipped |= dict.fromkeys([name] if len(weights) == 1 else weights, reason)
+
+    def _names_of(self, name: str) -> list[str]:
+        """A layer's names and its weight's, which checkpoints have; experts' and those of their stacks."""
+        names = self.aliases[name]
+        return [*names, *(f"{one}.{own}".lstrip(".") for one in names for own in self._weights[name])]
 
 
-def _names_of(name: str, module: nn.Module) -> tuple[str, ...]:
-    """A layer's name and its weight's, which checkpoints have; experts' name and those of their stacks."""
-    return name, *(f"{name}.{own}" for own in (["weight"] if is_linear(module) else STACKS))
+def _obstacle_of_any(
+    module: nn.Module, how: Sparse24Recipe, owners: Counter[int], *, to_values: bool
+) -> str | None:
+    """Why a layer or experts can't be swapped, or None. Values that aren't 2:4 count if ``to_values``."""
+    stacked = not is_linear(module)
+    reason = (_obstacle_of_experts if stacked else obstacle_of)(module, how, owners)
+    if reason is not None or not to_values or how.method != "compress":
+        return reason
+    linears = stacks_of(module).values() if stacked else [linear_of(module)]
+    return next(filter(None, map(_not_sparse, linears)), None)
 
 
 def stacks_of(module: nn.Module) -> dict[str, nn.Linear]:
@@ -303,9 +351,11 @@ def stacks_of(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: as_linear(getattr(module, name).detach().flatten(0, 1)) for name in STACKS}
 
 
-def _recipe_of(name: str, recipe: RecipeLike) -> Sparse24Recipe | None:
+def _recipe_of(names: Sequence[str], recipe: RecipeLike) -> Sparse24Recipe | None:
+    """The recipe of a layer with these names, or None if the mapping has none."""
     if isinstance(recipe, Mapping):
-        found = next((how for pattern, how in recipe.items() if fnmatchcase(name, pattern)), None)
+        matching = (how for pattern, how in recipe.items() if any(fnmatchcase(one, pattern) for one in names))
+        found = next(matching, None)
         if found is None:
             return None
         recipe = found
@@ -316,17 +366,6 @@ def _recipe_of(name: str, recipe: RecipeLike) -> Sparse24Recipe | None:
             f"recipe: expected a Sparse24Recipe, a method or a mapping, got {type(recipe).__name__}"
         )
     return recipe
-
-
-def owners_of(model: nn.Module) -> Counter[int]:
-    """The number of modules that own each parameter, by the parameter's id."""
-    return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether the module does more than its class: by hooks, or by a forward of its own (accelerate's)."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return bool(hooks) or "forward" in vars(module)
 
 
 def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int]) -> str | None:
@@ -347,6 +386,7 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
         return f"tiles need out_features in multiples of 8, got {rows}"
     try:
         check_rows(recipe.activation, rows)
+        Sparse24Linear._check_out_dtype(recipe.out_dtype, recipe.weight_dtype or weight.dtype)
     except InvalidProblemError as error:
         return str(error)
     return "its weight is shared with another module" if owners[id(weight)] > 1 else None
@@ -364,7 +404,7 @@ def _obstacle_of_experts(module: nn.Module, recipe: Sparse24Recipe, owners: Coun
     if (reason := obstacle(module)) is not None:
         return f"stacked experts that Sparse24Experts don't take: {reason}"
     weights = [getattr(module, name) for name in STACKS]
-    if has_hooks(module):
+    if any(map(has_hooks, module.modules())):
         return "it has hooks, which a swap would lose"
     if any(owners[id(weight)] > 1 for weight in weights):
         return "its weights are shared with another module"

@@ -212,6 +212,85 @@ def test_what_a_swap_would_lose_stays():
     assert fuse_gated(m) == {name: GatedBlock(reason=reason) for name, reason in reasons.items()}
 
 
+class Gelu(nn.Module):
+    """An activation with a parameter that it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.beta * x)
+
+
+class Beside(Block):
+    """A block with more than a trial shows: parts that do nothing in evaluation, or in the beginning."""
+
+    def __init__(self, act: nn.Module, p: float = 0.0, **parts: nn.Module) -> None:
+        super().__init__(act)
+        self.drop = nn.Dropout(p)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(super().forward(x)) + getattr(self, "scale", 0) * x
+
+
+BESIDE = {
+    "dropout": (lambda: Beside(nn.SiLU(), 0.5), "drop"),
+    "parameter": (lambda: Beside(nn.SiLU(), scale=nn.Parameter(torch.zeros(64))), "scale"),
+    "buffer": (lambda: Beside(nn.SiLU(), scale=nn.Buffer(torch.zeros(64))), "scale"),
+    "module": (lambda: Beside(nn.SiLU(), norm=nn.LayerNorm(64)), "norm.weight, norm.bias, norm"),
+    "activation": (lambda: Beside(Gelu()), "act_fn.beta"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_a_trial_cannot_show_stays(name):
+    make, others = BESIDE[name]
+    m = nn.ModuleDict({"mlp": make()}).to(DEVICE).eval()
+    reason = f"it has more than its layers and its activation: {others}"
+    assert fuse_gated(m) == {"mlp": GatedBlock(reason=reason)}
+    assert type(m["mlp"]) is Beside
+
+
+def test_modules_that_never_do_anything_may_be_in_a_block():
+    m = nn.ModuleDict({"mlp": Beside(nn.SiLU(), rest=nn.Identity())}).to(DEVICE)
+    assert fuse_gated(m)["mlp"].fused
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_pre_hook", "register_state_dict_pre_hook"])
+@pytest.mark.parametrize("part", ["", "gate_proj", "act_fn"])
+def test_hooks_of_any_kind_keep_a_block(register, part):
+    m = nn.ModuleDict({"mlp": Block(nn.SiLU())}).to(DEVICE)
+    getattr(m["mlp"].get_submodule(part), register)(lambda *_: None)
+    assert fuse_gated(m) == {"mlp": GatedBlock(reason="it has hooks, which a swap would lose")}
+
+
+def test_a_block_under_several_names_is_replaced_under_all_of_them():
+    block = Block(nn.SiLU())
+    m = nn.Sequential(block, block).to(DEVICE)
+    assert fuse_gated(m) == {"0": GatedBlock(activation="swiglu")}
+    assert type(m[0]) is Sparse24GatedMLP
+    assert m[0] is m[1]
+
+
+def test_a_layer_that_another_module_holds_keeps_its_block():
+    m = nn.ModuleDict({"mlp": Block(nn.SiLU()), "same": Block(nn.SiLU())}).to(DEVICE)
+    m["also"] = m["mlp"].gate_proj
+    m["same"].up_proj = m["same"].gate_proj
+    m["down"] = Block(nn.SiLU()).to(DEVICE)
+    m["kept"] = m["down"].down_proj
+    report = fuse_gated(m)
+    reason = "a layer that a fused one would replace belongs to another module, too"
+    assert report.pop("down").fused
+    assert report == {name: GatedBlock(reason=reason) for name in ("mlp", "same")}
+    to_sparse24(m)
+    assert m["also"] is m["mlp"].gate_proj
+    assert m["kept"] is m["down"].down_proj
+    assert {type(m[name]) for name in ("also", "kept")} == {Sparse24Linear}
+
+
 def test_odd_blocks_stay_and_the_others_are_fused():
     class Masked(Block):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

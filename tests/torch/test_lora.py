@@ -150,6 +150,23 @@ def test_a_model_with_adapters_is_swapped_beside_them():
         adapted.merge_adapter()
 
 
+def test_a_layer_beneath_a_merged_adapter_stays_dense_until_it_is_unmerged():
+    adapted = peft.get_peft_model(llama(), plain())
+    trained(adapted)
+    adapted.merge_adapter()
+    report = to_sparse24(adapted)
+    beneath = {name: reason for name, reason in report.skipped.items() if "base_layer" in name}
+    assert len(beneath) == 4
+    assert {reason.partition(";")[0] for reason in beneath.values()} == {"an adapter is merged into it"}
+    assert any(layer.name.endswith("k_proj") for layer in report.layers)
+    with pytest.raises(
+        InvalidProblemError, match=r"expected a layer that can be swapped: an adapter is merg"
+    ):
+        to_sparse24(adapted, include=["*q_proj.base_layer"])
+    adapted.unmerge_adapter()
+    assert {layer.name for layer in to_sparse24(adapted).layers} == set(beneath)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

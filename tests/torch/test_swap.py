@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparse24_plans import FormatError, InvalidProblemError
+from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import Sparse24Experts, Sparse24Linear, Sparse24Recipe, to_sparse24
 
 from .cases import DEVICE, pruned, randn
@@ -98,6 +98,23 @@ def test_scores_are_asked_for_by_name():
     assert torch.equal(m.body[0].dense_weight(), torch.ops.sparse24.prune(weight, scores))
 
 
+@pytest.mark.parametrize(
+    ("found", "got"),
+    [
+        (lambda weight: weight.numpy(), "ndarray"),
+        (lambda weight: 3, "int"),
+        (lambda weight: weight[:8], r"torch.float32 \[8, 64\]"),
+        (lambda weight: weight.double(), r"torch.float64 \[96, 64\]"),
+    ],
+    ids=["numpy", "int", "rows", "dtype"],
+)
+def test_wrong_scores_are_refused_with_the_layers_name(found, got):
+    recipe = Sparse24Recipe(scores=lambda name, linear: found(linear.weight.detach().cpu()))
+    message = rf"scores: expected None or a tensor \[96, 64\] of one of .* for body.0, got {got}"
+    with pytest.raises(InvalidProblemError, match=message):
+        to_sparse24(model(), recipe=recipe)
+
+
 def test_compress_takes_what_is_2_4_and_skips_the_rest():
     m = model()
     m.body[0].weight.data = pruned(m.body[0].weight.data)
@@ -137,6 +154,91 @@ def test_a_swapped_model_is_counted_and_not_swapped_again():
     assert "2 layers were swapped before" in str(again)
 
 
+def twice() -> nn.Sequential:
+    """One layer under two names, in a container that has two names as well."""
+    layer = nn.Linear(64, 64)
+    body = nn.Sequential(layer, nn.ReLU(), layer)
+    return nn.Sequential(body, body).to(DEVICE)
+
+
+def test_a_layer_under_several_names_is_replaced_under_all_of_them():
+    m = twice()
+    dense = m[0][0].weight.detach().clone()
+    report = to_sparse24(m)
+    assert m[0][0] is m[0][2] is m[1][2]
+    assert m[0] is m[1]
+    assert torch.equal(m[0][2].dense_weight(), pruned(dense))
+    assert [layer.name for layer in report.layers] == ["0.0"]
+    assert report.skipped == {}
+    assert report.sparse_share == pytest.approx(1 - 64 * 4 / report.model_bytes)
+
+
+@pytest.mark.parametrize("name", ["0.0", "0.2", "1.2", "1.0.weight"])
+def test_patterns_may_use_any_name_of_a_layer(name):
+    m = twice()
+    assert [layer.name for layer in to_sparse24(m, include=[name]).layers] == ["0.0"]
+    assert type(m[0][0]) is type(m[0][2]) is Sparse24Linear
+    assert to_sparse24(m := twice(), exclude=[name]).skipped == {"0.0": f"excluded by pattern {name!r}"}
+    assert type(m[0][0]) is type(m[0][2]) is nn.Linear
+    place = name.removesuffix(".weight")
+    assert len(to_sparse24(twice(), recipe={place: Sparse24Recipe("tiles")}).layers) == 1
+
+
+HOOKS = {
+    "forward": nn.Module.register_forward_hook,
+    "forward before": nn.Module.register_forward_pre_hook,
+    "backward": nn.Module.register_full_backward_hook,
+    "backward before": nn.Module.register_full_backward_pre_hook,
+    "state": nn.Module.register_state_dict_post_hook,
+    "state before": nn.Module.register_state_dict_pre_hook,
+    "load": nn.Module.register_load_state_dict_post_hook,
+    "load before": nn.Module.register_load_state_dict_pre_hook,
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_layers_with_any_kind_of_hook_are_skipped(kind):
+    m = model()
+    HOOKS[kind](m.body[0], lambda *_: None)
+    report = to_sparse24(m)
+    assert [layer.name for layer in report.layers] == ["body.2"]
+    assert report.skipped["body.0"] == "it has hooks, which a swap would lose"
+    assert type(m.body[0]) is nn.Linear
+
+
+def test_an_out_dtype_that_a_layer_cannot_give_leaves_it_dense():
+    halves = Sparse24Recipe(out_dtype=torch.float16)
+
+    def mixed() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64, dtype=torch.float16), nn.Linear(64, 64)).to(DEVICE)
+
+    m, words = mixed(), "out_dtype: expected torch.float32, got torch.float16"
+    report = to_sparse24(m, recipe=halves)
+    assert [layer.name for layer in report.layers] == ["0"]
+    assert report.skipped == {"1": words}
+    m = mixed()
+    with pytest.raises(InvalidProblemError, match=f"1: expected a layer that can be swapped: {words}"):
+        to_sparse24(m, include=["*"], recipe=halves)
+    assert type(m[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"trainable": True, "stored": "s4"}, UnsupportedError, "trainable: expected False"),
+        ({"trainable": True, "weight_dtype": torch.int8}, UnsupportedError, "trainable: expected False"),
+        ({"out_dtype": torch.int8}, InvalidProblemError, "out_dtype: expected one of torch.float32"),
+        ({"out_dtype": "float16"}, InvalidProblemError, "out_dtype: expected one of torch.float32"),
+        ({"rule": "best"}, InvalidProblemError, "rule: expected one of .*optimal, got 'best'"),
+        ({"require": {"fast": True}}, InvalidProblemError, "require: expected fields of"),
+        ({"preference": 3}, InvalidProblemError, "preference: expected PlanPreference or a mapping"),
+    ],
+)
+def test_a_recipe_that_no_layer_takes_is_refused_when_it_is_made(fields, error, message):
+    with pytest.raises(error, match=message):
+        Sparse24Recipe(**fields)
+
+
 class Experts(nn.Module):
     """Gated experts as transformers holds them: three of them, of 64 features and a width of 32."""
 
@@ -167,6 +269,15 @@ class Mixture(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.router(x).softmax(-1).topk(2)
         return self.experts(x, index, weights) + self.project(x)
+
+
+def test_experts_under_several_names_are_replaced_under_all_of_them():
+    m = mixture()
+    m.others = m.experts
+    report = to_sparse24(m, include=["others"])
+    assert type(m.experts) is Sparse24Experts
+    assert m.others is m.experts
+    assert {layer.name for layer in report.layers} == STACKS
 
 
 STACKS = {"experts.gate_up_proj", "experts.down_proj"}
@@ -285,6 +396,7 @@ def changes_class(m: Mixture) -> None:
 
 LEFT_DENSE = {
     "hooks": (lambda m: m.experts.register_forward_hook(lambda *_: None), {}, "it has hooks"),
+    "hooks inside": (lambda m: m.experts.act_fn.register_forward_hook(lambda *_: None), {}, "it has hooks"),
     "shared": (shares, {}, "its weights are shared"),
     "biases": (biases, {}, "expected no other parameters, got down_proj_bias"),
     "sizes": (widens, {}, "expected down_proj [3, 64, 32], got [3, 64, 16]"),
@@ -391,9 +503,18 @@ def test_scores_are_a_function():
         Sparse24Recipe(scores=3)
 
 
-def test_a_bare_linear_layer_has_no_place_to_be_swapped_in():
+@pytest.mark.parametrize("bare", [nn.Linear(64, 96), Experts()], ids=["linear", "experts"])
+def test_a_bare_layer_has_no_place_to_be_swapped_in(bare):
     with pytest.raises(InvalidProblemError, match="model: expected a module that holds"):
-        to_sparse24(nn.Linear(64, 96))
+        to_sparse24(bare)
+
+
+def test_a_model_that_has_experts_of_its_own_beside_layers_keeps_them():
+    m = Experts()
+    m.project = nn.Linear(64, 64)
+    report = to_sparse24(m)
+    assert [layer.name for layer in report.layers] == ["project"]
+    assert "expected no other parameters" in report.skipped["down_proj"]
 
 
 def test_a_progress_bar_is_shown_where_it_is_asked_for(capsys):
