@@ -123,6 +123,39 @@ def test_each_plan_is_the_one_that_select_gives():
     assert "host_blas" in repr(plans)
 
 
+SERVED = {
+    "single": {},
+    "groups": {"groups": 4},
+    "batches": {"batches": 3},
+    "gates in columns": {"epilogue": "swiglu", "y_order": "column"},
+    "columns": {"x_order": "column", "y_order": "column"},
+    "quantized": {"weight_element": "s4", "weight_group": 128},
+    "C": {"beta": 1.0},
+}
+"""Problems of 64-row weights."""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("device", [H200, A100, BARE, *(gpu_of(*one) for one in ((8, 9), (12, 0)))], ids=str)
+@pytest.mark.parametrize("more", SERVED.values(), ids=SERVED)
+@pytest.mark.parametrize("element", ["f32", "f16", "bf16", "s8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("preference", [{}, INVARIANT, {"max_workspace_bytes": 0}], ids=str)
+def test_an_empty_result_is_served_as_others_are_and_writes_nothing(device, more, element, preference):
+    out = {"out_element": "bf16"} if element == "s8" and "epilogue" in more else {}
+    options = {"preference": preference, "device": device}
+    try:
+        full = problem(64, 128, element, **more, **out, n=8)
+        layout = GemmSparse24Plan.select(full, **options).sku.layout
+    except (InvalidProblemError, UnsupportedError, BackendUnavailableError):
+        return  # no problem, or one of sizes that the device's kernels don't serve
+    for change in ({"n": 0}, {"m": 0}, {"n": 0, "m": 0}, *([{"batches": 0}] if full.batches else [])):
+        plan = GemmSparse24Plan.select(full.model_copy(update=change), **options)
+        assert (plan.sku.layout, plan.workspace_size()) == (layout, 0)
+        assert str(plan.explain())
+        if plan.sku.backend not in ("inflate_cublas", "inflate_strict"):
+            assert type(plan).compile(plan.descriptor, **options) == ()
+
+
 def test_a_serving_loop_runs_any_number_of_tokens_with_one_weight_and_workspace():
     rng = np.random.default_rng(7)
     plans = GemmSparse24Plan.for_tokens(problem(64, 128, "f32"), 40, device="host")
