@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 
@@ -22,6 +24,7 @@ from sparse24_plans import (
 from sparse24_plans.device.jit import launcher
 
 from ..sample_devices import A100, H200, gpu_of
+from ..tuning.cases import table
 
 BARE = gpu_of(9, 0, libraries=False, multiprocessors=200)
 
@@ -123,6 +126,25 @@ def test_each_plan_is_the_one_that_select_gives():
     assert "host_blas" in repr(plans)
 
 
+def test_iteration_gives_the_plans_of_all_numbers_of_tokens():
+    plans = GemmSparse24Plan.for_tokens(problem(64, 128), 5, device="h200")
+    found = list(plans)
+    assert [plan.descriptor.n for plan in found] == [0, 1, 2, 3, 4, 5]
+    assert all(plan is plans[n] for n, plan in enumerate(found))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shipped table", "own table"])
+@pytest.mark.parametrize("device", ["host", "h200", BARE], ids=str)
+def test_a_pickle_of_plans_selects_them_again(device, own):
+    options = {"tuning": table()} if own else {}
+    plans = GemmSparse24Plan.for_tokens(problem(64, 128), 33, preference=INVARIANT, device=device, **options)
+    for again in (pickle.loads(pickle.dumps(plans)), copy.deepcopy(plans)):
+        assert repr(again) == repr(plans)
+        assert (again.descriptor, again.most_n) == (plans.descriptor, 33)
+        assert own or again[7] is plans[7]
+    assert len(pickle.dumps(plans)) < (20_000 if own else 2000)
+
+
 SERVED = {
     "single": {},
     "groups": {"groups": 4},
@@ -207,7 +229,7 @@ def test_numbers_of_tokens_that_are_none_are_refused(ns):
 
 @pytest.mark.parametrize("most", [0, -5, 2.0, "8", None, 2**63], ids=repr)
 def test_a_wrong_range_is_refused(most):
-    with pytest.raises(InvalidProblemError, match=r"most_n|n: "):
+    with pytest.raises(InvalidProblemError, match=r"^most_n: expected a number of tokens from 1"):
         GemmSparse24Plan.for_tokens(problem(), most, device="host")
 
 
