@@ -112,7 +112,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
         to below offsets[g+1]. ``counts``: group g has the first counts[g] (the operand ``counts``, i32[G]) of
         n/G rows from g*n/G on. Either lies on the plan's device and is read by the kernel, so it may change
         between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
-        are not written. Groups that share rows may leave rows of theirs as they are, or with either's result.
+        are not written. Groups that share rows may leave rows of theirs as they are, or with either's result,
+        unless C lies in Y.
     x_element : ElementKind, optional
         Type of X, or of dY: ``element`` (default); if that is fp8, either fp8 type.
     scale_y : ScaleKind
@@ -309,6 +310,11 @@ class GemmSparse24Descriptor(ProductDescriptor):
     def tokens(self) -> int:
         """Rows of X, of all batches."""
         return self.n * self.batch_count
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the result has no elements, so that nothing is launched."""
+        return 0 in (self.tokens, self.outputs)
 
     @property
     def quantization(self) -> Quantization | None:

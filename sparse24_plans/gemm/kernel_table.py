@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ..arithmetic.epilogue import IN_STEPS, UNGATED
+from ..errors import InvalidProblemError
 from ..plan.cublaslt import needs_cublaslt
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
@@ -124,8 +126,16 @@ class GemmEntry(KernelEntry):
             return f"whole_m is for op forward: {descriptor.op} sums over M"
         if descriptor.m > whole_m:
             return f"m = {descriptor.m} exceeds whole_m = {whole_m}"
+        if descriptor.m < whole_m and self.whole_of(descriptor, whole_m) is None:
+            return f"no weight of such a problem has whole_m = {whole_m} rows"
         if not self.guarantee(descriptor).batch_invariant:
             return "is not batch invariant, so its bits depend on M: whole_m asks for those of the whole"
+        return None
+
+    def whole_of(self, descriptor: GemmSparse24Descriptor, whole_m: int) -> GemmSparse24Descriptor | None:
+        if descriptor.op is GemmOp.FORWARD and descriptor.m < whole_m:
+            with suppress(InvalidProblemError):
+                return descriptor.model_copy(update={"m": whole_m})
         return None
 
 

@@ -69,8 +69,6 @@ def _stacked_tiles(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
-    if problem.tokens == 0 or problem.m == 0:
-        return "serves no empty results"
     return _stacked_tiles(problem) or _unaligned_columns(problem) or _tile_blocks(problem)
 
 
@@ -86,9 +84,8 @@ def mma_sp_few(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
-    # No other kernel has quantized weights, so this one serves their empty results, too.
-    if problem.k == 0 or (0 in (problem.tokens, problem.m) and problem.quantization is None):
-        return "serves no empty operands"
+    if problem.k == 0:
+        return "serves no empty sums"
     largest = max(problem.n, problem.m, problem.k, problem.batch_count)
     if largest >= 2**31:
         return f"dimension {largest} exceeds a tensor map's coordinates, {2**31 - 1}"
@@ -191,8 +188,11 @@ def split_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:
 
 
 def split_workspace(terms: int, problem: GemmSparse24Descriptor) -> int:
-    """Bytes of the terms of the least chunk of X, and of its blocked sums."""
-    least = problem.model_copy(update={"n": min(problem.n, _LEAST_CHUNK)})
+    """Bytes of the terms of the least chunk of X, and of its blocked sums.
+
+    No tokens count as one token, so that the kernel of one token serves them, too, and reads its layout.
+    """
+    least = problem.model_copy(update={"n": max(1, min(problem.n, _LEAST_CHUNK))})
     split = 0 if producers_split(problem, problem.n) else align_up(split_bytes(terms, least))
     return split + _blocked_sum_bytes(terms, least)
 

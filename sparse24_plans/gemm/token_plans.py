@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from ..device.devices import PlaceLike
@@ -12,9 +12,9 @@ from ..plan.kernel import Choice
 from ..plan.kernel_table import choose
 from ..plan.plan import Plan, considered_by
 from ..plan.preference import PlanPreference
-from ..vocab import DeviceProperties, integer
+from ..vocab import INT64_MAX, DeviceProperties, integer
 from .descriptor import GemmSparse24Descriptor
-from .tuned import TuningTable
+from .tuned import TuningTable, shipped
 
 P = TypeVar("P", bound=Plan)
 _PERIOD = 16
@@ -40,8 +40,10 @@ class GemmSparse24TokenPlans(Generic[P]):
     ) -> None:
         """``place`` is the device as ``select`` takes it."""
         most = integer(most_n)
-        if most is None or most < 1:
-            raise InvalidProblemError(f"most_n: expected a number of tokens from 1, got {shown(most_n)}")
+        if most is None or not 1 <= most <= INT64_MAX:
+            raise InvalidProblemError(
+                f"most_n: expected a number of tokens from 1 to 2^63 - 1, got {shown(most_n)}"
+            )
         self.descriptor, self.most_n = descriptor.model_copy(update={"n": most}), most
         self._kind, self._preference, self._device, self._tuning = kind, preference, device, tuning
         self._options: dict[str, Any] = {"preference": preference, "device": place, "tuning": tuning}
@@ -57,6 +59,16 @@ class GemmSparse24TokenPlans(Generic[P]):
         if plan is None:
             plan = self._plans.setdefault(count, self._kind.select(self._problem(count), **self._options))
         return plan
+
+    def __iter__(self) -> Iterator[P]:
+        """The plans of 0 to ``most_n`` tokens, in order."""
+        return map(self.__getitem__, range(self.most_n + 1))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles hold the arguments of ``for_tokens``. Reading them calls it again."""
+        tuning = None if self._tuning is shipped(self._device.name) else self._tuning
+        options = {**self._options, "tuning": tuning}
+        return _selected_again, (self._kind, self.descriptor, self.most_n, options)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -150,3 +162,10 @@ class GemmSparse24TokenPlans(Generic[P]):
         if entry.name not in self._largest or self._largest[entry.name].descriptor.n < n:
             self._largest[entry.name] = Choice(problem, self._device, entry, self._preference, {})
         return str(entry.name)
+
+
+def _selected_again(
+    kind: Any, descriptor: GemmSparse24Descriptor, most_n: int, options: dict[str, Any]
+) -> GemmSparse24TokenPlans[Any]:
+    plans: GemmSparse24TokenPlans[Any] = kind.for_tokens(descriptor, most_n, **options)
+    return plans

@@ -112,6 +112,10 @@ class KernelEntry:
         """A reason why a shard's bits differ from those of the whole weight with this M, or None."""
         return None
 
+    def whole_of(self, descriptor: Any, whole_m: int) -> Any:
+        """The problem of the whole weight with this M, or None if the problem is no part of one."""
+        return None
+
     def promises(
         self, choice: Choice, tested: Sequence[str] = (), *, named: bool = True
     ) -> PrecisionGuarantee:
@@ -175,13 +179,29 @@ def consider(
     flags, cuts, invariant = tested or {}, configured or {}, preference.require.batch_invariant
     bounded = invariant and preference.max_workspace_bytes is not None
     stops = until_served and not bounded and not SELECT.isEnabledFor(DEBUG)
+    whole = _choice_of_whole(entries, descriptor, preference, device) if invariant else None
     choices, found = [], list[JudgedEntry[R]]()
     for one in entries:
         choices.append(Choice(descriptor, device, one, preference, cuts.get(one.name, {})))
-        found.append(_judge(choices[-1], flags.get(one.name, ())))
+        judged = _judge(choices[-1], flags.get(one.name, ()))
+        if whole and (judged.reason is None or judged.crowded) and not _same_bits(whole, choices[-1]):
+            name, m = whole.entry.name, preference.whole_m
+            judged = JudgedEntry(one, f"has other bits than {name}, which serves the whole weight of m = {m}")
+        found.append(judged)
         if stops and found[-1].reason is None:
             break
     return tuple(_serving_every_batch(found, choices) if invariant else found)
+
+
+def _choice_of_whole(
+    entries: Sequence[R], descriptor: Any, preference: PlanPreference, device: DeviceProperties
+) -> Choice | None:
+    """The choice for the whole weight of a shard, or for its smaller batches; None without either."""
+    if preference.whole_m is None or (problem := entries[0].whole_of(descriptor, preference.whole_m)) is None:
+        return None
+    considered = consider(entries, problem, preference, device, until_served=True)
+    entry = next((one.entry for one in considered if one.reason is None or one.crowded), None)
+    return None if entry is None else Choice(problem, device, entry, preference, {})
 
 
 def _serving_every_batch(found: list[JudgedEntry[R]], choices: Sequence[Choice]) -> list[JudgedEntry[R]]:
@@ -195,10 +215,12 @@ def _serving_every_batch(found: list[JudgedEntry[R]], choices: Sequence[Choice])
     return found
 
 
-def _same_bits(crowded: Choice, other: Choice) -> bool:
-    """Whether two kernels would give the same bits if the first had its workspace."""
-    first = crowded.entry.promises(_roomy(crowded)).arithmetic
-    return first is not None and first == other.entry.promises(other).arithmetic
+def _same_bits(one: Choice, other: Choice) -> bool:
+    """Whether two batch-invariant kernels would give the same bits if both had their workspace."""
+    if (one.entry.backend, one.entry.guarantee) == (other.entry.backend, other.entry.guarantee):
+        return True
+    first = one.entry.promises(_roomy(one)).arithmetic
+    return first is not None and first == other.entry.promises(_roomy(other)).arithmetic
 
 
 def _roomy(choice: Choice) -> Choice:

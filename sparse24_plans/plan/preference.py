@@ -30,7 +30,8 @@ class PlanPreference(Model):
     """Promises that the kernel must make."""
     whole_m: Annotated[int, Integer(least=1, most=INT64_MAX)] | None = None
     """M of the whole weight, if this weight is a shard of it along M. Only batch-invariant kernels serve. If
-    batch invariance is required, results have the bits that the whole weight gives."""
+    batch invariance is required, results have the bits that the whole weight gives: kernels with other bits
+    are refused."""
 
     if TYPE_CHECKING:
 

@@ -57,7 +57,12 @@ class Trials:
 
 
 def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[GemmEntry]:
-    """The rows of the table that can be tuned and serve the problem: the first one of each backend."""
+    """The rows of the table that can be tuned and serve the problem: the first one of each backend.
+
+    An empty result has none, because its kernels launch nothing.
+    """
+    if desc.is_empty:
+        return []
     first: dict[str, GemmEntry] = {}
     for one in consider(ENTRIES, desc, PlanPreference(), device):
         if one.reason is None:

@@ -311,7 +311,7 @@ def test_what_is_too_large_is_refused_by_what_it_exceeds(row):
     assert "tensor map" in row_of(row).limits(many)
     assert row_of(row).limits(many.model_copy(update={"n": 2**31 // terms})) is None
     assert "grid limit" in row_of(row).limits(many.model_copy(update={"n": 2**27, "m": 2**15}))
-    assert limits.f32_split(terms, many.model_copy(update={"n": 0})) == "serves no empty operands"
+    assert limits.f32_split(terms, many.model_copy(update={"n": 1, "k": 0})) == "serves no empty sums"
 
 
 def test_the_bounds_are_below_those_of_float32_in_order():

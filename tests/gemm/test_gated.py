@@ -341,7 +341,7 @@ def test_integers_saturate_and_nan_is_nothing(epilogue, alpha):
 
 
 @pytest.mark.parametrize(("n", "m", "k"), [(0, 32, 16), (3, 0, 16), (3, 48, 0)])
-@pytest.mark.parametrize("row", ["host_blas", "host_strict", marked("inflate_strict")])
+@pytest.mark.parametrize("row", ["host_blas", "host_strict", marked("inflate_strict"), marked("mma_sp")])
 def test_empty_problems(row, n, m, k):
     case = check(row, n=n, m=m, k=k, element="bf16", epilogue="bias_swiglu")
     assert case.fetch().shape == (n, m // 2)

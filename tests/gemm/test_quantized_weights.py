@@ -241,8 +241,18 @@ def test_hopper_serves_each_kind_of_stored_values(stored, more, kernel):
 
 
 @pytest.mark.parametrize("empty", ["n", "m"])
-def test_an_empty_result_of_a_quantized_weight_launches_nothing(empty):
-    desc = DESC.model_copy(update={"weight_element": ElementKind.S4, empty: 0})
+@pytest.mark.parametrize(
+    ("more", "kernel"),
+    [
+        ({}, "wgmma_sp"),
+        ({"groups": 8, "m": 64, "n": 200}, "wgmma_sp_grouped"),
+        ({"groups": 128, "m": 64, "n": 128, "group_tokens": "counts"}, "wgmma_sp_grouped"),
+    ],
+    ids=["single", "offsets", "counts"],
+)
+def test_an_empty_result_of_a_quantized_weight_launches_nothing(more, kernel, empty):
+    desc = DESC.model_copy(update={"weight_element": ElementKind.S4, **more, empty: 0})
     plan = GemmSparse24Plan.select(desc, device=HOPPER)
-    assert (plan.kernel, plan.workspace_size()) == ("wgmma_sp", 0)
+    assert (plan.kernel, plan.workspace_size()) == (kernel, 0)
+    assert plan.guarantee.arithmetic is None
     assert GemmSparse24Plan.compile(desc, device=HOPPER) == ()

@@ -262,6 +262,7 @@ def test_a_unit_in_the_last_place_is_found(monkeypatch):
     [
         ({"alpha": 1.0}, "alpha"),
         ({"scale_w": "none"}, "scale_w"),
+        ({"epilogue": "relu"}, "the bias"),
         ({"epilogue": "bias"}, "the activation"),
         ({"epilogue": "identity"}, "bias and activation"),
     ],
@@ -278,9 +279,31 @@ def test_a_step_after_the_sum_is_named(change, left_out):
     scale = args.scale_w if part.scale_w == "row" else None
     wrong = np.empty_like(args.y)
     other.run(GemmSparse24Args(args.weight, args.x, wrong, bias, None, scale))
-    at = np.argwhere((wrong != args.y) & (args.y > 0 if left_out != "the activation" else wrong < 0))[0]
+    at = np.argwhere((wrong != args.y) & (wrong < 0 if "activation" in left_out else args.y > 0))[0]
     args.y[tuple(at)] = wrong[tuple(at)]
     assert plan.replay(args).first.parting == f"after the sum, as if {left_out} were left out"
+
+
+@pytest.mark.parametrize("epilogue", ["bias", "bias_silu", "bias_gelu_tanh", "bias_swiglu", "bias_geglu"])
+def test_a_missing_bias_alone_is_named(epilogue):
+    plan, args, _ = ran("fma32_in_order", m=32, element="f32", epilogue=epilogue)
+    part = plan.descriptor.model_copy(update={"epilogue": plan.descriptor.epilogue.activation})
+    wrong = np.empty_like(args.y)
+    GemmSparse24Plan.select(part, preference={"prefer_kernel": "host_strict"}, device="host").run(
+        GemmSparse24Args(args.weight, args.x, wrong)
+    )
+    at = tuple(np.argwhere(wrong != args.y)[0])
+    args.y[at] = wrong[at]
+    assert plan.replay(args).first.parting == "after the sum, as if the bias were left out"
+
+
+@pytest.mark.parametrize("epilogue", ["relu", "bias_relu"])
+@pytest.mark.parametrize("bounds", [{"relu_upper_bound": 6.0}, {"relu_threshold": 0.25}])
+def test_a_wrong_result_of_a_bounded_relu_is_reported(epilogue, bounds):
+    plan, args, _ = ran("fma32_in_order", element="f32", epilogue=epilogue, **bounds)
+    args.y[1, 2] += 1
+    found = plan.replay(args)
+    assert (found.differing, found.first.parting) == (1, None)
 
 
 def test_what_no_step_explains_is_said_to_be_so():

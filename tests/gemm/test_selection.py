@@ -217,6 +217,57 @@ def test_a_slice_of_a_weight_keeps_its_batch_invariant_kernel(device, element, r
     assert chosen(device, whole, require={"batch_invariant": True}) == row
 
 
+INVARIANT = {"require": {"batch_invariant": True}}
+
+
+@pytest.mark.parametrize(
+    ("m", "whole_m", "more", "of_whole", "of_part"),
+    [
+        (352, 2816, {"groups": 64}, "wgmma_sp_grouped_invariant", None),
+        (64, 96, {"groups": 64}, "inflate_strict", "inflate_strict"),
+        (704, 2816, {"groups": 64}, "wgmma_sp_grouped_invariant", "wgmma_sp_grouped_invariant"),
+        (96, 192, {"batches": 4}, "wgmma_sp_invariant", None),
+        (64, 96, {"batches": 4}, "inflate_strict", "inflate_strict"),
+        (96, 192, {"batches": 4, "element": "fp8_e4m3"}, "wgmma_sp_fp8_invariant", None),
+        (64, 96, {"batches": 4, "element": "fp8_e4m3"}, "inflate_strict_fp8", "inflate_strict_fp8"),
+    ],
+)
+def test_a_slice_of_a_weight_has_a_kernel_with_the_bits_of_the_whole(m, whole_m, more, of_whole, of_part):
+    whole = GemmSparse24Descriptor(**{"n": 16, "m": whole_m, "k": 256, "element": "bf16", **more})
+    part = whole.model_copy(update={"m": m})
+    assert chosen(HOPPER, whole, **INVARIANT) == of_whole
+    assert chosen(HOPPER, part, **INVARIANT, whole_m=whole_m) == of_part
+    if of_part is None:
+        wanted = PlanPreference(**INVARIANT, whole_m=whole_m)
+        with pytest.raises(UnsupportedError, match=f"other bits than {of_whole}, which serves the whole"):
+            GemmSparse24Plan.select(part, preference=wanted, device=HOPPER)
+
+
+@pytest.mark.parametrize("allowed", [0, 20_000, 200_000, 2_000_000, None])
+@pytest.mark.parametrize("n", [1, 16, 100])
+def test_workspace_for_a_slice_alone_does_not_change_its_bits(n, allowed):
+    wanted = {**INVARIANT, "max_workspace_bytes": allowed}
+    whole = GemmSparse24Descriptor(n=n, m=8192, k=4096, element="f32")
+    found = chosen(HOPPER, whole, **wanted)
+    part = chosen(HOPPER, whole.model_copy(update={"m": 1024}), **wanted, whole_m=8192)
+    assert part == found or found is None
+
+
+@pytest.mark.parametrize("device", [AMPERE, HOPPER], ids=str)
+def test_kernels_for_few_and_many_tokens_serve_slices_with_the_same_bits(device):
+    whole = GemmSparse24Descriptor(n=200, m=16384, k=4096, element="bf16")
+    part, wanted = whole.model_copy(update={"m": 1024}), {**INVARIANT, "allow_sm90a": False}
+    assert chosen(device, whole, **wanted) == "mma_sp"
+    assert chosen(device, part, **wanted, whole_m=16384) == "mma_sp_many"
+
+
+@pytest.mark.parametrize(("whole_m", "epilogue"), [(100, "swiglu"), (2**60, "identity")])
+def test_a_whole_weight_that_cannot_be_is_refused_by_name(whole_m, epilogue):
+    part = GemmSparse24Descriptor(n=16, m=64, k=256, element="bf16", epilogue=epilogue)
+    with pytest.raises(UnsupportedError, match=f"no weight of such a problem has whole_m = {whole_m} rows"):
+        GemmSparse24Plan.select(part, preference={**INVARIANT, "whole_m": whole_m}, device=HOPPER)
+
+
 # Plans --------------------------------------------------------------------------------------------
 
 

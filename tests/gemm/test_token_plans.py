@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 
@@ -22,6 +24,7 @@ from sparse24_plans import (
 from sparse24_plans.device.jit import launcher
 
 from ..sample_devices import A100, H200, gpu_of
+from ..tuning.cases import table
 
 BARE = gpu_of(9, 0, libraries=False, multiprocessors=200)
 
@@ -123,6 +126,58 @@ def test_each_plan_is_the_one_that_select_gives():
     assert "host_blas" in repr(plans)
 
 
+def test_iteration_gives_the_plans_of_all_numbers_of_tokens():
+    plans = GemmSparse24Plan.for_tokens(problem(64, 128), 5, device="h200")
+    found = list(plans)
+    assert [plan.descriptor.n for plan in found] == [0, 1, 2, 3, 4, 5]
+    assert all(plan is plans[n] for n, plan in enumerate(found))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shipped table", "own table"])
+@pytest.mark.parametrize("device", ["host", "h200", BARE], ids=str)
+def test_a_pickle_of_plans_selects_them_again(device, own):
+    options = {"tuning": table()} if own else {}
+    plans = GemmSparse24Plan.for_tokens(problem(64, 128), 33, preference=INVARIANT, device=device, **options)
+    for again in (pickle.loads(pickle.dumps(plans)), copy.deepcopy(plans)):
+        assert repr(again) == repr(plans)
+        assert (again.descriptor, again.most_n) == (plans.descriptor, 33)
+        assert own or again[7] is plans[7]
+    assert len(pickle.dumps(plans)) < (20_000 if own else 2000)
+
+
+SERVED = {
+    "single": {},
+    "groups": {"groups": 4},
+    "batches": {"batches": 3},
+    "gates in columns": {"epilogue": "swiglu", "y_order": "column"},
+    "columns": {"x_order": "column", "y_order": "column"},
+    "quantized": {"weight_element": "s4", "weight_group": 128},
+    "C": {"beta": 1.0},
+}
+"""Problems of 64-row weights."""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("device", [H200, A100, BARE, *(gpu_of(*one) for one in ((8, 9), (12, 0)))], ids=str)
+@pytest.mark.parametrize("more", SERVED.values(), ids=SERVED)
+@pytest.mark.parametrize("element", ["f32", "f16", "bf16", "s8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("preference", [{}, INVARIANT, {"max_workspace_bytes": 0}], ids=str)
+def test_an_empty_result_is_served_as_others_are_and_writes_nothing(device, more, element, preference):
+    out = {"out_element": "bf16"} if element == "s8" and "epilogue" in more else {}
+    options = {"preference": preference, "device": device}
+    try:
+        full = problem(64, 128, element, **more, **out, n=8)
+        layout = GemmSparse24Plan.select(full, **options).sku.layout
+    except (InvalidProblemError, UnsupportedError, BackendUnavailableError):
+        return  # no problem, or one of sizes that the device's kernels don't serve
+    for change in ({"n": 0}, {"m": 0}, {"n": 0, "m": 0}, *([{"batches": 0}] if full.batches else [])):
+        plan = GemmSparse24Plan.select(full.model_copy(update=change), **options)
+        assert (plan.sku.layout, plan.workspace_size()) == (layout, 0)
+        assert str(plan.explain())
+        if plan.sku.backend not in ("inflate_cublas", "inflate_strict"):
+            assert type(plan).compile(plan.descriptor, **options) == ()
+
+
 def test_a_serving_loop_runs_any_number_of_tokens_with_one_weight_and_workspace():
     rng = np.random.default_rng(7)
     plans = GemmSparse24Plan.for_tokens(problem(64, 128, "f32"), 40, device="host")
@@ -174,7 +229,7 @@ def test_numbers_of_tokens_that_are_none_are_refused(ns):
 
 @pytest.mark.parametrize("most", [0, -5, 2.0, "8", None, 2**63], ids=repr)
 def test_a_wrong_range_is_refused(most):
-    with pytest.raises(InvalidProblemError, match=r"most_n|n: "):
+    with pytest.raises(InvalidProblemError, match=r"^most_n: expected a number of tokens from 1"):
         GemmSparse24Plan.for_tokens(problem(), most, device="host")
 
 

@@ -69,3 +69,8 @@ def test_rows_that_can_be_tuned():
     assert len(set(backends)) == len(backends)
     ragged = tunable(DESC.model_copy(update={"n": 9}), H200)
     assert "cusparselt" not in [row.name for row in ragged]
+
+
+@pytest.mark.parametrize("empty", ["n", "m"])
+def test_an_empty_result_has_no_kernel_to_tune(empty):
+    assert tunable(DESC.model_copy(update={empty: 0}), H200) == []

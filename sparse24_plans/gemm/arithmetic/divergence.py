@@ -96,10 +96,16 @@ def _after_the_sum(results: Results, token: int, output: int, recorded: int) -> 
         "beta": {"beta": 1.0} if desc.has_c else {},
         "scale_y": {"scale_y": ScaleKind.NONE},
     }
-    if not desc.epilogue.is_gated:  # without its gate it would have twice the results
+    activation = desc.epilogue.activation
+    if desc.epilogue.has_bias:
+        plain["the bias"] = {"epilogue": activation}
+    if (
+        activation is not EpilogueKind.IDENTITY and not activation.is_gated
+    ):  # ungated it has twice the results
         linear = EpilogueKind.BIAS if desc.epilogue.has_bias else EpilogueKind.IDENTITY
-        plain["the activation"] = {"epilogue": linear}
-        plain["bias and activation"] = {"epilogue": EpilogueKind.IDENTITY}
+        without = {"relu_threshold": 0.0, "relu_upper_bound": None}
+        plain["the activation"] = {"epilogue": linear, **without}
+        plain["bias and activation"] = {"epilogue": EpilogueKind.IDENTITY, **without}
     for name, update in plain.items():
         if any(getattr(desc, field) != value for field, value in update.items()):
             other = results.of(desc.model_copy(update=update))

@@ -12,7 +12,7 @@ from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.arithmetic import Arithmetic
-from ...plan.kernel import Choice, launch_in_order
+from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.operands import Views
 from ..arithmetic.tensor_core import named
 from ..groups import PER_TOKEN, lines_of
@@ -45,6 +45,8 @@ class Kernel(WgmmaKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, terms = self.descriptor, self.entry.split_terms
+        if desc.is_empty:
+            return
         schedule, most = _schedule_of(choice), choice.preference.max_workspace_bytes
         tokens = chunk_of(schedule, desc, terms, most)
         count, rest = -(-desc.n // tokens), desc.n % tokens
@@ -57,6 +59,8 @@ class Kernel(WgmmaKernel):
         self.details = f"{count} chunks of {tokens} tokens: {first.details}" if count > 1 else first.details
 
     def launcher(self, views: Views, workspace: int) -> Launch:
+        if self.descriptor.is_empty:
+            return nothing
         begin, found = 0, []
         for chunk in self._chunks:
             tokens = slice(begin, begin := begin + chunk.descriptor.n)
@@ -76,6 +80,8 @@ class Kernel(WgmmaKernel):
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
+        if choice.descriptor.is_empty:
+            return super().arithmetic(choice)
         terms, slices = choice.entry.split_terms, _schedule_of(choice).split_k
         return named(choice.descriptor, str(Arithmetic.split(terms, slices)))
 

@@ -7,7 +7,7 @@ from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.arithmetic import Arithmetic
-from ...plan.kernel import Choice
+from ...plan.kernel import Choice, nothing
 from ...plan.kernel_table import HOPPER
 from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import FP8, DeviceProperties, MatrixOrder
@@ -63,6 +63,8 @@ class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
+        if desc.is_empty:
+            return
         self._clusters = schedules.can_reduce_in_cluster(device)
         self._schedule = schedule = _schedule(choice)
         self.details = (
@@ -92,6 +94,8 @@ class Kernel(GemmKernel):
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
+        if desc.is_empty:
+            return nothing
         parameters = MmaSpParams.from_buffer_copy(self._fixed)
         parameters.packed = views["packed"].address
         parameters.x, parameters.y = source.address, result.address

@@ -29,7 +29,7 @@ class Kernel(WgmmaKernel):
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
-        if _is_empty(self.descriptor):
+        if self.descriptor.is_empty:
             return
         desc, device, schedule = self.descriptor, choice.device, _schedule_of(choice)
         self.workspace_size = schedule.workspace_bytes()
@@ -43,7 +43,7 @@ class Kernel(WgmmaKernel):
         self._load(desc, schedule, device, x_bytes=desc.element.itemsize, prepass=prepass)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        if _is_empty(self.descriptor):
+        if self.descriptor.is_empty:
             return nothing
         x = views["source"]
         if self._transpose is None:
@@ -72,7 +72,7 @@ class Kernel(WgmmaKernel):
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         desc = choice.descriptor
-        if choice.entry.promoted or desc.element is ElementKind.S8 or _is_empty(desc):
+        if choice.entry.promoted or desc.element is ElementKind.S8 or desc.is_empty:
             return super().arithmetic(choice)  # the bits don't depend on the schedule
         schedule = _schedule_of(choice)
         return named(desc, str(Arithmetic.hopper(desc.element, schedule.split_k * schedule.k_chunks)))
@@ -84,11 +84,6 @@ class Kernel(WgmmaKernel):
     @classmethod
     def tuning_version(cls, device: DeviceProperties) -> str:
         return f"sources {digest(SOURCE)}"
-
-
-def _is_empty(desc: GemmSparse24Descriptor) -> bool:
-    """Return whether Y has no elements, so that nothing is launched."""
-    return desc.tokens == 0 or desc.m == 0
 
 
 def _schedule_of(choice: Choice) -> WgmmaSpSchedule:

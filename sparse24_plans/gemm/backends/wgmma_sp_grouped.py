@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...device.streams import Launch
 from ...plan.arithmetic import Arithmetic
-from ...plan.kernel import Choice
+from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
 from ...vocab import ElementKind
 from ..arithmetic.tensor_core import named
@@ -23,14 +23,18 @@ class Kernel(WgmmaKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
+        if desc.is_empty:
+            return
         self._load(desc, best_schedule(desc, choice.entry), choice.device, x_bytes=desc.element.itemsize)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
+        if self.descriptor.is_empty:
+            return nothing
         return self._multiply(self._parameters(views, views["source"], workspace))
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         desc = choice.descriptor
-        if desc.element is ElementKind.S8:
-            return super().arithmetic(choice)
+        if desc.element is ElementKind.S8 or desc.is_empty:
+            return super().arithmetic(choice)  # the bits don't depend on the schedule
         return named(desc, str(Arithmetic.hopper(desc.element, best_schedule(desc, choice.entry).split_k)))
