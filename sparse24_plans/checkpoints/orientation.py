@@ -13,6 +13,8 @@ from .folder import ModelReader
 
 CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
 """The values of ``model_type`` in a ``config.json`` whose models in transformers have Conv1D layers."""
+TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text")
+"""Those whose models stack experts as [experts, in, out]."""
 CONV1D_LAYERS = ("c_attn", "c_fc", "c_proj", "q_attn")
 """The names of these layers."""
 _WEIGHT = ".weight"
@@ -27,7 +29,10 @@ class Orientation:
     """
 
     def __init__(self, model: ModelReader) -> None:
-        self._of_conv1d = any(one in CONV1D_MODELS for one in _model_types(model.config() or {}))
+        types = _model_types(model.config() or {})
+        self._of_conv1d = any(one in CONV1D_MODELS for one in types)
+        self.has_transposed_stacks = any(one in TRANSPOSED_STACKS for one in types)
+        """Whether stacked matrices are [experts, in, out]."""
         self._told: dict[str, bool] = {}
         self._family: defaultdict[str, set[bool]] = defaultdict(set)
         for name, info in model.tensors.items():

@@ -19,8 +19,9 @@ from .safetensors_file import TensorInfo, shown
 
 _KINDS = {
     "embedding table": ("*embed*", "*wte.*", "*wpe.*", "shared.weight", "*.shared.weight"),
-    "table of biases": ("*relative_*bias*",),
-    "state matrix": ("*A_log",),
+    "table of biases": ("*bias", "*relative_*bias*", "*.rel_pos*", "*scale_shift_table"),
+    "table of rates": ("*.time_decay", "*.time_faaaa", "*.time_first"),
+    "state matrix": ("*A_log", "*.D"),
     "router": ("*.gate.weight", "*.gate.wg.*", "*router*", "*shared_expert_gate.*"),
     "output head": (
         *("*lm_head*", "*classif*", "*score.weight", "*qa_outputs.*", "*predictions.decoder.*"),
@@ -133,6 +134,8 @@ class Selection:
             stack = info.shape[0] if len(info.shape) == 3 and self.names(info.name) else 0
             transposed = False if stack else orientation.transposed(info.name)
             reason = self._reason_to_copy(info, transposed, bool(stack))
+            if stack and reason is None and orientation.has_transposed_stacks:
+                reason = "a stack that is stored [experts, in, out], the transpose of what is compressed"
             if reason is None:
                 *rows, k = reversed(info.shape) if transposed else info.shape
                 layer = Layer(info.name, math.prod(rows), k, ELEMENTS[info.dtype], (info.name,), stack=stack)

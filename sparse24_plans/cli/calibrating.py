@@ -45,7 +45,8 @@ CalibrateOption = Annotated[
     ),
 ]
 MethodOption = Annotated[
-    str, word_option("--method", known=METHODS[:0:-1], meaning="How --calibrate prunes.", metavar="NAME")
+    str | None,
+    word_option("--method", known=METHODS[:0:-1], meaning="How --calibrate prunes: sparsegpt by default."),
 ]
 
 

@@ -76,7 +76,7 @@ def compress(
     scale_rule: ScaleRuleOption = None,
     device: DeviceOption = "auto",
     calibrate: CalibrateOption = None,
-    method: MethodOption = "sparsegpt",
+    method: MethodOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Say what would be compressed, and write nothing.")
     ] = False,
@@ -94,10 +94,12 @@ def compress(
         quantized: Json = {"weights": weights, "group": group, "scale_rule": scale_rule}
         chosen: Json = {"include": include or (), "exclude": exclude or (), "quiet": as_json}
         run = None
+        if calibrate is None and method is not None:
+            raise InvalidProblemError(f"--method: expected --calibrate beside it, got {method} alone")
         if calibrate is not None:
             if dry_run:
                 raise InvalidProblemError("--dry-run: expected no --calibrate, which has to run the model")
-            run = calibration(source, calibrate, out, method, device, **chosen, **quantized)
+            run = calibration(source, calibrate, out, method or "sparsegpt", device, **chosen, **quantized)
         document = compressed(
             source,
             out,

@@ -144,9 +144,6 @@ def explain(
     """
     if arch is not None and device is not None:
         raise typer.BadParameter("--arch and --device exclude each other")
-    preference = preference_of(
-        require, backend, tier=tier, max_workspace_bytes=max_workspace, allow_sm90a=sm90a
-    )
     chosen = {"out_element": out_element, "bias_element": bias_element, "c_element": c_element}
     problem: dict[str, Any] = {
         "n": n,
@@ -164,6 +161,9 @@ def explain(
     problem |= {"scale_x": scale_x, "scale_w": scale_w, "x_order": x_order, "y_order": y_order}
     problem |= {name: word for name, word in chosen.items() if word is not None}
     with reported(as_json):
+        preference = preference_of(
+            require, backend, tier=tier, max_workspace_bytes=max_workspace, allow_sm90a=sm90a
+        )
         table = None if tuning is None else TuningTable.load(tuning)
         place = device if arch is None else absent_gpu(arch)
         answer = _explain_problem(GemmSparse24Descriptor(**problem), preference, place, table)

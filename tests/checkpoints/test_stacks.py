@@ -48,6 +48,21 @@ def test_an_included_stack_is_compressed_as_its_matrices_are(compressed):
     assert (whole.m, whole.k) == (72, 16)
 
 
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4", "llama4_text", "mixtral"])
+def test_stacks_of_models_that_transpose_them_stay_dense(tmp_path, model_type):
+    source = tmp_path / "model"
+    source.mkdir()
+    stack = dense_file(source / "model.safetensors", {"experts": random_array((3, 24, 16))})["experts"]
+    (source / "config.json").write_text(json.dumps({"text_config": {"model_type": model_type}}))
+    (report,) = compress_checkpoint(source, tmp_path / "out", include=["*"])
+    if model_type == "mixtral":
+        assert report.action == "compressed"
+        return
+    assert "[experts, in, out]" in report.reason
+    arrays, _ = library_load(tmp_path / "out" / "model.safetensors")
+    assert same_bits(arrays["experts"], stack)
+
+
 def test_a_stack_is_verified_and_converted_back(compressed, tmp_path):
     source, out, stack = compressed
     found = verify_checkpoint(out, source, device="host")

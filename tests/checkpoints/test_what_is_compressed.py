@@ -134,6 +134,24 @@ def test_the_default_exclusion_can_be_overridden(files, pattern):
     assert compress_checkpoint(source, out, include=[name])[0].action == "compressed"
 
 
+TABLES = {
+    "mlp.experts.gate_up_proj_bias": "table of biases",
+    "experts.w1.bias": "table of biases",
+    "layers.0.attn.rel_pos_h": "table of biases",
+    "blocks.0.scale_shift_table": "table of biases",
+    "blocks.0.attention.time_decay": "table of rates",
+    "mixer.D": "state matrix",
+}
+
+
+def test_tables_that_nothing_multiplies_stay_dense(files):
+    source, out = files
+    dense_file(source, {name: random_array((8, 8)) for name in (*TABLES, "layer.weight")})
+    reports = {one.name: one for one in compress_checkpoint(source, out)}
+    assert reports.pop("layer.weight").action == "compressed"
+    assert {name: one.reason.split(",")[0] for name, one in reports.items()} == TABLES
+
+
 def test_a_type_that_nobody_knows_is_copied(files):
     source, out = files
     header = json.dumps({"new": {"dtype": "F3", "shape": [8, 8], "data_offsets": [0, 24]}}).encode()

@@ -476,6 +476,19 @@ def test_wrong_usage_with_json_is_a_document():
     assert result.stderr == ""
 
 
+def test_a_wrong_preference_with_json_is_a_document():
+    result = run("explain", *PROBLEM, "--max-workspace", 10**20, "--json", exit_code=1)
+    assert "max_workspace_bytes" in json.loads(result.stdout)["error"]["message"]
+
+
+def test_a_method_needs_samples_to_calibrate_with(tmp_path):
+    source, out = tmp_path / "dense.safetensors", tmp_path / "out.safetensors"
+    safetensors.numpy.save_file({"w.weight": np.ones((8, 16), np.float32)}, source)
+    result = run("compress", source, "-o", out, "--method", "wanda", exit_code=1)
+    assert "--method: expected --calibrate beside it, got wanda alone" in result.stderr
+    assert not out.exists()
+
+
 def test_explain_takes_the_name_of_a_card():
     sizes = ("--n", 16, "--m", 4096, "--k", 4096, "--json")
     by_card, by_arch = (run_json("explain", *sizes[:-1], "--arch", arch) for arch in ("h100", "sm90a"))
