@@ -212,17 +212,23 @@ def check_destination(source: StrPath, destination: StrPath, *, overwrite: bool)
         raise InvalidProblemError(f"destination: expected a new file, got {destination}, which exists")
 
 
-@contextmanager
-def new_folder(destination: StrPath) -> Iterator[Path]:
-    """A temporary folder that becomes ``destination`` when the block ends well, and disappears otherwise.
-
-    Raises InvalidProblemError unless the destination is missing or an empty folder; StorageError if it can't
-    be written, with the final path of a file in place of the temporary one.
-    """
+def new_folder_at(destination: StrPath) -> Path:
+    """The folder to make. Raises InvalidProblemError unless it is missing or empty; StorageError."""
     target = new_target(destination)
     with storage_errors(target):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise InvalidProblemError(f"destination: expected a new or an empty folder, got {target}")
+    return target
+
+
+@contextmanager
+def new_folder(destination: StrPath) -> Iterator[Path]:
+    """A temporary folder that becomes ``destination`` when the block ends well, and disappears otherwise.
+
+    Raises what :func:`new_folder_at` raises; StorageError also if the folder can't be written, with the final
+    path of a file in place of the temporary one.
+    """
+    target = new_folder_at(destination)
     temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
     try:  # a signal may end the run as soon as the folder is there
         with storage_errors(target):

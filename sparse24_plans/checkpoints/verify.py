@@ -49,7 +49,8 @@ class LayerResult:
 
     ``relative_error`` is ||y - exact|| / ||exact||. ``worst_ratio`` is the largest |y - exact| / tolerance,
     which is at most 1.0 if the plan's guarantee holds. ``error_bound`` is the guarantee's constant c for this
-    K. ``quantization`` says how a weight with scales of groups is stored, None for other weights.
+    K. ``quantization`` says how a weight with scales of groups is stored, None for other weights. The values
+    of a ``calibrated`` weight were not compared with the dense ones, because calibration changes them.
     """
 
     name: str
@@ -62,6 +63,7 @@ class LayerResult:
     worst_ratio: float | None = None
     problem: str | None = None
     quantization: str | None = None
+    calibrated: bool = False
 
     @property
     def passed(self) -> bool:
@@ -130,7 +132,8 @@ def verify_checkpoint(
             layer = compressed_layer(ours, shard, name)
             weight = read_weight(ours, layer)
             by = None if weight.quantization is None else str(weight.quantization)
-            result = LayerResult(name, layer.dense_shape, weight.element.value, quantization=by)
+            kind, calibrated = weight.element.value, CALIBRATED in layer.options
+            result = LayerResult(name, layer.dense_shape, kind, quantization=by, calibrated=calibrated)
             problem = _compare_weight(weight, ours, theirs, layer)
             if problem is not None:
                 result = replace(result, problem=problem)

@@ -20,7 +20,7 @@ import numpy as np
 import typer
 
 from ..checkpoints.compress import COMPRESSED_DTYPES, CalibratedWeights
-from ..checkpoints.folder import ModelReader
+from ..checkpoints.folder import ModelReader, new_folder_at
 from ..checkpoints.selection import Selection
 from ..device.files import read_whole, storage_errors
 from ..errors import BackendUnavailableError, FormatError, InvalidProblemError
@@ -90,6 +90,7 @@ def calibration(
         raise BackendUnavailableError(
             f"--calibrate needs PyTorch and transformers: pip install torch transformers ({error})"
         ) from error
+    new_folder_at(out)  # before hours of calibration
     with ModelReader(source) as reader:
         selected = {layer.name for layer in Selection(include, exclude, COMPRESSED_DTYPES).split(reader)[0]}
         shapes = {name: info.shape for name, info in reader.tensors.items()}

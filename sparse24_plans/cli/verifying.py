@@ -236,7 +236,9 @@ def _verdict(found: Json) -> str:
     layers = found["layers"]
     failed = [printable(layer["name"]) for layer in layers if not layer["passed"]]
     others = f"{counted(found['copied'], 'tensor')} copied unchanged"
-    checked = f"{counted(len(layers), 'layer')} on {found['device']}, {others}"
+    calibrated = sum(layer["calibrated"] for layer in layers)
+    shapes = f" ({calibrated} calibrated, of which the shapes alone were compared)" if calibrated else ""
+    checked = f"{counted(len(layers), 'layer')}{shapes} on {found['device']}, {others}"
     if not found["passed"]:
         what = []
         if failed:

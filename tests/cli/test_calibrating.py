@@ -72,6 +72,13 @@ def test_a_calibrated_model_verifies_and_loads(bert, samples, tmp_path, method):
     assert from_pretrained(tmp_path / "out").config.model_type == "bert"
 
 
+def test_verification_says_that_it_compared_shapes_alone(bert, samples, tmp_path):
+    calibrated(bert, tmp_path / "out", "--calibrate", samples)
+    words = ("verify", tmp_path / "out", "--against", bert, "--device", "host")
+    assert "PASS: 12 layers (12 calibrated, of which the shapes alone were compared)" in run(*words).stdout
+    assert all(layer["calibrated"] for layer in run_json(*words)["layers"])
+
+
 def test_a_calibrated_model_may_have_8_bits(bert, samples, tmp_path):
     calibrated(bert, tmp_path / "out", "--calibrate", samples, "--element", "fp8_e4m3")
     assert run_json("verify", tmp_path / "out", "--against", bert, "--device", "host")["passed"]
@@ -299,6 +306,15 @@ def test_what_is_no_sample_is_refused_and_nothing_is_written(bert, tmp_path, nam
 def test_a_file_of_weights_alone_is_no_model(bert, samples, tmp_path):
     words = ("compress", bert / "model.safetensors", "-o", tmp_path / "out", "--calibrate", samples, "--json")
     assert "transformers can't load" in json.loads(run(*words, exit_code=1).stdout)["error"]["message"]
+
+
+def test_a_folder_that_is_not_empty_is_refused_before_the_calibration(bert, samples, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "kept").touch()
+    document = calibrated(bert, out, "--calibrate", samples, exit_code=1)
+    assert "destination: expected a new or an empty folder" in document["error"]["message"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "samples.json"]
 
 
 def test_a_dry_run_calibrates_nothing(bert, samples, tmp_path):
