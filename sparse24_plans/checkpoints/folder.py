@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,13 @@ from typing_extensions import Self
 
 from ..device.files import (
     StrPath,
-    new_target,
     open_regular,
     path_of,
     read_whole,
     storage_errors,
     written_whole,
 )
-from ..errors import FormatError, InvalidProblemError, StorageError
+from ..errors import FormatError, InvalidProblemError
 from ..vocab import ElementKind, checked_flag
 from .safetensors_file import Bytes, SafetensorsReader, SafetensorsWriter, TensorInfo
 
@@ -210,40 +207,6 @@ def check_destination(source: StrPath, destination: StrPath, *, overwrite: bool)
         raise InvalidProblemError(f"destination: expected another path than the source, got {destination}")
     if not checked_flag("overwrite", overwrite) and os.path.isfile(destination):
         raise InvalidProblemError(f"destination: expected a new file, got {destination}, which exists")
-
-
-def new_folder_at(destination: StrPath) -> Path:
-    """The folder to make. Raises InvalidProblemError unless it is missing or empty; StorageError."""
-    target = new_target(destination)
-    with storage_errors(target):
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise InvalidProblemError(f"destination: expected a new or an empty folder, got {target}")
-    return target
-
-
-@contextmanager
-def new_folder(destination: StrPath) -> Iterator[Path]:
-    """A temporary folder that becomes ``destination`` when the block ends well, and disappears otherwise.
-
-    Raises what :func:`new_folder_at` raises; StorageError also if the folder can't be written, with the final
-    path of a file in place of the temporary one.
-    """
-    target = new_folder_at(destination)
-    temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
-    try:  # a signal may end the run as soon as the folder is there
-        with storage_errors(target):
-            temporary.mkdir()
-        yield temporary
-        with storage_errors(target):
-            os.replace(temporary, target)
-    except StorageError as error:
-        file = Path(str(error.filename))
-        if temporary not in file.parents:
-            raise
-        raise StorageError(error.errno, error.strerror, str(target / file.relative_to(temporary))) from error
-    finally:
-        with suppress(OSError):
-            shutil.rmtree(temporary)
 
 
 def copy_file(source: Path, destination: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from ..device.files import StrPath
+from ..device.files import StrPath, new_folder
 from ..errors import InvalidProblemError
 from .checkpoint_base import CheckpointFormat
 from .checkpoint_format import without_sparsity
@@ -18,7 +18,6 @@ from .folder import (
     Shard,
     copy_file,
     copy_tensor,
-    new_folder,
     write_index,
     write_json,
 )

@@ -20,9 +20,9 @@ import numpy as np
 import typer
 
 from ..checkpoints.compress import COMPRESSED_DTYPES, CalibratedWeights
-from ..checkpoints.folder import ModelReader, new_folder_at
+from ..checkpoints.folder import ModelReader
 from ..checkpoints.selection import Selection
-from ..device.files import read_whole, storage_errors
+from ..device.files import new_folder_at, read_whole, storage_errors
 from ..errors import BackendUnavailableError, FormatError, InvalidProblemError
 from ..weights.calibrated import METHODS
 from ..weights.calibrated import rows_of as quantized_rows

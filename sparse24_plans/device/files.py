@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -147,3 +148,37 @@ def _check_name(path: StrPath) -> None:
         usable = False
     if not usable:
         raise StorageError(errno.EINVAL, "not a name that a file can have", str(path))
+
+
+def new_folder_at(path: StrPath, argument: str = "destination") -> Path:
+    """The folder to make. Raises InvalidProblemError unless it is missing or empty; StorageError."""
+    target = new_target(path)
+    with storage_errors(target):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise InvalidProblemError(f"{argument}: expected a new or an empty folder, got {target}")
+    return target
+
+
+@contextmanager
+def new_folder(path: StrPath) -> Iterator[Path]:
+    """A temporary folder that becomes ``path`` when the block ends well, and disappears otherwise.
+
+    Raises what :func:`new_folder_at` raises; StorageError also if the folder can't be written, with the final
+    path of a file in place of the temporary one.
+    """
+    target = new_folder_at(path)
+    temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
+    try:  # a signal may end the run as soon as the folder is there
+        with storage_errors(target):
+            temporary.mkdir()
+        yield temporary
+        with storage_errors(target):
+            os.replace(temporary, target)
+    except StorageError as error:
+        file = Path(str(error.filename))
+        if temporary not in file.parents:
+            raise
+        raise StorageError(error.errno, error.strerror, str(target / file.relative_to(temporary))) from error
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(temporary)

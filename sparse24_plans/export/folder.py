@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..blocksparse.descriptor import BlockSparseDescriptor, BlockSparseMatmulDescriptor
 from ..device.devices import PlaceLike, described
-from ..device.files import StrPath, new_target, path_of, storage_errors, written_whole
+from ..device.files import StrPath, new_folder, new_folder_at, path_of, storage_errors, written_whole
 from ..device.jit.cache import cubin
 from ..device.jit.launcher import KernelCode
 from ..device.tensors import wrong
@@ -84,18 +84,17 @@ def export_plans(
     properties, _ = described(device)
     if properties.kind != "cuda":
         raise UnsupportedError(f"device: expected a CUDA device, got {properties}")
-    named, path = _named(descriptors), new_target(path_of("folder", folder))
+    named, path = _named(descriptors), new_folder_at(path_of("folder", folder), "folder")
     if not callable(on_steps):
         raise wrong("on_steps", "a function", on_steps)
-    with storage_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise InvalidProblemError(f"folder: expected a new or empty one, got {path} with files in it")
     tables = Tables(properties.compute_capability, properties.multiprocessors)
-    writer = _Writer(tables, path, on_steps)
+    writer = _Writer(tables, on_steps)
     for name, descriptor in named.items():
         writer.add(name, descriptor, wishes, properties)
-    written = writer.write()
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(path) as temporary:
+        written = writer.write(temporary)
     records = tables.records
     return Exported(str(path), tuple(named), len(records["plans"]), len(records["cubins"]), written)
 
@@ -161,8 +160,8 @@ def tokens_of(descriptor: Problem) -> range:
 
 
 class _Writer:
-    def __init__(self, tables: Tables, folder: Path, on_steps: Callable[[int], None]) -> None:
-        self._tables, self._folder, self._on_steps = tables, folder, on_steps
+    def __init__(self, tables: Tables, on_steps: Callable[[int], None]) -> None:
+        self._tables, self._on_steps = tables, on_steps
         self._codes: dict[KernelCode, int] = {}
         self._cubins: dict[str, bytes] = {}
 
@@ -267,13 +266,13 @@ class _Writer:
             self._on_steps(1)
         return self._codes[code]
 
-    def write(self) -> int:
-        """Write all files, ``plans.bin`` last. Returns their bytes."""
+    def write(self, folder: Path) -> int:
+        """Write all files to the folder. Returns their bytes."""
         manifest = json.dumps(self._tables.document(), indent=1).encode()
         code = {name: (files("sparse24_plans.export") / "c" / name).read_bytes() for name in CODE}
         written = {**self._cubins, **code, "manifest.json": manifest, "plans.bin": self._tables.to_bytes()}
         for name, content in written.items():
-            with written_whole(self._folder / name) as file:
+            with written_whole(folder / name) as file:
                 file.write(content)
         return sum(map(len, written.values()))
 

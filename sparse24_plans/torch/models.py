@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ..checkpoints.checkpoint_format import CONFIG_KEY, Sparse24Checkpoint, without_sparsity
-from ..checkpoints.folder import CONFIG_NAME, INDEX_SUFFIX, ModelReader, new_folder, write_index, write_json
+from ..checkpoints.folder import CONFIG_NAME, INDEX_SUFFIX, ModelReader, write_index, write_json
 from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
-from ..device.files import StrPath, path_of
+from ..device.files import StrPath, new_folder, path_of
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from .checkpoint_names import is_transformers_model
 from .checkpoint_source import DTYPES_BY_NAME, Source

@@ -239,3 +239,29 @@ def test_the_most_tokens_must_have_a_kernel(tmp_path, even_alone):
     with pytest.raises(UnsupportedError, match="odd, 23 tokens: an odd number"):
         export_plans({"odd": odd}, tmp_path / "new", device="h200")
     assert not list(tmp_path.glob("new/*"))
+
+
+@pytest.mark.parametrize(
+    ("n", "preference", "error"),
+    [(0, {}, InvalidProblemError), (4, {"prefer_backend": "inflate_cublas"}, UnsupportedError)],
+)
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_export_that_fails_leaves_the_folder_as_it_was(tmp_path, n, preference, error, exists):
+    folder = tmp_path / "plans"
+    if exists:
+        folder.mkdir()
+    descriptor = GemmSparse24Descriptor(n=n, m=64, k=64, element="f32")
+    with pytest.raises(error):
+        export_plans([descriptor], folder, preference=preference)
+    assert [path for path in tmp_path.rglob("*") if path != folder] == []
+    assert folder.exists() == exists
+
+
+def test_an_export_interrupted_while_it_writes_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparse24_plans.export.folder.written_whole", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_plans([GemmSparse24Descriptor(n=1, m=64, k=64, element="bf16")], tmp_path / "plans")
+    assert list(tmp_path.iterdir()) == []
