@@ -14,7 +14,7 @@ from .folder import ModelReader
 CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
 """The values of ``model_type`` in a ``config.json`` whose models in transformers have Conv1D layers."""
 TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text")
-"""Those whose models stack experts as [experts, in, out]."""
+"""The values whose models stack experts as [experts, in, out]."""
 CONV1D_LAYERS = ("c_attn", "c_fc", "c_proj", "q_attn")
 """The names of these layers."""
 _WEIGHT = ".weight"

@@ -94,12 +94,12 @@ def compress(
         quantized: Json = {"weights": weights, "group": group, "scale_rule": scale_rule}
         chosen: Json = {"include": include or (), "exclude": exclude or (), "quiet": as_json}
         run = None
-        if calibrate is None and method is not None:
-            raise InvalidProblemError(f"--method: expected --calibrate beside it, got {method} alone")
         if calibrate is not None:
             if dry_run:
                 raise InvalidProblemError("--dry-run: expected no --calibrate, which has to run the model")
             run = calibration(source, calibrate, out, method or "sparsegpt", device, **chosen, **quantized)
+        elif method is not None:
+            raise InvalidProblemError(f"--method: expected --calibrate beside it, got {method} alone")
         document = compressed(
             source,
             out,

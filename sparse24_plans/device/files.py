@@ -160,13 +160,13 @@ def new_folder_at(path: StrPath, argument: str = "destination") -> Path:
 
 
 @contextmanager
-def new_folder(path: StrPath) -> Iterator[Path]:
+def new_folder(path: StrPath, argument: str = "destination") -> Iterator[Path]:
     """A temporary folder that becomes ``path`` when the block ends well, and disappears otherwise.
 
     Raises what :func:`new_folder_at` raises; StorageError also if the folder can't be written, with the final
     path of a file in place of the temporary one.
     """
-    target = new_folder_at(path)
+    target = new_folder_at(path, argument)
     temporary = target.with_name(f".sparse24-{secrets.token_hex(8)}.tmp")
     try:  # a signal may end the run as soon as the folder is there
         with storage_errors(target):

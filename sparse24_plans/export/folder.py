@@ -93,7 +93,7 @@ def export_plans(
         writer.add(name, descriptor, wishes, properties)
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with new_folder(path) as temporary:
+    with new_folder(path, "folder") as temporary:
         written = writer.write(temporary)
     records = tables.records
     return Exported(str(path), tuple(named), len(records["plans"]), len(records["cubins"]), written)
