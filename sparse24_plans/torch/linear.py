@@ -199,12 +199,15 @@ class Sparse24Linear(nn.Module):
         self._direct_options: tuple[Any, ...] = (*options, None, 1.0, self.k)  # no residual
 
     def _hold(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
-        """Make these tensors the layer's own. A parameter that one replaces says whether it is trained."""
+        """Make these tensors the layer's own."""
         self._unpack(*self._as_held(values, meta))
         if bias is not None:
-            learns = self.trainable if self.bias is None else self.bias.requires_grad
-            self.bias = nn.Parameter(bias, requires_grad=learns)
+            self.bias = self._in_place_of(self.bias, bias)
         self._settle()
+
+    def _in_place_of(self, old: nn.Parameter | None, new: Tensor) -> nn.Parameter:
+        """A parameter of the new tensor, which is trained if the old one was, or a new layer's would be."""
+        return nn.Parameter(new, requires_grad=self.trainable if old is None else old.requires_grad)
 
     def _copy(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
         """Copy these tensors' values, so that an optimizer's references stay valid."""
@@ -311,8 +314,7 @@ class Sparse24Linear(nn.Module):
             self._unpack(values, meta)
 
     def _unpack(self, values: Tensor, meta: Tensor) -> None:
-        learns = self.trainable if self.values is None else self.values.requires_grad
-        self.values = nn.Parameter(values, requires_grad=learns)
+        self.values = self._in_place_of(self.values, values)
         self.metadata, self.packed = bytes_of(meta), None
 
     def _clear(self) -> None:
