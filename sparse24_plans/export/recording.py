@@ -185,7 +185,7 @@ class _Recorder:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         choice, operands, self._checks, self._home = plan.parts
-        self._kernel = choice.entry.kernel(choice)
+        self._kernel = choice.entry.kernel_for(choice.descriptor)(choice)
         self._buffers = buffers_of(operands, choice.entry.layout_of(choice.descriptor))
         self._numbers: list[int] = []
         self._first = self._probe()

@@ -23,7 +23,10 @@ class GemmSparse24Args(Args):
     type ``c_element`` lies as y does, with a stride of its own, and is given exactly when beta isn't 0. It
     may be y itself: same address, strides and element size. With G groups the weight has G*M rows, as bias
     and a scale_w of rows have, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given. ``scale_y`` and
-    ``amax``, f32 [1], are given exactly when the descriptor has them; ``amax`` is raised, never lowered.
+    ``amax``, f32 [1], are given exactly when the descriptor has them; ``amax`` is raised, never lowered. If
+    the descriptor has ``x_rows``, x is [x_rows, K], a scale_x of rows is [x_rows], and ``x_index`` i32[N] is
+    given. If it has ``y_rows``, y is [y_rows, M] and ``y_index`` i32[y_rows, top_k] is given; ``y_weights``
+    f32[y_rows, top_k] may be.
     """
 
     weight: CanonicalWeight | PackedWeight
@@ -37,6 +40,9 @@ class GemmSparse24Args(Args):
     counts: Any = None
     scale_y: Any = None
     amax: Any = None
+    x_index: Any = None
+    y_index: Any = None
+    y_weights: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,8 @@ class DgradSparse24Args(Args):
 
     ``weight`` is a canonical Sparse24Weight, or the result of ``plan.pack``. The class differs from
     GemmSparse24Args because swapped operands would otherwise pass unnoticed if M == K. With G groups the
-    weight has G*M rows, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given.
+    weight has G*M rows, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given. ``x_index``, ``y_index`` and
+    ``y_weights`` are those of GemmSparse24Args, with dy as x and dx as y.
     """
 
     weight: CanonicalWeight | PackedWeight
@@ -53,3 +60,6 @@ class DgradSparse24Args(Args):
     dx: Any
     offsets: Any = None
     counts: Any = None
+    x_index: Any = None
+    y_index: Any = None
+    y_weights: Any = None

@@ -36,6 +36,10 @@ _NO_WEIGHT = (ElementKind.I32, ElementKind.U16, ElementKind.U8, ElementKind.S4)
 
 _MOST_ROWS = 2**31 - 1
 """Rows that i32 offsets can name."""
+_MOST_CHOICES = 1024
+"""The largest ``top_k``."""
+_SUMMED = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
+"""Types of results that are added up to rows of Y."""
 
 
 def _of_weights(value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
@@ -114,6 +118,19 @@ class GemmSparse24Descriptor(ProductDescriptor):
         between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
         are not written. Groups that share rows may leave rows of theirs as they are, or with either's result,
         unless C lies in Y.
+    x_rows : int, optional
+        With groups: rows of X (of dY), of which the operand ``x_index`` i32[N] names one for each of the n
+        places, that is, rows of groups. An index is clamped to the rows that there are. None: X has the
+        places' rows.
+    y_rows : int, optional
+        With groups: rows of Y (of dX). Each is a sum of the results of ``top_k`` places, which the operand
+        ``y_index`` i32[y_rows, top_k] names, times the router's weights, the operand ``y_weights``
+        f32[y_rows, top_k], if it is given. Results are rounded to ``out_element``, which is f32, f16 or bf16.
+        Then each product with a weight and each sum, from 0 on in the index's order, is rounded to float32,
+        and the last one to ``out_element``. A place outside of 0 to n-1 adds nothing, nor does one below
+        offsets[0], from offsets[G] on, or beyond its group's count. None: Y has the places' rows.
+    top_k : int
+        Places of each row of Y; at least 1 with y_rows, else 0.
     x_element : ElementKind, optional
         Type of X, or of dY: ``element`` (default); if that is fp8, either fp8 type.
     scale_y : ScaleKind
@@ -161,6 +178,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
     relu_upper_bound: Factor | None = None
     groups: Size = 0
     group_tokens: GroupTokens = GroupTokens.OFFSETS
+    x_rows: Size | None = None
+    y_rows: Size | None = None
+    top_k: Size = 0
     x_element: ElementKind = AS_ELEMENT
     scale_y: ScaleKind = ScaleKind.NONE
     amax: Flag = False
@@ -194,6 +214,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
             relu_upper_bound: SupportsFloat | None = ...,
             groups: SupportsIndex = ...,
             group_tokens: GroupTokens | str = ...,
+            x_rows: SupportsIndex | None = ...,
+            y_rows: SupportsIndex | None = ...,
+            top_k: SupportsIndex = ...,
             x_element: ElementLike = ...,
             scale_y: ScaleKind | str = ...,
             amax: bool = ...,
@@ -225,6 +248,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
                 if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):
                     raise ValueError(f"{name}: expected none for op dgrad, got {getattr(self, name)}")
         self._expect_groups()
+        self._expect_routing()
         self._expect_batches()
         self._expect_relu_bounds()
         if self.weight_rows * self.k > INT64_MAX or self.tokens * max(self.m, self.k) > INT64_MAX:
@@ -258,6 +282,28 @@ class GemmSparse24Descriptor(ProductDescriptor):
         if self.group_tokens is GroupTokens.COUNTS and self.n % self.groups:
             raise ValueError(
                 f"n: expected a multiple of groups, {self.groups}, with group_tokens counts, got {self.n}"
+            )
+
+    def _expect_routing(self) -> None:
+        for name in ("x_rows", "y_rows") if not self.groups else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: expected None without groups, got {getattr(self, name)}")
+        for name in ("x_rows", "y_rows"):
+            if (rows := getattr(self, name)) is not None and rows > _MOST_ROWS:
+                raise ValueError(f"{name}: expected at most {_MOST_ROWS} rows, got {rows}")
+        if self.x_rows == 0 and self.n:
+            raise ValueError(f"x_rows: expected at least 1 row for n = {self.n} places, got 0")
+        if self.y_rows is None:
+            if self.top_k:
+                raise ValueError(f"top_k: expected 0 without y_rows, got {self.top_k}")
+            return
+        if not 1 <= self.top_k <= _MOST_CHOICES:
+            raise ValueError(f"top_k: expected 1 to {_MOST_CHOICES} with y_rows, got {self.top_k}")
+        if self.has_c:
+            raise ValueError(f"beta: expected 0 with y_rows, got {self.beta}")
+        if self.out_element not in _SUMMED:
+            raise ValueError(
+                f"out_element: expected {', '.join(_SUMMED)} with y_rows, got {self.out_element}"
             )
 
     def _expect_batches(self) -> None:
@@ -310,6 +356,23 @@ class GemmSparse24Descriptor(ProductDescriptor):
     def tokens(self) -> int:
         """Rows of X, of all batches."""
         return self.n * self.batch_count
+
+    @property
+    def is_routed(self) -> bool:
+        """Return whether rows of X are gathered, or results are added up to rows of Y."""
+        return self.x_rows is not None or self.y_rows is not None
+
+    @property
+    def placed(self) -> GemmSparse24Descriptor:
+        """The product whose X and Y have the places' rows."""
+        if not self.is_routed:
+            return self
+        return self.model_copy(update={"x_rows": None, "y_rows": None, "top_k": 0})
+
+    @property
+    def result_rows(self) -> int:
+        """Rows of Y, of all batches."""
+        return self.tokens if self.y_rows is None else self.y_rows
 
     @property
     def is_empty(self) -> bool:
@@ -366,12 +429,14 @@ class GemmSparse24Descriptor(ProductDescriptor):
     def operands(self) -> tuple[Operand, ...]:
         """The weight, ``source`` (x or dy), ``result`` (y or dx), and the optional operands."""
         source, result = ("x", "y") if self.op is GemmOp.FORWARD else ("dy", "dx")
-        n, f32 = self.n, ElementKind.F32
+        f32, i32 = ElementKind.F32, ElementKind.I32
+        n = self.n if self.x_rows is None else self.x_rows
+        n_out = self.n if self.y_rows is None else self.y_rows
         rows = self.m if self.batches is not None else self.weight_rows
         found = [
             Operand("source", Role.IN, (n, self.reduction), self.x_element, source, self.x_order),
             Operand(
-                "result", Role.OUT, (n, self.outputs), self.out_element, result, self.y_order, may_be="c"
+                "result", Role.OUT, (n_out, self.outputs), self.out_element, result, self.y_order, may_be="c"
             ),
         ]
         if self.epilogue.has_bias:
@@ -380,7 +445,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
             if kind is not ScaleKind.NONE:
                 found.append(Operand(name, Role.IN, (1 if kind is ScaleKind.TENSOR else count,), f32))
         if self.has_c:
-            found.append(Operand("c", Role.IN, (n, self.outputs), self.c_element, lines=self.y_order))
+            found.append(Operand("c", Role.IN, (self.n, self.outputs), self.c_element, lines=self.y_order))
         if self.batches is not None:
             found = [replace(one, shape=(self.batches, *one.shape), batches=True) for one in found]
         if self.scale_y is not ScaleKind.NONE:
@@ -389,7 +454,13 @@ class GemmSparse24Descriptor(ProductDescriptor):
             found.append(Operand("amax", Role.OUT, (1,), f32))
         if self.groups:
             ends = 1 if self.group_tokens is GroupTokens.OFFSETS else 0
-            found.append(Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), ElementKind.I32))
+            found.append(Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), i32))
+        if self.x_rows is not None:
+            found.append(Operand("x_index", Role.IN, (self.n,), i32))
+        if self.y_rows is not None:
+            chosen = self.y_rows, self.top_k
+            found.append(Operand("y_index", Role.IN, chosen, i32))
+            found.append(Operand("y_weights", Role.IN, chosen, f32, optional=True))
         weight = (self.weight_rows, self.k)
         return (
             Operand("weight", Role.WEIGHT, weight, self.element, quantization=self.quantization),

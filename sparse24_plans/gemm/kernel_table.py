@@ -9,6 +9,7 @@ from functools import partial
 from ..arithmetic.epilogue import IN_STEPS, UNGATED
 from ..errors import InvalidProblemError
 from ..plan.cublaslt import needs_cublaslt
+from ..plan.kernel import Kernel
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
     CANONICAL_LAYOUT,
@@ -32,6 +33,7 @@ from . import guarantees, limits
 from .arithmetic.bf16_terms import MAX_TERMS
 from .descriptor import GemmSparse24Descriptor
 from .limits import BF16, E4M3, F16, F32, S8
+from .routing import Regions
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,13 @@ class GemmEntry(KernelEntry):
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         # With 16 tokens the columns of a column-major X are multiples of 16 bytes.
-        return min(self.min_workspace(descriptor.model_copy(update={"n": n})) for n in (1, 16))
+        return min(self.needed_workspace(descriptor.model_copy(update={"n": n})) for n in (1, 16))
+
+    def needed_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
+        return self.min_workspace(descriptor) + (0 if self.on_host else sum(Regions.of(descriptor)))
+
+    def kernel_for(self, descriptor: GemmSparse24Descriptor) -> type[Kernel[GemmSparse24Descriptor]]:
+        return self._kernel_of("routed") if descriptor.is_routed else self.kernel
 
     def shard_refusal(self, descriptor: GemmSparse24Descriptor, whole_m: int) -> str | None:
         if descriptor.op is not GemmOp.FORWARD:

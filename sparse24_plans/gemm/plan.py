@@ -18,7 +18,7 @@ from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties, GemmOp, GroupTokens
 from ..weights.weight import CanonicalWeight, PackedWeight
 from .args import DgradSparse24Args, GemmSparse24Args
-from .arithmetic.results import PartResults, Results
+from .arithmetic.results import results_of
 from .descriptor import GemmSparse24Descriptor
 from .kernel import GemmKernel
 from .kernel_table import ENTRIES
@@ -73,6 +73,10 @@ class GemmSparse24Plan(Plan):
         of the numbers, and InvalidProblemError for a ``most_n`` that is no number of tokens.
         """
         cls._check_descriptor(descriptor)
+        if descriptor.is_routed:
+            raise InvalidProblemError(
+                "descriptor: expected no x_rows and y_rows for any number of tokens, since they follow it"
+            )
         if descriptor.group_tokens is GroupTokens.COUNTS:
             raise InvalidProblemError(
                 "descriptor: expected group_tokens offsets for any number of tokens, got counts"
@@ -138,14 +142,9 @@ class GemmSparse24Plan(Plan):
         tokens, outputs = chosen_results(samples, seed, self.descriptor)
         views = self._check(args)
         check_c_is_kept(args)
-        results: Results | PartResults
-        if self.descriptor.groups or self.descriptor.is_batched:
-            results = PartResults(self.descriptor, views, Arithmetic.of(name))
-            written = results.parts[tokens] >= 0
-            tokens, outputs = tokens[written], outputs[written]
-        else:
-            results = Results(self.descriptor, views, Arithmetic.of(name))
-        return replayed(results, views, tokens, outputs, on_block)
+        results = results_of(self.descriptor, views, Arithmetic.of(name))
+        written = results.written(tokens)
+        return replayed(results, views, tokens[written], outputs[written], on_block)
 
     def pack(self, weight: CanonicalWeight, *, stream: Any = None) -> PackedWeight:
         """Pack ``weight`` in the layout of this plan's kernel, on its device. Plans of every n can use it.

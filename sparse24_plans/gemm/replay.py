@@ -14,7 +14,7 @@ from ..plan.operands import Views
 from ..vocab import INT64_MAX, ElementKind, Model, Size, integer
 from ..weights import threads
 from .arithmetic.divergence import explain_difference
-from .arithmetic.results import PartResults, Results, blocks_of, places
+from .arithmetic.results import AnyResults, blocks_of, places
 from .descriptor import GemmSparse24Descriptor
 
 Array = np.ndarray[Any, Any]
@@ -63,7 +63,7 @@ class Replay(Model):
 
 def chosen_results(samples: Any, seed: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
     """Tokens and outputs of the requested results (all, some random ones, or pairs) in the fastest order."""
-    total, number, start = desc.tokens * desc.outputs, integer(samples), integer(seed)
+    total, number, start = desc.result_rows * desc.outputs, integer(samples), integer(seed)
     if start is None or not 0 <= start <= INT64_MAX:
         raise InvalidProblemError(f"seed: expected an integer from 0 to 2^63 - 1, got {shown(seed)}")
     if samples is None or (number is not None and number >= total):
@@ -87,7 +87,7 @@ def _pairs(samples: Any, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
         raise InvalidProblemError(f"{expected}, got {shown(samples)}")
     tokens, outputs = pairs.astype(np.int64).T
-    for name, found, size in (("token", tokens, desc.tokens), ("output", outputs, desc.outputs)):
+    for name, found, size in (("token", tokens, desc.result_rows), ("output", outputs, desc.outputs)):
         wrong = (found < 0) | (found >= size)
         if wrong.any():
             raise InvalidProblemError(
@@ -110,7 +110,7 @@ def check_c_is_kept(args: Any) -> None:
 
 
 def replayed(
-    results: Results | PartResults,
+    results: AnyResults,
     views: Views,
     tokens: Array,
     outputs: Array,
@@ -138,18 +138,16 @@ def replayed(
     threads.for_each(compare, blocks_of(len(tokens)))
     return Replay(
         arithmetic=str(results.arithmetic),
-        results=desc.tokens * desc.outputs,
+        results=desc.result_rows * desc.outputs,
         compared=len(tokens),
         differing=differing,
         first=_difference(results, *min(wrong)) if wrong else None,
     )
 
 
-def _difference(
-    results: Results | PartResults, token: int, output: int, got: int, want: int
-) -> ReplayDifference:
+def _difference(results: AnyResults, token: int, output: int, got: int, want: int) -> ReplayDifference:
     element = results.desc.out_element
-    own, own_token = results.single(token)
+    single = results.single(token)
     return ReplayDifference(
         token=token,
         output=output,
@@ -157,7 +155,7 @@ def _difference(
         recomputed=_value(want, element),
         recorded_bits=got,
         recomputed_bits=want,
-        parting=explain_difference(own, own_token, output, got, want),
+        parting=single and explain_difference(*single, output, got, want),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from ..device.devices import PlaceLike
 from ..device.jit.cache import CompiledKernel
 from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError, refusing, shown
-from ..plan.kernel import Choice
+from ..plan.kernel import Choice, Kernel
 from ..plan.kernel_table import choose
 from ..plan.plan import Plan, considered_by
 from ..plan.preference import PlanPreference
@@ -87,14 +87,14 @@ class GemmSparse24TokenPlans(Generic[P]):
 
         Raises UnsupportedError if cuSPARSELt serves and the preference has no ``max_workspace_bytes``.
         """
-        most: int = max(choice.entry.kernel.most_workspace(choice) for choice in self._largest.values())
+        most: int = max(_kernel_of(choice).most_workspace(choice) for choice in self._largest.values())
         allowed = self._preference.max_workspace_bytes
         return most if allowed is None else min(most, allowed)
 
     @property
     def workspace_alignment(self) -> int:
         """Bytes that must divide the workspace's address, for every plan."""
-        most: int = max(choice.entry.kernel.workspace_alignment for choice in self._largest.values())
+        most: int = max(_kernel_of(choice).workspace_alignment for choice in self._largest.values())
         return most
 
     def compile(self, ns: Iterable[int] | None = None) -> tuple[CompiledKernel, ...]:
@@ -162,6 +162,11 @@ class GemmSparse24TokenPlans(Generic[P]):
         if entry.name not in self._largest or self._largest[entry.name].descriptor.n < n:
             self._largest[entry.name] = Choice(problem, self._device, entry, self._preference, {})
         return str(entry.name)
+
+
+def _kernel_of(choice: Choice) -> type[Kernel[Any]]:
+    found: type[Kernel[Any]] = choice.entry.kernel_for(choice.descriptor)
+    return found
 
 
 def _selected_again(

@@ -174,6 +174,26 @@ class PrecisionGuarantee(Model):
                 size, lost = tolerance.of_scale(size, lost, scale)
             return tolerance.of_rounding(size, lost, out)
 
+    def summed_tolerance(
+        self, exact: Float64s, tolerances: Float64s, out: ElementLike, weights: Float64s | None = None
+    ) -> Float64s:
+        """The whole allowed error of rows that are sums over places (``y_rows``), elementwise, as float64.
+
+        ``exact`` [top_k, ...] are the places' exact results, zeros where nothing is added, ``tolerances``
+        what :meth:`tolerance` allows for each, and ``weights`` the router's, in a shape that broadcasts.
+        Arrays are all NumPy's or all CuPy's. Raises InvalidProblemError.
+        """
+        out, exact = element_kind(out, "out"), _wide("exact", exact)
+        if exact.ndim < 1:
+            raise InvalidProblemError(f"exact: expected a first axis of places, got shape {exact.shape}")
+        tolerances = _wide("tolerances", tolerances)
+        wide = None if weights is None else _wide("weights", weights)
+        for name, one in (("tolerances", tolerances), ("weights", wide)):
+            if one is not None:
+                _check_shape(name, one.shape, "exact", exact.shape)
+        total, lost = tolerance.of_sum(exact, tolerances, wide)
+        return tolerance.of_rounding(np.abs(total), lost, out)
+
     def softmax_tolerance(self, k: int, scores: Float64s, sizes: Float64s, out: ElementLike) -> Float64s:
         """The whole allowed error of a softmax along the last axis, elementwise, as float64.
 

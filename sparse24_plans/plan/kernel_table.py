@@ -85,11 +85,17 @@ class KernelEntry:
 
     @property
     def kernel(self) -> type[Kernel[Any]]:
-        """The kernel's class: ``Kernel`` of its module, imported when first needed."""
-        if self.kernel_type is not None:
-            return self.kernel_type
+        """The kernel's class: ``Kernel`` of its module."""
+        return self.kernel_type or self._kernel_of(self.module)
+
+    def kernel_for(self, descriptor: Any) -> type[Kernel[Any]]:
+        """The class that serves the problem: the kernel's, or one that launches it among others."""
+        return self.kernel
+
+    def _kernel_of(self, module: str) -> type[Kernel[Any]]:
+        """``Kernel`` of a module of ``backends/``, imported when first needed."""
         family = sys.modules[type(self).__module__].__package__
-        found: type[Kernel[Any]] = import_module(f"{family}.backends.{self.module}").Kernel
+        found: type[Kernel[Any]] = import_module(f"{family}.backends.{module}").Kernel
         return found
 
     def least_capability(self, descriptor: Any) -> tuple[int, int]:
@@ -104,9 +110,13 @@ class KernelEntry:
         """A reason why the kernel is for problems of another kind altogether, or None."""
         return None
 
-    def least_workspace(self, descriptor: Any) -> int:
-        """``min_workspace`` of the problem's smallest batch."""
+    def needed_workspace(self, descriptor: Any) -> int:
+        """``min_workspace``, with that of the other launches of ``kernel_for``."""
         return self.min_workspace(descriptor)
+
+    def least_workspace(self, descriptor: Any) -> int:
+        """``needed_workspace`` of the problem's smallest batch."""
+        return self.needed_workspace(descriptor)
 
     def shard_refusal(self, descriptor: Any, whole_m: int) -> str | None:
         """A reason why a shard's bits differ from those of the whole weight with this M, or None."""
@@ -127,7 +137,7 @@ class KernelEntry:
         promised = self.guarantee(choice.descriptor)
         more: dict[str, Any] = dict.fromkeys(tested, True)
         if named:
-            more["arithmetic"] = self.kernel.arithmetic(choice)
+            more["arithmetic"] = self.kernel_for(choice.descriptor).arithmetic(choice)
         return promised.model_copy(update=more) if more else promised
 
 
@@ -271,7 +281,7 @@ def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
     if (reason := entry.refusal(choice.descriptor) or entry.limits(choice.descriptor)) is not None:
         return JudgedEntry(entry, reason)
     absent, allowed = entry.missing(choice.device), choice.preference.max_workspace_bytes
-    needed = 0 if allowed is None else entry.min_workspace(choice.descriptor)
+    needed = 0 if allowed is None else entry.needed_workspace(choice.descriptor)
     short = allowed if allowed is not None and needed > allowed else None
     if (reason := _unwanted(choice if short is None else _roomy(choice), tested)) is not None:
         return JudgedEntry(entry, reason)

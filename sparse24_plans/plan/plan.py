@@ -95,7 +95,7 @@ class Plan:
         self._entry: Any = choice.entry
         self._tested = tested
         self._home, self._absent = home_of(choice.device), absent
-        kernel = choice.entry.kernel
+        kernel = choice.entry.kernel_for(choice.descriptor)
         self._kernel: Kernel[Any] = kernel.sized(choice) if absent else kernel(choice)
         self._operands = self.descriptor.operands()
         args_type = self.args_type(self.descriptor)
@@ -175,7 +175,7 @@ class Plan:
         configuration = tuning.configuration(descriptor, entry, properties) if tuning else {}
         choice = Choice(descriptor, properties, entry, wishes, configuration)
         try:
-            return _explanation(properties, considered, entry, entry.kernel.sized(choice))
+            return _explanation(properties, considered, entry, entry.kernel_for(descriptor).sized(choice))
         except UnsupportedError as error:  # a library alone knows
             return _explanation(properties, considered, entry, None, str(error))
 
@@ -196,7 +196,7 @@ class Plan:
         cls._check_descriptor(descriptor)
         properties, _ = described(device)
         choice = _choice(cls, descriptor, PlanPreference.of(preference), properties, tuning)
-        return tuple(choice.entry.kernel.compile(choice))
+        return tuple(choice.entry.kernel_for(descriptor).compile(choice))
 
     @classmethod
     def _check_descriptor(cls, descriptor: object) -> None:

@@ -85,6 +85,16 @@ def of_scale(size: Float64s, error: Float64s, scale: float) -> tuple[Float64s, F
     return size, error + (size + error) * _U + _TINY
 
 
+def of_sum(terms: Float64s, errors: Float64s, weights: Float64s | None) -> tuple[Float64s, Float64s]:
+    """The sum along the first axis, times weights, and its error; products and sums are rounded in order."""
+    steps = (1 + _U) ** (len(terms) + (weights is not None)) - 1
+    if weights is not None:
+        terms, errors = terms * weights, errors * np.abs(weights)
+    error = errors.sum(axis=0)
+    error = error + (np.abs(terms).sum(axis=0) + error) * steps + len(terms) * _TINY
+    return terms.sum(axis=0), error
+
+
 def of_rounding(size: Float64s, error: Float64s, out: ElementKind) -> Float64s:
     """The whole error of values of at most ``size`` after their rounding to ``out``."""
     relative = (size + error) * (1.01 * out.unit_roundoff)

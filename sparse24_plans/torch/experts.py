@@ -53,8 +53,11 @@ class ExpertsWeight(Sparse24Linear):
         groups = self.num_experts
         return {**super()._problem(n), "m": self.out_features // groups, "groups": groups}
 
-    def grouped(self, x: Tensor, offsets: Tensor, activation: str) -> Tensor:
-        """The product of x [N, K] by groups with the given offsets, int32 [E + 1], and its activation."""
+    def grouped(self, x: Tensor, offsets: Tensor, activation: str, **routing: Tensor) -> Tensor:
+        """The product of x by groups with the given offsets, int32 [E + 1], and its activation.
+
+        ``routing`` are the op's arguments for rows that are gathered or added up.
+        """
         weight, meta = self.stored()
         y: Tensor = _ops.grouped_mm(
             *(x, weight, meta, offsets),
@@ -62,6 +65,7 @@ class ExpertsWeight(Sparse24Linear):
             activation=activation,
             preference=self.wishes,
             **self._quantized(),
+            **routing,
         )
         return y
 
@@ -239,37 +243,40 @@ class Sparse24Experts(nn.Module):
         return {name: as_stack(name, getattr(self, name).dense_weight(), self.num_experts) for name in STACKS}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        chosen = top_k_index.shape[-1]
+        kind = hidden_states.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                own = hidden_states.to(self.gate_up_proj.weight.dtype)
+                return self.forward(own, top_k_index, top_k_weights).to(hidden_states.dtype)
         experts, order = top_k_index.flatten().sort(stable=True)
         bounds = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
         offsets = torch.searchsorted(experts, bounds, out_int32=True)
-        rows = hidden_states[order // chosen]
-        y = self._multiplied(rows, offsets)
-        here = torch.empty_like(order)
-        here[order] = torch.arange(order.shape[0], device=order.device)  # len would fix an export's tokens
-        # Rows of other ranks' experts were not written.
-        elsewhere = ((top_k_index < 0) | (top_k_index >= self.num_experts)).unsqueeze(-1)
-        each = y[here].view(*top_k_index.shape, hidden_states.shape[-1]).masked_fill(elsewhere, 0)
-        scaled = each.float() * top_k_weights.float().unsqueeze(-1)
-        return scaled.sum(-2).to(hidden_states.dtype)
+        tokens = order // top_k_index.shape[-1]
+        places = torch.empty_like(order, dtype=torch.int32)
+        places[order] = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
+        places = places.view_as(top_k_index)
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            elsewhere = (top_k_index < 0) | (top_k_index >= self.num_experts)
+            return self._differentiable(hidden_states[tokens], offsets, places, elsewhere, top_k_weights)
+        rows = self.gate_up_proj.grouped(hidden_states, offsets, self.activation, x_index=tokens.int())
+        weights = top_k_weights.float()
+        return self.down_proj.grouped(rows, offsets, "none", y_index=places, y_weights=weights)
 
-    def _multiplied(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Both products by groups. Autocast converts the rows, because converting all weights is slow."""
-        kind = rows.device.type
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                return self._multiplied(rows.to(self.gate_up_proj.weight.dtype), offsets)
-        return _product(self.down_proj, _product(self.gate_up_proj, rows, offsets), offsets)
+    def _differentiable(
+        self, rows: Tensor, offsets: Tensor, places: Tensor, elsewhere: Tensor, weights: Tensor
+    ) -> Tensor:
+        """The same bits, by operations that have gradients."""
+        y = _Product.apply(rows, self.gate_up_proj, offsets)
+        y = _Product.apply(y, self.down_proj, offsets)
+        # Rows of other ranks' experts were not written.
+        each = y[places].masked_fill(elsewhere.unsqueeze(-1), 0).float() * weights.float().unsqueeze(-1)
+        total = torch.zeros_like(each[:, 0])
+        for one in each.unbind(1):
+            total = total + one
+        return total.to(rows.dtype)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, activation={self.activation}"
-
-
-def _product(weight: ExpertsWeight, x: Tensor, offsets: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        y: Tensor = _Product.apply(x, weight, offsets)
-        return y
-    return weight.grouped(x, offsets, weight.activation)
 
 
 # Forms of the weights -----------------------------------------------------------------------------

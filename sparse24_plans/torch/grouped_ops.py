@@ -22,6 +22,8 @@ from .gemm_ops import stacked_autocast
 from .library import define
 from .plan_cache import descriptor, preference_of
 
+_ROUTING = "x_index", "y_index", "y_weights"
+
 
 class Grouped(NamedTuple):
     """The operands and options of a grouped product, in the order of the op's arguments."""
@@ -43,6 +45,17 @@ class Grouped(NamedTuple):
     """Scales of a quantized weight's groups of columns."""
     group: int = 0
     """Columns of a quantized weight that share a scale; 0: the whole row."""
+    x_index: Tensor | None = None
+    """int32 [N]: the row of X of each place in the groups; None: place i has row i."""
+    y_index: Tensor | None = None
+    """int32 [T, top_k]: the places whose results are added up to each row of the result [T, M]."""
+    y_weights: Tensor | None = None
+    """float32 [T, top_k]: factors of these results."""
+
+    @property
+    def places(self) -> Any:
+        """Number of rows of the groups."""
+        return (self.x if self.x_index is None else self.x_index).shape[0]
 
 
 def _sizes(call: Grouped) -> tuple[int, int, int]:
@@ -65,11 +78,25 @@ def _sizes(call: Grouped) -> tuple[int, int, int]:
     for name, scale, count in (("scale_x", call.scale_x, x.shape[0]), ("scale_w", call.scale_w, rows)):
         if scale is not None:
             check_scale(scale, count, name)
-    check_devices(call, "weight", "offsets", "bias", "scale_x", "scale_w", "scales")
+    _check_routing(call)
+    check_devices(call, "weight", "offsets", "bias", "scale_x", "scale_w", "scales", *_ROUTING)
     return groups, rows, k
 
 
-def _describe(call: Grouped, n: int, groups: int, rows: int, k: int) -> GemmSparse24Descriptor:
+def _check_routing(call: Grouped) -> None:
+    for name, dtype, dim in zip(_ROUTING, (torch.int32, torch.int32, torch.float32), (1, 2, 2), strict=True):
+        one = getattr(call, name)
+        if one is not None and (one.dim() != dim or one.dtype != dtype):
+            wanted = f"{dtype} [{'N' if dim == 1 else 'T, top_k'}]"
+            raise InvalidProblemError(f"{name}: expected {wanted}, got {one.dtype} {list(one.shape)}")
+    if call.y_weights is not None and (call.y_index is None or call.y_weights.shape != call.y_index.shape):
+        wanted = "None without y_index" if call.y_index is None else str(list(call.y_index.shape))
+        raise InvalidProblemError(f"y_weights: expected {wanted}, got {list(call.y_weights.shape)}")
+
+
+def _describe(
+    call: Grouped, n: int, groups: int, rows: int, k: int, **routing: int
+) -> GemmSparse24Descriptor:
     by = quantization_of(call.weight.dtype, call.scales, call.group)
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
@@ -84,6 +111,7 @@ def _describe(call: Grouped, n: int, groups: int, rows: int, k: int) -> GemmSpar
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
         groups=groups,
+        **routing,
         **({} if by is None else by.problem),
     )
     return found
@@ -92,13 +120,25 @@ def _describe(call: Grouped, n: int, groups: int, rows: int, k: int) -> GemmSpar
 def _operands(call: Grouped) -> stacked.Operands:
     scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
     return stacked.given(
-        x=call.x.contiguous(), bias=call.bias, scale_x=scale_x, scale_w=scale_w, offsets=call.offsets
+        x=call.x.contiguous(),
+        bias=call.bias,
+        scale_x=scale_x,
+        scale_w=scale_w,
+        offsets=call.offsets,
+        **{name: one if one is None else one.contiguous() for name, one in _routing_of(call).items()},
     )
+
+
+def _routing_of(call: Grouped) -> dict[str, Tensor | None]:
+    return {name: getattr(call, name) for name in _ROUTING}
 
 
 def _checked(call: Grouped) -> stacked.CheckedStacked:
     groups, rows, k = _sizes(call)
-    desc = _describe(call, call.x.shape[0], groups, rows, k)
+    routing: dict[str, int] = {} if call.x_index is None else {"x_rows": call.x.shape[0]}
+    if call.y_index is not None:
+        routing |= {"y_rows": call.y_index.shape[0], "top_k": call.y_index.shape[1]}
+    desc = _describe(call, call.places, groups, rows, k, **routing)
     return stacked.CheckedStacked(call, desc, (rows, k), _operands(call))
 
 
@@ -112,14 +152,15 @@ def _fake_grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
     groups, rows, _ = _sizes(call)
     desc = _describe(call, 1, 1, 16, 8)  # any sizes do for the dtypes; x may have symbols
     outputs = rows // groups // (2 if desc.epilogue.is_gated else 1)
-    return call.x.new_empty((call.x.shape[0], outputs), dtype=DTYPE_OF[desc.out_element])
+    count = call.places if call.y_index is None else call.y_index.shape[0]
+    return call.x.new_empty((count, outputs), dtype=DTYPE_OF[desc.out_element])
 
 
 define(
     "grouped_mm(Tensor x, Tensor weight, Tensor? meta, Tensor offsets, Tensor? bias=None, "
     "Tensor? scale_x=None, Tensor? scale_w=None, SymInt? m=None, "
-    'str activation="none", ScalarType? out_dtype=None, str preference="", Tensor? scales=None, int group=0) '
-    "-> Tensor",
+    'str activation="none", ScalarType? out_dtype=None, str preference="", Tensor? scales=None, int group=0, '
+    "Tensor? x_index=None, Tensor? y_index=None, Tensor? y_weights=None) -> Tensor",
     _grouped_mm,
     _fake_grouped_mm,
     autocast=stacked_autocast(Grouped),

@@ -29,8 +29,8 @@ class CheckedStacked(CheckedCall):
         preference = preference_of(call.preference)
         self._plan = plan = GemmSparse24Plan.select(desc, preference=preference, device=plan_device(call.x))
         self._sizes = sizes
-        shape = (*call.x.shape[:-1], desc.outputs)
-        self._empty = allocation(shape, DTYPE_OF[desc.out_element], call.x.device)
+        rows = call.x.shape[:-1] if desc.batches is not None else (desc.result_rows,)
+        self._empty = allocation((*rows, desc.outputs), DTYPE_OF[desc.out_element], call.x.device)
         self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
         args = GemmSparse24Args(weight=self._weight(call), y=self._empty(), **operands)
         super().__init__(plan, plan.caller(args), call.x.device)

@@ -65,6 +65,16 @@ GROUPED: dict[str, dict[str, Any]] = {
         "groups": 4,
         "group_tokens": "counts",
     },
+    "routed rows": {"element": "bf16", "groups": 5, "x_rows": 77, "y_rows": 31, "top_k": 3},
+    "gathered rows and scales": {"element": "s8", "out_element": "bf16", "groups": 4, "x_rows": 9, **_SCALES},
+    "rows added up by counts": {
+        "element": "f16",
+        "out_element": "f32",
+        "groups": 3,
+        "group_tokens": "counts",
+        "y_rows": 20,
+        "top_k": 2,
+    },
 }
 TYPES |= GROUPED
 REQUIRED: dict[str, dict[str, Any]] = {

@@ -98,7 +98,8 @@ def compare(
     calls = c.run(found, given, workspace, nbytes, stream)
     with recording():
         expected: list[Any] = []
-        plan.parts.choice.entry.kernel(plan.parts.choice).launcher(views, workspace)(expected)
+        choice = plan.parts.choice
+        choice.entry.kernel_for(choice.descriptor)(choice).launcher(views, workspace)(expected)
     assert len(calls) == len(expected)
     for call, launch in zip(calls, expected, strict=True):
         assert call.stream == stream

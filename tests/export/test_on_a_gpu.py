@@ -165,6 +165,8 @@ class Problem:
             return self._rng.choice(CODES, shape) | self._rng.choice(CODES, shape) << 4
         if operand.name in tuple(GroupTokens):
             return group_tokens(self.plan.descriptor, self._rng)
+        if operand.name in ("x_index", "y_index"):
+            return self._rng.integers(-2, self.plan.descriptor.n + 2, shape).astype(np.int32)
         if element is ElementKind.I32:
             return self._rng.integers(0, self.plan.descriptor.layout.rows + 1, shape).astype(np.int32)
         if element.dtype.kind in "ui":

@@ -20,6 +20,7 @@ from sparse24_plans.prepare.descriptor import PrepareDescriptor, TilePruneSparse
 from sparse24_plans.prepare.kernel_table import PACKED_ELEMENTS
 from sparse24_plans.weights.gates import GATE_GROUP
 
+from ..gemm.grouped_cases import Routing
 from ..prepare.prepare_cases import ELEMENTS as PREPARED
 from ..prepare.prepare_cases import MOODS, ON_HOST_ALONE, PLANS
 from ..support import Data, random_data
@@ -84,6 +85,18 @@ class GroupedProduct:
     """Offsets or counts, which may be hostile."""
     pad: int
     data_seed: tuple[int, ...] = field(repr=False)
+
+    def routing(self) -> Routing:
+        """Indices, some of which name no row, and often weights."""
+        rng, desc = np.random.default_rng((*self.data_seed, 1)), self.desc
+        found = Routing()
+        if desc.x_rows is not None:
+            found.x_index = rng.integers(-2, desc.x_rows + 2, desc.n, np.int32)
+        if desc.y_rows is not None:
+            found.y_index = rng.integers(-2, desc.n + 2, (desc.y_rows, desc.top_k), np.int32)
+            if rng.random() < 0.7:
+                found.y_weights = rng.standard_normal(found.y_index.shape, np.float32)
+        return found
 
 
 @dataclass(frozen=True)
@@ -223,6 +236,11 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         tokens.sort()
     if rng.random() < 0.2:
         tokens[rng.integers(len(tokens))] = pick(rng, (-1, -(2**31), 2**31 - 1, most + 1, 0))
+    if rng.random() < 0.3:
+        fields["x_rows"] = int(rng.integers(1, 2 * n + 2))
+    if rng.random() < 0.3 and fields["out_element"] in ("f32", "f16", "bf16"):
+        top_k = int(rng.integers(1, 10))
+        fields |= {"y_rows": int(rng.integers(0, 2 * n // top_k + 2)), "top_k": top_k}
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, groups=groups, **fields)
     pad = 16 * int(rng.integers(0, 2))
     return GroupedProduct(desc, preference_of(rng, host=host), tuple(map(int, tokens)), pad, data_seed)

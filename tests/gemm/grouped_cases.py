@@ -15,6 +15,15 @@ from ..support import Data, Guarded, dense_of, place_name, random_values, scratc
 
 
 @dataclass
+class Routing:
+    """The operands that route rows, by their arguments' names."""
+
+    x_index: np.ndarray | None = None
+    y_index: np.ndarray | None = None
+    y_weights: np.ndarray | None = None
+
+
+@dataclass
 class GroupedCase:
     """A grouped product in guarded memory, and the data of each group."""
 
@@ -25,6 +34,7 @@ class GroupedCase:
     data: tuple[Data, ...]
     """Operands of each group; ``x`` and ``scale_x`` are those of all rows."""
     workspace: Guarded | None
+    routing: Routing | None = None
 
     def run(self, stream: Any = None) -> np.ndarray:
         self.plan.run(self.args, workspace=self.workspace and self.workspace.view, stream=stream)
@@ -62,15 +72,45 @@ class GroupedCase:
                     scale_x = scale_x[begin:end]
                 yield replace(data, x=data.x[begin:end], scale_x=scale_x), (begin, end)
 
-    def check(self, got: np.ndarray) -> None:
-        """Rows of groups are inside the guarantee's bound; other rows still have the poison."""
+    def references(self) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
+        """The rows of each group that has any, their exact results and the allowed errors."""
         for own, (begin, end) in self.of_groups():
-            exact, tolerance = reference(
-                self.plan, own.x, own.dense, own.bias, own.scale(), scale_y=own.scale_y
-            )
-            error = np.abs(got[begin:end].astype(np.float64) - exact)
-            assert (error <= tolerance).all(), f"{(error / tolerance).max():.2f} of what is allowed"
+            known = reference(self.plan, own.x, own.dense, own.bias, own.scale(), scale_y=own.scale_y)
+            yield (begin, end), *known
+
+    def check(self, got: np.ndarray) -> None:
+        """Rows are inside the guarantee's bound; rows in no group still have the poison."""
+        if self.plan.descriptor.y_rows is not None:
+            _check_errors(got, *self.sums())
+            return
+        for (begin, end), exact, tolerance in self.references():
+            _check_errors(got[begin:end], exact, tolerance)
         self.check_the_rest(got)
+
+    def sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """The exact rows of Y, which are weighted sums of their places' results, and the allowed errors."""
+        desc, routing = self.plan.descriptor, self.routing
+        assert routing is not None
+        exact, allowed = np.zeros((2, desc.n, desc.outputs))
+        for (begin, end), *known in self.references():
+            exact[begin:end], allowed[begin:end] = known
+        found, tolerances = np.zeros((2, desc.top_k, desc.y_rows, desc.outputs))
+        for j, row in np.ndindex(found.shape[:2]):
+            if self.has_result(place := int(routing.y_index[row, j])):
+                found[j, row], tolerances[j, row] = exact[place], allowed[place]
+        weights = None if routing.y_weights is None else routing.y_weights.T[..., None].astype(np.float64)
+        allowed = self.plan.guarantee.summed_tolerance(found, tolerances, desc.out_element, weights)
+        return (found if weights is None else found * weights).sum(0), allowed
+
+    def has_result(self, place: int) -> bool:
+        """Whether the place adds to rows of Y, as the descriptor's docstring says."""
+        desc, given = self.plan.descriptor, self.inputs[-1].numpy().astype(int)
+        if not 0 <= place < desc.n:
+            return False
+        if desc.group_tokens == "offsets":
+            return bool(given[0] <= place < given[-1])
+        group, at = divmod(place, desc.n // desc.groups)
+        return bool(at < given[group])
 
     def check_the_rest(self, got: np.ndarray) -> None:
         """Rows in no group still have the poison."""
@@ -80,16 +120,24 @@ class GroupedCase:
         assert (got[~written].view(np.uint8) == 0xFF).all(), "a row in no group was written"
 
 
-def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 0) -> GroupedCase:
+def _check_errors(got: np.ndarray, exact: np.ndarray, tolerance: np.ndarray) -> None:
+    error = np.abs(got.astype(np.float64) - exact)
+    assert (error <= tolerance).all(), f"{(error / tolerance).max():.2f} of what is allowed"
+
+
+def grouped_case(
+    plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 0, routing: Routing | None = None
+) -> GroupedCase:
     """A case with random data. ``tokens`` are offsets or counts, ``pad`` elements lie between rows."""
     desc = plan.descriptor
     rng = np.random.default_rng(seed)
     dense = random_values(rng, (desc.groups * desc.m, desc.k), desc.element)
-    x = random_values(rng, (desc.n, desc.reduction), desc.x_element)
+    x_rows, y_rows = (desc.n if rows is None else rows for rows in (desc.x_rows, desc.y_rows))
+    x = random_values(rng, (x_rows, desc.reduction), desc.x_element)
     found: dict[str, np.ndarray] = {}
     if desc.epilogue.has_bias:
         found["bias"] = random_values(rng, (desc.groups * desc.m,), desc.bias_element)
-    for name, kind, count in (("scale_x", desc.scale_x, desc.n), ("scale_w", desc.scale_w, len(dense))):
+    for name, kind, count in (("scale_x", desc.scale_x, x_rows), ("scale_w", desc.scale_w, len(dense))):
         if kind != "none":
             found[name] = rng.uniform(0.5, 2.0, 1 if kind == "tensor" else count).astype(np.float32)
     if desc.scale_y != "none":
@@ -104,21 +152,34 @@ def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 
         values = found.get(name)
         return values if values is None or len(values) == 1 else values.reshape(desc.groups, -1)[group]
 
+    of_places, scale_x = x, found.get("scale_x")
+    if desc.x_rows is not None:
+        assert routing is not None
+        rows = np.clip(routing.x_index, 0, desc.x_rows - 1)
+        of_places = x[rows]
+        scale_x = scale_x if scale_x is None or len(scale_x) == 1 else scale_x[rows]
     data = tuple(
         Data(
             kept[g],
-            x,
+            of_places,
             part("bias", g),
-            found.get("scale_x"),
+            scale_x,
             part("scale_w", g),
             scale_y=found.get("scale_y"),
         )
         for g in range(desc.groups)
     )
     source = Guarded(x.shape, desc.x_element, device, desc.reduction + pad).fill(x)
-    result = Guarded((desc.n, desc.outputs), desc.out_element, device, desc.outputs + pad)
+    result = Guarded((y_rows, desc.outputs), desc.out_element, device, desc.outputs + pad)
     elements = {"bias": desc.bias_element}
+    named = {} if routing is None else {name: one for name, one in vars(routing).items() if one is not None}
     inputs = {
+        name: Guarded(one.shape, ElementKind.F32 if one.dtype.kind == "f" else ElementKind.I32, device).fill(
+            one
+        )
+        for name, one in named.items()
+    }
+    inputs |= {
         name: Guarded(values.shape, elements.get(name, ElementKind.F32), device).fill(values)
         for name, values in found.items()
     }
@@ -128,4 +189,4 @@ def grouped_case(plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 
     kind = GemmSparse24Args if desc.op == "forward" else DgradSparse24Args
     args = kind(plan.pack(weight.to(device)), source.view, result.view, **views)
     space = scratch(plan.workspace_size(), device)
-    return GroupedCase(plan, args, result, (source, *inputs.values()), data, space)
+    return GroupedCase(plan, args, result, (source, *inputs.values()), data, space, routing)

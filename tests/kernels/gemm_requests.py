@@ -173,6 +173,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
                 desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, batches=batches, **kind)
                 if row.batches and serves(row, desc, preference, device):
                     found += batched_requests(row, desc, device)
+        found += routed_requests(row, device)
     return found
 
 
@@ -218,6 +219,19 @@ def batched_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: Devic
                 one = mock.patch.object(wgmma_sp, "batched_schedule", lambda *_, one=schedule: one)
                 patches.enter_context(one)
             row.kernel(Choice(desc, device, row, preference, {}))
+    return found
+
+
+def routed_requests(row: GemmEntry, device: DeviceProperties) -> list[Request]:
+    """What gathers rows of every width, and adds up results of every type, where the kernel serves groups."""
+    found: list[Request] = []
+    for element in row.elements if row.groups else ():
+        for out in {"f32", "bf16" if element.itemsize == 1 else element}:
+            rows = {"x_rows": 8, "y_rows": 8, "top_k": 2, "groups": 2}
+            desc = GemmSparse24Descriptor(n=16, m=64, k=128, element=element, out_element=out, **rows)
+            with recorded_loads(row.kernel), recorded_loads(row.kernel_for(desc)) as own:
+                row.kernel_for(desc)(Choice(desc, device, row, PlanPreference(), {}))
+            found += [one for one in own if one.function.endswith("_rows")]
     return found
 
 

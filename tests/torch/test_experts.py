@@ -90,6 +90,21 @@ def test_a_tokens_bits_do_not_depend_on_the_others(device):
         assert torch.equal(sparse(x[part], index[part], weights[part]), whole[part])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("elsewhere", [None, 6, -1])
+def test_a_training_pass_has_the_bits_of_inference(device, elsewhere):
+    """Gradients need other operations, which round in the same order."""
+    _, sparse, x = case(device)
+    index, weights = routed(len(x), 6, 3, device)
+    if elsewhere is not None:
+        index[::3, 1] = elsewhere
+    wanted = sparse(x, index, weights)
+    assert not wanted.requires_grad
+    trained = sparse(x.requires_grad_(), index, weights)
+    assert trained.requires_grad
+    assert torch.equal(trained, wanted)
+
+
 @pytest.fixture
 def filled_memory():
     """New memory holds NaN, so that rows which nothing wrote show in a result."""
@@ -379,6 +394,16 @@ def test_each_group_is_multiplied_by_its_rows_of_the_weight(device, activation):
         ),
         ({"bias": torch.zeros(128, dtype=torch.bfloat16)}, r"bias: expected \[512\]"),
         ({"activation": "tanh"}, "activation: expected one of"),
+        (
+            {"x_index": torch.zeros(20, dtype=torch.int64)},
+            r"x_index: expected torch.int32 \[N\], got torch.int64",
+        ),
+        ({"y_index": torch.zeros(20, dtype=torch.int32)}, r"y_index: expected torch.int32 \[T, top_k\]"),
+        ({"y_weights": torch.zeros(5, 2)}, "y_weights: expected None without y_index"),
+        (
+            {"y_index": torch.zeros(5, 3, dtype=torch.int32), "y_weights": torch.zeros(5, 2)},
+            r"y_weights: expected \[5, 3\], got \[5, 2\]",
+        ),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(change, words):
@@ -396,7 +421,30 @@ def test_fake_results_have_the_shape_and_dtype():
     with FakeTensorMode() as mode:
         x, offsets, weight, meta = (mode.from_tensor(one) for one in plain)
         y = grouped_mm(x, weight, meta, offsets, m=512, activation="swiglu", out_dtype=torch.float32)
+        gathered, index = torch.empty(33, dtype=torch.int32), torch.empty(7, 2, dtype=torch.int32)
+        of_places = grouped_mm(x, weight, meta, offsets, m=512, x_index=gathered)
+        summed = grouped_mm(x, weight, meta, offsets, m=512, y_index=index)
     assert (tuple(y.shape), y.dtype) == ((20, 64), torch.float32)
+    assert (tuple(of_places.shape), tuple(summed.shape)) == ((33, 128), (7, 128))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rows_are_gathered_and_results_added_up(device, weighted):
+    _, x, offsets, weight, meta = operands(device)
+    x_index = torch.arange(20, dtype=torch.int32, device=device).flip(0)
+    y_index = torch.tensor([[3, 7], [19, -1], [20, 0], [5, 5]], dtype=torch.int32, device=device)
+    factors = torch.rand(4, 2, device=device) if weighted else None
+    got = grouped_mm(
+        x.flip(0), weight, meta, offsets, m=512, x_index=x_index, y_index=y_index, y_weights=factors
+    )
+    y = grouped_mm(x, weight, meta, offsets, m=512).float()
+    wanted = torch.zeros(4, 128, device=device)
+    for j in range(2):
+        here = (y_index[:, j] >= 0) & (y_index[:, j] < 20)
+        terms = y[y_index[:, j].clamp(0, 19)] * (1 if factors is None else factors[:, j : j + 1])
+        wanted[here] += terms[here]
+    assert torch.equal(got, wanted.to(got.dtype))
 
 
 @pytest.mark.gpu

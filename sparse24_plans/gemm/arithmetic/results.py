@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ...vocab import ScaleKind
 from ...weights.gates import GATE_ROWS
 from ..descriptor import GemmSparse24Descriptor
 from ..groups import one_group, part_of_tokens, token_ranges, views_of_part
+from ..routing import placed, placed_views, sums_of
 from .sums import AfterStep, Factors, sums
 
 Array = np.ndarray[Any, Any]
@@ -45,8 +46,12 @@ class Results:
         )
         self._fp8 = Fp8Scale.of(views, raises_amax=raises_amax)
 
-    def single(self, token: int) -> tuple[Results, int]:
-        """The results of one weight that have this token, and its number there."""
+    def written(self, tokens: Array) -> Array:
+        """Whether the rows of these tokens have results."""
+        return np.ones(len(tokens), bool)
+
+    def single(self, token: int) -> tuple[Results, int] | None:
+        """The results of one weight that have this token, and its number there; None if several add to it."""
         return self, token
 
     def of(self, desc: GemmSparse24Descriptor) -> Results:
@@ -74,8 +79,7 @@ class PartResults:
 
     def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
         self.desc, self.arithmetic, self._views = desc, arithmetic, views
-        self.parts = part_of_tokens(desc, views)
-        """The part of each token; -1 for tokens in no group, which have no results."""
+        self._parts = part_of_tokens(desc, views)
         self._ranges = token_ranges(desc, views)
 
     def _of_part(self, part: int) -> Results:
@@ -83,18 +87,61 @@ class PartResults:
         views = views_of_part(self.desc, self._views, part, begin, end)
         return Results(one_group(self.desc, end - begin), views, self.arithmetic)
 
+    def written(self, tokens: Array) -> Array:
+        found: Array = self._parts[tokens] >= 0
+        return found
+
     def single(self, token: int) -> tuple[Results, int]:
-        part = int(self.parts[token])
+        part = int(self._parts[token])
         return self._of_part(part), token - int(self._ranges[part, 0])
 
     def at(self, tokens: Array, outputs: Array) -> Array:
         found = np.empty(len(outputs), self.desc.out_element.bits_dtype)
-        of_tokens = self.parts[tokens]
+        of_tokens = self._parts[tokens]
         for part in np.unique(of_tokens).tolist():
             here = of_tokens == part
             own = tokens[here] - self._ranges[part, 0]
             found[here] = self._of_part(part).at(own, outputs[here])
         return found
+
+
+class SummedResults:
+    """Computes results that are sums over places of groups."""
+
+    def __init__(self, desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> None:
+        self.desc, self.arithmetic, self._views = desc, arithmetic, views
+        self._of_places = PartResults(desc.placed, placed_views(desc, views), arithmetic)
+        self._index = views["y_index"].array()
+
+    def written(self, tokens: Array) -> Array:
+        return np.ones(len(tokens), bool)
+
+    def single(self, token: int) -> None:
+        return None
+
+    def at(self, tokens: Array, outputs: Array) -> Array:
+        named = self._index[tokens]
+        places = np.where(placed(self.desc, self._views, named), named, -1)
+        return sums_of(self.desc, self._views, tokens, places, self._bits(places, outputs))
+
+    def _bits(self, places: Array, outputs: Array) -> Iterator[Array]:
+        for chosen in places.T:
+            bits, here = np.zeros(len(outputs), self.desc.out_element.bits_dtype), chosen >= 0
+            if here.any():
+                bits[here] = self._of_places.at(chosen[here], outputs[here])
+            yield bits
+
+
+AnyResults: TypeAlias = Results | PartResults | SummedResults
+
+
+def results_of(desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> AnyResults:
+    """What computes the results of a product of any kind."""
+    if desc.y_rows is not None:
+        return SummedResults(desc, views, arithmetic)
+    if desc.groups or desc.is_batched:
+        return PartResults(desc.placed, placed_views(desc, views), arithmetic)
+    return Results(desc, views, arithmetic)
 
 
 def blocks_of(count: int) -> Iterator[slice]:
@@ -108,7 +155,7 @@ def places(flat: Array, desc: GemmSparse24Descriptor) -> tuple[Array, Array]:
 
     Neighbours share rows of W, which are then decoded only once.
     """
-    outputs, tokens = np.divmod(flat, max(desc.tokens, 1))
+    outputs, tokens = np.divmod(flat, max(desc.result_rows, 1))
     return tokens, outputs
 
 
