@@ -24,6 +24,7 @@ from ..vocab import (
     ElementKind,
     EpilogueKind,
     GemmOp,
+    GroupTokens,
     MatrixOrder,
     ScaleKind,
     Tier,
@@ -121,7 +122,9 @@ class GemmEntry(KernelEntry):
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         # With 16 tokens the columns of a column-major X are multiples of 16 bytes.
-        return min(self.needed_workspace(descriptor.model_copy(update={"n": n})) for n in (1, 16))
+        step = descriptor.groups if descriptor.group_tokens is GroupTokens.COUNTS else 1
+        smaller = (descriptor.model_copy(update={"n": step * n}) for n in (1, 16))
+        return min(map(self.needed_workspace, smaller))
 
     def needed_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         return self.min_workspace(descriptor) + (0 if self.on_host else sum(Regions.of(descriptor)))

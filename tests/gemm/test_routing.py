@@ -81,7 +81,7 @@ def test_tokens_pass_their_groups_and_return(row, form, epilogue, weighted):
         offsets, routing = routed(np.random.default_rng(1), 9, 4, 3)
         routing = routing if weighted else replace(routing, y_weights=None)
         fields = {"n": 27, "groups": 4, "element": element, "epilogue": epilogue, **out_of(element)}
-        case = make(row, offsets, routing, pad=8, **fields, **FORMS[form])
+        case = make(row, offsets, routing, pad=16, **fields, **FORMS[form])
         case.check(case.run())
 
 
@@ -271,6 +271,12 @@ def test_the_places_rows_are_counted_as_workspace(form):
     assert GemmSparse24Plan.select(desc, device="h200", preference=limit).workspace_size() == needed
     with pytest.raises(UnsupportedError, match="max_workspace_bytes"):
         GemmSparse24Plan.select(desc, device="h200", preference={"max_workspace_bytes": rows[form] // 2})
+
+
+def test_a_limit_of_the_workspace_that_no_padded_places_meet_is_refused():
+    desc = GemmSparse24Descriptor(**GROUPED, group_tokens="counts", y_rows=9, top_k=2)
+    with pytest.raises(UnsupportedError, match="needs a workspace of .* bytes, max_workspace_bytes is 16"):
+        GemmSparse24Plan.select(desc, device="h200", preference={"max_workspace_bytes": 16})
 
 
 def test_the_same_kernel_serves_the_places():
