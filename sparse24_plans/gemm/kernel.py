@@ -64,6 +64,8 @@ class GemmKernel(Kernel[GemmSparse24Descriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         self.entry: GemmEntry = choice.entry
+        if self.descriptor.is_empty:
+            self.alignments = {}  # no kernel reads the operands
 
     def pack(self, weight: CanonicalWeight) -> PackedWeight:
         """``weight`` in the layout that the kernel reads."""

@@ -10,14 +10,18 @@ import pytest
 from sparse24_plans import (
     DgradSparse24Args,
     ElementKind,
+    GemmSparse24Args,
     GemmSparse24Descriptor,
     InvalidProblemError,
     MisalignedOperandError,
     PackedWeight,
     TensorView,
 )
+from sparse24_plans.vocab import CANONICAL_LAYOUT
+from sparse24_plans.weights.packed_layouts import layout_called
 
 from ..plan.cases import PlanCase, case_of, changed, kernel_case, random_inputs, rejected
+from ..sample_devices import H200
 from ..support import Guarded, plan_of_row, random_weight
 from .kernel_entries import OWN, marked, row_of
 
@@ -120,6 +124,42 @@ def test_misaligned_weight(row):
     ):
         wrong = replace(case.args, weight=replace(case.args.weight, buffers=buffers))
         rejected(case, wrong, MisalignedOperandError, "weight", "16")
+
+
+class TestEmptyResults:
+    """Nothing is launched, so operands that are not empty lie where any element may."""
+
+    @pytest.fixture(params=[name for name in OWN if not row_of(name).on_host])
+    def plan(self, request):
+        desc = GemmSparse24Descriptor(n=N, m=0, k=K, element=row_of(request.param).elements[0])
+        return plan_of_row(request.param).select(desc, device=H200)
+
+    @pytest.mark.parametrize("stride", [K, K + 1])
+    def test_x_has_any_stride_and_address(self, plan, stride):
+        self.accepts(plan, (stride, 1))
+
+    @pytest.mark.parametrize(
+        ("row", "stored"), [("wgmma_sp", "f16"), ("wgmma_sp", "s4"), ("inflate_cublas", "f16")]
+    )
+    def test_columns_of_x_have_any_stride(self, row, stored):
+        desc = GemmSparse24Descriptor(n=N, m=0, k=K, element="f16", x_order="column", weight_element=stored)
+        self.accepts(plan_of_row(row).select(desc, device=H200), (1, N))
+
+    def accepts(self, plan, strides):
+        desc, size = plan.descriptor, plan.descriptor.element.itemsize
+        home, layout = plan.parts.home, plan.sku.layout
+        x = TensorView(size, (N, K), desc.x_element, home, strides=strides)
+        y = TensorView(0, (N, 0), desc.out_element, home)
+        shapes = [(0, K // 2), (0, K // 8)]
+        if layout != CANONICAL_LAYOUT:
+            shapes = [layout_called(layout, desc.quantization).packed_shape(0, K)]
+        elements = [ElementKind.U8] if len(shapes) == 1 else [desc.element, ElementKind.U16]
+        buffers = tuple(
+            TensorView(0, shape, element, home) for shape, element in zip(shapes, elements, strict=True)
+        )
+        weight = PackedWeight(layout, 0, K, desc.element, home, buffers, quantization=desc.quantization)
+        views = plan.parts.checks(GemmSparse24Args(weight, x, y))
+        assert views["source"].strides == strides
 
 
 # Results --------------------------------------------------------------------------------------------
