@@ -62,8 +62,8 @@ def export(
     Exports the product of each combination and the plan that packs its weight. Needs NVRTC, and no GPU.
     """
     most = tokens_of(n)
-    if len(most) != 1:
-        raise typer.BadParameter(f"--n: expected one number of tokens, got {n:.80}")
+    if len(most) != 1 or most[0] == 0:
+        raise typer.BadParameter(f"--n: expected one number of tokens, at least 1, got {n:.80}")
     stored: dict[str, Any] = {}
     if weights is not None:
         stored = {"weight_element": weights, "weight_group": DEFAULT_GROUP if group is None else group}

@@ -73,6 +73,13 @@ def test_a_shape_is_two_numbers(shape):
     assert len(result.stderr) < 400
 
 
+@pytest.mark.parametrize("n", [0, "1,2", ""])
+def test_an_export_is_for_one_number_of_tokens(tmp_path, n):
+    result = run("export", "-o", tmp_path / "plans", "--shape", "64x64", "--n", n, exit_code=2)
+    assert "--n" in result.stderr
+    assert not (tmp_path / "plans").exists()
+
+
 @pytest.mark.parametrize("tokens", [0, MAX_TOKENS + 1, 10**14, "9" * 5000, "eight"])
 def test_tokens_of_no_use_are_refused_before_a_file_is_read(tokens):
     for command in (("verify", "missing", "--against", "missing"), ("demo",)):
