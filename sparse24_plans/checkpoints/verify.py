@@ -169,11 +169,14 @@ def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, laye
     if CALIBRATED in layer.options:
         return None
     for rows, dense in dense_blocks(theirs, dense_layer):
-        pruned = prune(dense)
-        if scales is not None:
-            pruned, scale = quantized_rows(pruned, weight.element)
+        if scales is None:
+            pruned = prune(dense)
+        else:  # kept values alone are quantized: a scale of NaN leaves pruned ones 0
+            again = Sparse24Weight.prune_compress(dense)
+            values, scale = quantized_rows(again.values, weight.element)
             if (scale.view(np.uint32)[:, 0] != scales[rows]).any():
                 return f"a scale differs in rows {rows.start} to {rows.stop - 1}"
+            pruned = Sparse24Weight(values, again.metadata, validate=False).decompress()
         wrong = pruned.view(bits) != _rows_of(weight, rows).view(bits)
         if wrong.any():
             row, column = divmod(int(wrong.argmax()), weight.k)

@@ -89,6 +89,17 @@ def test_verification_passes_and_sees_each_defect(dense, tmp_path, element):
         assert words in next(layer.problem for layer in found.layers)
 
 
+@each
+@pytest.mark.parametrize("special", [np.nan, np.inf])
+def test_a_row_without_a_finite_scale_verifies(tmp_path, element, special):
+    weight = np.random.default_rng(6).standard_normal((M, K)).astype(np.float32)
+    weight[7, 5] = special
+    dense, out = write(tmp_path / "dense.safetensors", {NAME: weight}), tmp_path / "out.safetensors"
+    compress_checkpoint(dense, out, element=element)
+    found = verify_checkpoint(out, dense)
+    assert found.passed, found
+
+
 def test_compressed_tensors_and_back_keeps_the_bits(dense, tmp_path):
     ours, theirs, again = (tmp_path / f"{name}.safetensors" for name in ("ours", "theirs", "again"))
     compress_checkpoint(dense, ours, element="fp8_e4m3")
