@@ -117,7 +117,8 @@ def compress_checkpoint(
     ----------
     source, destination : paths
         A safetensors file, and the file to write. Or a folder with one, or with shards and their index, and a
-        new or empty folder, which gets shards of the same names, the index, and copies of other files.
+        new or empty folder, which gets shards of the same names, the index, and copies of other files and
+        small subfolders. A warning names what is not copied.
     include, exclude : sequences of str
         Shell patterns (``fnmatch``) of tensor names. If ``include`` has any, nothing else is compressed.
         ``exclude`` wins. Embeddings, heads, routers and adapters are copied unless ``include`` matches them,

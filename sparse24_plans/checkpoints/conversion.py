@@ -59,7 +59,8 @@ def convert_checkpoint(
         A safetensors file, a folder with one, a folder of shards with their index, or that index.
     destination : path
         A file if the source is a file. Else a new or empty folder, which gets shards of the same names, the
-        index, ``config.json`` with its sparsity entry brought up to date, and copies of other files.
+        index, ``config.json`` with its sparsity entry brought up to date, and copies of other files and small
+        subfolders. A warning names what is not copied.
     from_format, to_format : str
         ``dense``, ``sparse24``, or a foreign or registered format (docs/formats.md). Formats of quantized
         weights are read alone; the weights stay quantized in ``sparse24`` only.

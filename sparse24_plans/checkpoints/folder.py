@@ -29,7 +29,7 @@ from ..device.files import (
 )
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import ElementKind, checked_flag
-from .safetensors_file import Bytes, SafetensorsReader, SafetensorsWriter, TensorInfo
+from .safetensors_file import Bytes, SafetensorsReader, SafetensorsWriter, TensorInfo, shown
 
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG_NAME = "config.json"
@@ -47,6 +47,8 @@ ELEMENTS = {dtype: element for element, dtype in DTYPES.items()}
 _MAX_JSON_BYTES = 100_000_000
 _BLOCK_ELEMENTS = 1 << 20
 _COPY_BYTES = 4 << 20
+_SUBFOLDER_BYTES = 16 << 20
+"""Most bytes of a subfolder that is copied beside a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,25 @@ class ModelReader:
             return None
         return _read_json(self.folder / CONFIG_NAME)
 
-    def others(self) -> list[Path]:
-        """The folder's other regular files, without safetensors files and the index."""
+    def side_files(self) -> tuple[dict[str, Path], list[str]]:
+        """The files to copy beside the folder's model, by their paths in it, and names of what is not copied.
+
+        Other weights and their indexes are not copied, nor what is no file. A subfolder is copied if it is
+        small and holds no weights, unless it is hidden, as version control and caches are.
+        """
         if self.folder is None:
-            return []
+            return {}, []
+        known = {self.index_name, *(shard.name for shard in self.shards)}
+        copied: dict[str, Path] = {}
+        left: list[str] = []
         with storage_errors(self.folder):
-            files = [path for path in sorted(self.folder.iterdir()) if path.is_file()]
-        return [path for path in files if path.suffix != ".safetensors" and path.name != self.index_name]
+            for path in sorted(self.folder.iterdir()):
+                files = _small_files(path) if path.is_dir() else [path] if _is_side_file(path) else None
+                if files is not None:
+                    copied |= {str(file.relative_to(self.folder)): file for file in files}
+                elif path.name not in known:
+                    left.append(shown(path.name))
+        return copied, left
 
     def __enter__(self) -> Self:
         return self
@@ -149,6 +163,30 @@ class ModelReader:
                     f"{self.path}: expected {name!r:.80} in {file}, where the index says it is, got none"
                 )
         return homes
+
+
+def _is_side_file(path: Path) -> bool:
+    """Whether a file is copied beside a model; not if it describes other weights, or is no regular file."""
+    return path.is_file() and not path.name.endswith((".safetensors", INDEX_SUFFIX))
+
+
+def _small_files(folder: Path) -> list[Path] | None:
+    """The files of a subfolder to copy; None if it is hidden, closed, a link or large, or holds more."""
+    found, nbytes, folders = [], 0, [folder]
+    for place in folders:
+        if place.name.startswith(".") or place.is_symlink() or not os.access(place, os.R_OK | os.X_OK):
+            return None
+        for path in place.iterdir():
+            if path.is_dir():
+                folders.append(path)
+            elif _is_side_file(path):
+                found.append(path)
+                nbytes += path.stat().st_size
+            else:
+                return None
+        if nbytes > _SUBFOLDER_BYTES:
+            return None
+    return sorted(found)
 
 
 def stored_bytes(path: StrPath) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from ..device.files import StrPath, new_folder
+from ..device.files import StrPath, new_folder, storage_errors
 from ..errors import InvalidProblemError
 from .checkpoint_base import CheckpointFormat
 from .checkpoint_format import without_sparsity
@@ -94,8 +95,9 @@ class Rewrite(ABC, Generic[Report]):
     def run(self, destination: StrPath) -> list[Report]:
         """Write the model: a file if it is one, else a folder with the same shards and other files.
 
-        A failed run leaves nothing behind. Raises InvalidProblemError if two tensors would have one name, or
-        the folder is neither new nor empty; StorageError if a file can't be read or written.
+        A failed run leaves nothing behind. A warning names what of a folder is not copied, because it is
+        large, hidden or a link, or holds other weights. Raises InvalidProblemError if two tensors would have
+        one name, or the folder is neither new nor empty; StorageError if a file can't be read or written.
         """
         self.check_names()
         model = self.model
@@ -104,11 +106,18 @@ class Rewrite(ABC, Generic[Report]):
         else:
             old = model.config()
             new = None if old is None else self._new_config(old)
+            others, left = model.side_files()
             with new_folder(destination) as folder:
-                self._write_folder(folder, None if new == old else new)
+                self._write_folder(folder, None if new == old else new, others)
+            if left:
+                warnings.warn(
+                    f"{model.folder}: not copied: {', '.join(left)}; copy by hand what you need of "
+                    "other weights, links, hidden and large folders",
+                    stacklevel=3,
+                )
         return self.reports
 
-    def _write_folder(self, folder: Path, config: dict[str, Any] | None) -> None:
+    def _write_folder(self, folder: Path, config: dict[str, Any] | None, others: Mapping[str, Path]) -> None:
         """Write the shards, their index, the configuration if it changes, and copies of other files."""
         model = self.model
         for shard in model.shards:
@@ -118,9 +127,11 @@ class Rewrite(ABC, Generic[Report]):
             write_index(folder / model.index_name, files)
         if config is not None:
             write_json(folder / CONFIG_NAME, config)
-        for path in model.others():
-            if config is None or path.name != CONFIG_NAME:
-                copy_file(path, folder / path.name)
+        for name, path in others.items():
+            if config is None or name != CONFIG_NAME:
+                with storage_errors(folder / name):
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                copy_file(path, folder / name)
 
     def _write_shard(self, shard: Shard, path: StrPath) -> None:
         with SafetensorsWriter(path, self._outputs(shard), self._metadata(shard)) as writer:

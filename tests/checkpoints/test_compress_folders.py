@@ -122,6 +122,29 @@ def test_patterns_are_those_of_the_whole_model(model, tmp_path):
         compress_checkpoint(model, tmp_path / "out2", include=["typo"])
 
 
+def test_small_subfolders_are_copied_and_the_rest_is_named(model, tmp_path):
+    (model / "1_Pooling" / "deep").mkdir(parents=True)
+    (model / "1_Pooling" / "config.json").write_text("{}")
+    (model / "1_Pooling" / "deep" / "words.txt").write_bytes(b"\x00\xff")
+    for folder in ("2_Dense", ".git", "original", "linked"):
+        (model / folder).mkdir()
+    (model / "2_Dense" / "model.safetensors").write_bytes(b"")
+    (model / ".git" / "HEAD").write_text("main")
+    with open(model / "original" / "consolidated.pth", "wb") as large:
+        large.truncate((16 << 20) + 1)
+    (model / "linked" / "again").symlink_to(model)
+    (model / "adapter.safetensors").write_bytes(b"")
+    (model / "other.safetensors.index.json").write_text("{}")
+    left = ".git, 2_Dense, adapter.safetensors, linked, original, other.safetensors.index.json"
+    out = tmp_path / "out"
+    with pytest.warns(UserWarning, match=f"{re.escape(str(model))}: not copied: {re.escape(left)};"):
+        compress_checkpoint(model / INDEX, out)
+    copied = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    files = {"1_Pooling/config.json", "1_Pooling/deep/words.txt", "config.json", "tokenizer.json"}
+    assert copied == {*SHARDS, INDEX, *files}
+    assert (out / "1_Pooling" / "deep" / "words.txt").read_bytes() == b"\x00\xff"
+
+
 @pytest.mark.parametrize("stop_at", [0, 3, 6])
 def test_an_interrupted_run_leaves_nothing(model, tmp_path, stop_at):
     before, seen = snapshot(tmp_path), []
