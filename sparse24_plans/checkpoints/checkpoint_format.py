@@ -43,7 +43,7 @@ from .layers import (
 from .quantization import quantized_layers
 from .quantized_formats import QuantizedCheckpoint
 from .safetensors_file import TensorInfo, shown
-from .selection import Selection
+from .selection import Selection, families_of
 
 DENSE = "dense"
 CHECKPOINT_FORMATS = (DENSE, SPARSE24, *BUILT_IN)
@@ -89,9 +89,12 @@ class DenseCheckpoint(CheckpointFormat):
         self._selection = selection
 
     def find(self, model: ModelReader, target: CheckpointFormat) -> tuple[list[Layer], dict[str, str]]:
-        """Weights that can't be converted are copied, but an error if the selection includes their names."""
+        """Weights that can't be converted are copied, but an error if the selection includes their names.
+
+        Raises InvalidProblemError if none can be converted.
+        """
         candidates, reasons = self._selection.split(model)
-        layers = []
+        layers, dense = [], False
         for layer in candidates:
             try:
                 target.check(layer)
@@ -103,6 +106,10 @@ class DenseCheckpoint(CheckpointFormat):
                         raise located(model, layer, error) from error
                     raise
                 reasons[layer.name] = str(error).removeprefix(f"{shown(layer.name)}: ")
+                dense |= isinstance(error, FormatError)
+        if not layers:
+            why = "; run `sparse24 compress` first" if dense else _why_not(model, reasons)
+            raise InvalidProblemError(f"source: expected a 2:4 matrix in {model.path}, got none{why}")
         return layers, reasons
 
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
@@ -115,6 +122,15 @@ class DenseCheckpoint(CheckpointFormat):
     def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
         dense = weight.decompress()
         yield layer.name, np.ascontiguousarray(dense.T) if layer.transposed else dense
+
+
+def _why_not(model: ModelReader, reasons: Mapping[str, str]) -> str:
+    """The end of a message with the reasons of the matrices that can't be converted."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if len(model.tensors[name].shape) > 1:
+            groups.setdefault(reason, []).append(shown(name))
+    return "".join(f"; {', '.join(families_of(names))}: {reason}" for reason, names in groups.items())
 
 
 class Sparse24Checkpoint(CheckpointFormat):

@@ -111,10 +111,9 @@ class _Conversion(Rewrite[ConversionReport]):
     ) -> None:
         layers, reasons = source.find(model, target)
         if not layers:
-            wanted, remedy = f"a weight in the format {source.name}", ""
-            if source.name == DENSE:
-                wanted, remedy = "a 2:4 matrix", "; run `sparse24 compress` first"
-            raise InvalidProblemError(f"source: expected {wanted} in {model.path}, got none{remedy}")
+            raise InvalidProblemError(
+                f"source: expected a weight in the format {source.name} in {model.path}, got none"
+            )
         self._source = source
         super().__init__(model, target, layers, reasons, on_tensor)
 

@@ -142,6 +142,22 @@ def test_requests_that_cannot_be_meant(files, formats, options, complaint):
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("to_format", "element", "why"),
+    [
+        ("torch_tile", "f32", r"w\.\* \(2\): torch_tile holds f16, bf16, got f32"),
+        ("sparse24", "f64", r"embed, w\.\* \(2\): element f64"),
+    ],
+)
+def test_the_reason_why_no_matrix_is_converted_is_given(files, to_format, element, why):
+    source, out = files
+    matrix = tiled((16, 64), "f32").astype({"f32": np.float32, "f64": np.float64}[element])
+    dense_file(source, {"embed": matrix, "w.0": matrix, "w.1": matrix})
+    with pytest.raises(InvalidProblemError, match=f"expected a 2:4 matrix in .*, got none; .*{why}$"):
+        convert(source, out, "dense", to_format)
+    assert not out.exists()
+
+
 def test_destinations_that_cannot_be_meant(tmp_path):
     model = tmp_path / "model"
     sharded_model(model)
