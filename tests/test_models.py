@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from sparse24_plans import (
     DeviceProperties,
+    ElementKind,
     Explanation,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
@@ -211,6 +212,14 @@ def test_a_changed_copy_is_validated():
     for wrong in ({"alpha": math.nan}, {"k": 12}, {"typo": 1}):
         with pytest.raises(InvalidProblemError):
             desc.model_copy(update=wrong)
+
+
+def test_words_are_shown_as_they_are_written():
+    desc = GemmSparse24Descriptor(n=1, m=8, k=8, element="f32")
+    assert "element='f32'" in repr(desc)
+    assert repr([ElementKind.S4]) == "['s4']"
+    with pytest.raises(InvalidProblemError, match=r"subnormals: .*, got 's4'$"):
+        GuaranteeRequirement(subnormals=ElementKind.S4)
 
 
 def test_fields_by_position_are_refused_with_their_names():

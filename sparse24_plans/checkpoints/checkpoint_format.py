@@ -109,7 +109,7 @@ class DenseCheckpoint(CheckpointFormat):
                 dense |= isinstance(error, FormatError)
         if not layers:
             why = "; run `sparse24 compress` first" if dense else _why_not(model, reasons)
-            raise InvalidProblemError(f"source: expected a 2:4 matrix in {model.path}, got none{why}")
+            raise InvalidProblemError(f"expected a 2:4 matrix in {model.path}, got none{why}")
         return layers, reasons
 
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:

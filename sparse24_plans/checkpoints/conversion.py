@@ -112,7 +112,7 @@ class _Conversion(Rewrite[ConversionReport]):
         layers, reasons = source.find(model, target)
         if not layers:
             raise InvalidProblemError(
-                f"source: expected a weight in the format {source.name} in {model.path}, got none"
+                f"expected a weight in the format {source.name} in {model.path}, got none"
             )
         self._source = source
         super().__init__(model, target, layers, reasons, on_tensor)

@@ -138,7 +138,7 @@ class ModelReader:
                 return files, {}
             if len(indexes) != 1:
                 raise InvalidProblemError(
-                    f"source: expected one *{INDEX_SUFFIX} or one safetensors file in {self.path}, "
+                    f"expected one *{INDEX_SUFFIX} or one safetensors file in {self.path}, "
                     f"got {len(indexes)} and {len(files)}"
                 )
             self.index_name = indexes[0]

@@ -117,13 +117,11 @@ class Selection:
         """
         keys = (key for shard in model.shards for key in shard.reader.metadata)
         if is_compressed(model) or any(key.startswith(LAYER_KEY_PREFIX) for key in keys):
-            raise InvalidProblemError(
-                f"source: expected a dense checkpoint, {model.path} is compressed already"
-            )
+            raise InvalidProblemError(f"expected a dense checkpoint, {model.path} is compressed already")
         prefixes = (name.removesuffix(_VALUES) for name in model.tensors if name.endswith(_VALUES))
         if any(prefix + _BITMASK in model.tensors for prefix in prefixes):
             raise InvalidProblemError(
-                f"source: expected a dense checkpoint, got one of compressed-tensors, {model.path}; "
+                f"expected a dense checkpoint, got one of compressed-tensors, {model.path}; "
                 f"run `sparse24 convert --from {CompressedTensors.name} --to sparse24`"
             )
         self._check(model.tensors)

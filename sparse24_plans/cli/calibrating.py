@@ -140,10 +140,10 @@ def _loaded(transformers: Any, source: Path) -> tuple[Any, Any]:
         model = kind.from_pretrained(source, dtype="auto")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         message = str(error).splitlines() or [type(error).__name__]
-        raise InvalidProblemError(f"source: transformers can't load {source}: {message[0]:.200}") from error
+        raise InvalidProblemError(f"transformers can't load {source}: {message[0]:.200}") from error
     if config.is_encoder_decoder or model.get_input_embeddings() is None:
         raise InvalidProblemError(
-            f"source: expected a model of one stack that takes token ids, got {kind.__name__}"
+            f"expected a model of one stack that takes token ids in {source}, got {kind.__name__}"
         )
     return model, lambda: transformers.AutoTokenizer.from_pretrained(source)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,7 @@ def compress(
     so are embeddings, output heads, routers and adapters unless --include names them.
     """
     with reported(as_json):
+        _check_quantization(element, weights, {"--group": group, "--scale-rule": scale_rule})
         overwrite = dry_run or may_replace(out, source, force, as_json)
         quantized: Json = {"weights": weights, "group": group, "scale_rule": scale_rule}
         chosen: Json = {"include": include or (), "exclude": exclude or (), "quiet": as_json}
@@ -114,6 +115,17 @@ def compress(
         if run is not None:
             run.finish(document)
         emit(document, partial(_show_compression, everything=everything), as_json=as_json)
+
+
+def _check_quantization(
+    element: ElementKind | None, weights: ElementKind | None, beside: Mapping[str, object]
+) -> None:
+    """Raise InvalidProblemError, naming an option, for options of weights that don't go together."""
+    if weights is not None and element is not None:
+        raise InvalidProblemError(f"--weights: expected no --element beside it, got {element}")
+    for option, value in beside.items():
+        if weights is None and value is not None:
+            raise InvalidProblemError(f"{option}: expected --weights beside it, got {value} alone")
 
 
 def format_name(text: str) -> str:

@@ -79,7 +79,7 @@ def test_an_error_is_one_line_and_nothing_is_written(dense):
     out = dense.with_name("out")
     result = run("convert", dense, out, "--from", "compressed_tensors", "--to", "dense", exit_code=1)
     assert result.stdout == ""
-    assert result.stderr.startswith("error: source: ")
+    assert result.stderr.startswith("error: expected a weight in the format compressed_tensors in ")
     assert result.stderr.count("\n") == 1
     assert not out.exists()
 

@@ -289,6 +289,39 @@ def test_a_table_that_never_ends(tmp_path, words, make):
     assert result.stderr == f"error: {tmp_path / 'table.json'}: not a regular file\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--scale-rule", "largest"), "--scale-rule: expected --weights beside it, got largest alone"),
+        (("--group", 64), "--group: expected --weights beside it, got 64 alone"),
+        (
+            ("--weights", "s4", "--element", "s8"),
+            "--weights: expected no --element beside it, got s8",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_named_as_typed(checkpoint, words, message):
+    out = checkpoint.with_name("out")
+    result = run(*COMPRESS, checkpoint, "-o", out, *words, exit_code=1)
+    assert result.stderr == f"error: {message}\n"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compress", "{}", "-o", "{}/out"),
+        ("convert", "{}", "{}/out", "--from", "dense", "--to", "sparse24"),
+        ("verify", "{}", "--against", "{}"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_without_a_model_is_named(tmp_path, words):
+    result = run(*(word.format(tmp_path) for word in words), exit_code=1)
+    wanted = f"expected one *.safetensors.index.json or one safetensors file in {tmp_path}, got 0 and 0"
+    assert result.stderr == f"error: {wanted}\n"
+
+
 # How much is shown --------------------------------------------------------------------------------
 
 
