@@ -328,7 +328,7 @@ def _show_rest(document: Json, action: str, everything: bool) -> None:
     size = Column("size", _BEFORE.cell, right=True)
     title = f"{counted(len(copied), 'tensor')} copied:"
     if everything:
-        show_table((size, _SHAPE, _ELEMENT, why, _NAME), copied, title=title)
+        show_table((size, _SHAPE, _ELEMENT, _NAME, why), copied, title=title)
     else:
         groups = [
             {

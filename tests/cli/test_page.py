@@ -28,6 +28,19 @@ def test_the_page_shows_the_commands_that_people_meet_first(command):
     assert any(words.split()[0] == command for words in SHOWN)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compress model.safetensors -o all --all",
+        "compress model.safetensors -o all4 --weights s4 --all",
+        "compress model.safetensors -o b -n --all",
+    ],
+)
+def test_all_rows_fit_the_terminal(folder, words):
+    lines = page.output(words, folder).splitlines()
+    assert max(map(len, lines)) <= page.COLUMNS
+
+
 @pytest.mark.parametrize("words", SHOWN)
 def test_nothing_is_wider_than_the_terminal(words):
     assert max(map(len, SHOWN[words].splitlines())) <= page.COLUMNS
