@@ -26,6 +26,7 @@ from .experts import STACKS, Sparse24Experts, holds_stacks, kernel_obstacle, no_
 from .gated import Sparse24GatedMLP, fuse_saved
 from .layer_state import META_KEY, VALUES_KEY
 from .linear import DTYPES, Sparse24Linear
+from .module_places import aliases_of
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
 from .saved_experts import Source as ExpertsSource
 from .saved_experts import StoredExperts, stack_of, stack_shapes, state_of
@@ -50,6 +51,7 @@ class Load:
         self._dequantize: bool | None = options.get("dequantize")
         self._device: torch.device | None = options.get("device")
         self._wanted: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self._aliases = aliases_of(model)
         self._owners = Counter(map(id, self._wanted.values()))
         self._stacks = {own: one for own, one in stack_shapes(model).items() if own not in self._wanted}
         known = {*self._wanted, *(name.removesuffix(f".{_VALUES}") for name in self._wanted), *self._stacks}
@@ -93,8 +95,12 @@ class Load:
         return f"{own}.{_VALUES}" in self._wanted
 
     def _parts(self, own: str) -> list[Tensor]:
-        """The model's tensor of this name, or the tensors of a compressed weight or stack."""
-        homes = (own, own + _WEIGHT)
+        """The model's tensor of this name, or the tensors of a compressed weight or stack.
+
+        A compressed weight has those under its layer's other names, too: a state_dict has copies of them.
+        """
+        place = own.removesuffix(_WEIGHT)
+        homes = [home for one in self._aliases.get(place, [place]) for home in (one, one + _WEIGHT)]
         names = [own, *(f"{home}.{part}" for home in homes for part in (_VALUES, _META, _SCALES))]
         return [self._wanted[name] for name in names if name in self._wanted]
 

@@ -214,6 +214,25 @@ def test_a_state_dict_in_a_file_is_a_checkpoint(tmp_path, build, fuse):
         compress_checkpoint(tmp_path / "model.safetensors", tmp_path / "again.safetensors", device="host")
 
 
+@pytest.mark.parametrize("recipe", [{}, {"weight_dtype": torch.int8}, {"stored": "s4", "group": 32}], ids=str)
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_a_state_dict_may_have_one_name_of_a_shared_layer(tmp_path, recipe, name):
+    def shared() -> nn.Module:
+        one = nn.Linear(64, 32, dtype=torch.bfloat16)
+        model = nn.Module()
+        model.first = model.last = one
+        to_sparse24(model, recipe=Sparse24Recipe(**recipe))
+        return model
+
+    model, loaded = shared(), shared()
+    state = {key: one.clone() for key, one in model.state_dict().items() if key.startswith(name)}
+    save_file(state, tmp_path / "model.safetensors")
+    load_sparse24(loaded, tmp_path / "model.safetensors")
+    assert loaded.last is loaded.first
+    assert torch.equal(loaded.first.dense_weight(), model.first.dense_weight())
+    assert torch.equal(loaded.last.bias, model.first.bias)
+
+
 def test_layers_that_transformers_would_compute_are_saved_under_their_own_names(tmp_path):
     """In checkpoints of this model, query, key and value projections are one matrix."""
     torch.manual_seed(0)
