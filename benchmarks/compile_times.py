@@ -91,6 +91,11 @@ def problems(row: KernelEntry) -> Iterator[Descriptor]:
     for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
         groups = row.least_groups if isinstance(row, GemmEntry) else 0
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue, groups=groups)
+        if groups:
+            rows = {"x_rows": n, "y_rows": n, "top_k": 1, "groups": groups}
+            yield GemmSparse24Descriptor(
+                n=n, m=_M, k=_K, element=element, out_element=ElementKind.BF16, **rows
+            )
     if isinstance(row, GemmEntry) and row.column_order:
         for element in row.elements:
             yield GemmSparse24Descriptor(n=_TURNED, m=_M, k=_K, element=element, x_order=MatrixOrder.COLUMN)
@@ -163,7 +168,7 @@ def measured(device: DeviceProperties) -> list[Record]:
         _load_compiler(device)
     with _empty_cache():
         for choice in choices(device):
-            for kernel in choice.entry.kernel.compile(choice):
+            for kernel in choice.entry.kernel_for(choice.descriptor).compile(choice):
                 if kernel.seconds is not None:
                     found[kernel.path.name] = {
                         "kernel": choice.entry.name,
@@ -174,7 +179,7 @@ def measured(device: DeviceProperties) -> list[Record]:
                         "nbytes": kernel.nbytes,
                     }
             begin = time.perf_counter()
-            again = choice.entry.kernel.compile(choice)
+            again = choice.entry.kernel_for(choice.descriptor).compile(choice)
             milliseconds = round(1e3 * (time.perf_counter() - begin), 3)
             for kernel in again:
                 found[kernel.path.name].setdefault("cached_ms", milliseconds)

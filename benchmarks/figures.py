@@ -100,9 +100,9 @@ def _products(record: Record) -> list[str]:
     head, rows = ["N"], {n: list[object]([n]) for n in TOKENS}
     for card in cards:
         head += [
-            f"{card['gpu'].split()[1]}: speed-up over dense cuBLAS, geometric mean (range)",
-            "over cuSPARSELt (range)",
-            "batch-invariant instead: time",
+            f"{card['gpu'].split()[1]}: over dense",
+            "over cuSPARSELt",
+            "batch-invariant",
         ]
         for n, row in rows.items():
             row += [
@@ -125,14 +125,14 @@ def _elements(record: Record) -> list[str]:
             mean(ratios(record, kind, n, peer=p)) for kind in kinds for p in ("dense_us", "cusparselt_us")
         ]
         rows.append((n, *cells, mean(ratios(record, "fp8_e4m3", n, backend="invariant"))))
-    return table((*head, "fp8_e4m3 batch-invariant instead: time"), rows)
+    return table((*head, "fp8_e4m3 batch-invariant"), rows)
 
 
 def _float32(record: Record) -> list[str]:
     """Products of float32 in parts by n: over dense float32, and the largest relative error."""
     head, kinds = ["N"], ("f32_split6", "f32_split3")
     for kind in kinds:
-        head += [f"`{kind}` over dense float32 (range)", "relative error"]
+        head += [f"`{kind}` over dense", "relative error"]
     rows = []
     for n in TOKENS:
         cells: list[object] = [n]
@@ -262,7 +262,7 @@ def _compilation(record: Record) -> list[str]:
 
 def _random(record: Record) -> list[str]:
     """Problems off the grid, by element and number of tokens: means, and the worst cell."""
-    head = ("element", "N", "cells", "over dense", "worst cell", "batch-invariant: time", "over the best")
+    head = ("element", "N", "cells", "over dense", "worst cell, N", "batch-invariant: time", "over the best")
     rows = []
     for row in random_summary(record["records"][RANDOM_RECORD]):
         worst = f"{ratio(row['worst'])} ({row['at']})" if row["at"] else "-"

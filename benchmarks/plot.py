@@ -1,4 +1,4 @@
-"""Draws records: ``python -m benchmarks.plot benchmarks/results/h200.json docs/h200.svg``.
+"""Draws records: ``python -m benchmarks.plot benchmarks/results/h200.json .../h100.json docs/speedups.svg``.
 
 Speed-up over dense cuBLAS against the number of tokens, the geometric mean over the shapes, a line a
 contender. Several records, of one GPU each, stand beside each other. Needs matplotlib only.
@@ -72,10 +72,10 @@ def drawn(*records: Record) -> Any:
 def _draw(axes: Any, record: Record) -> None:
     lines = {_CUSPARSELT: speedups(record, _SELECTED, "cusparselt_us")}
     lines |= {label: speedups(record, backend) for backend, label in _NAMES.items()}
-    for label, line in lines.items():
+    for number, (label, line) in enumerate(lines.items()):
         if not line:  # the record doesn't have it
             continue
-        style: dict[str, Any] = {"linewidth": 1.2}
+        style: dict[str, Any] = {"linewidth": 1.2, "color": f"C{number}"}
         if label == _NAMES[_SELECTED]:
             style = {"linewidth": 3, "color": "black", "zorder": 3}
         axes.plot(list(line), list(line.values()), marker="o", markersize=4, label=label, **style)

@@ -67,7 +67,7 @@ def random_summary(record: Record) -> list[dict[str, Any]]:
                     "cells": len(dense),
                     "mean": mean(dense.values()),
                     "worst": dense[worst] if worst else None,
-                    "at": f"{worst[1]}x{worst[2]}, N {worst[3]}" if worst else None,
+                    "at": f"{worst[1]}x{worst[2]}, {worst[3]}" if worst else None,
                     "invariant": mean(invariant),
                     "invariant_worst": max(invariant, default=None),
                     "best": mean(lost),

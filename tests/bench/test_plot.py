@@ -61,10 +61,11 @@ def test_the_legend_hides_nothing(axes):
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
-def test_the_committed_plot_is_of_the_record(tmp_path):
+def test_the_committed_plot_is_of_the_records(tmp_path):
     """The marks have the same places; fonts and versions of matplotlib may differ."""
-    plot.main(str(RESULTS / "h200.json"), str(tmp_path / "h200.svg"))
-    made, committed = ((folder / "h200.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
+    records = (str(RESULTS / name) for name in ("h200.json", "h100.json"))
+    plot.main(*records, str(tmp_path / "speedups.svg"))
+    made, committed = ((folder / "speedups.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
     assert marks(made) == pytest.approx(marks(committed), abs=0.01), "run python -m benchmarks.plot"
 
 
