@@ -94,7 +94,7 @@ def problems(row: KernelEntry) -> Iterator[Descriptor]:
         if groups:
             rows = {"x_rows": n, "y_rows": n, "top_k": 1, "groups": groups}
             yield GemmSparse24Descriptor(
-                n=n, m=_M, k=_K, element=element, out_element=ElementKind.BF16, **rows
+                n=n, m=_M, k=_K, element=element, out_element=ElementKind.F32, **rows
             )
     if isinstance(row, GemmEntry) and row.column_order:
         for element in row.elements:
