@@ -226,7 +226,7 @@ def routed_requests(row: GemmEntry, device: DeviceProperties) -> list[Request]:
     """What gathers rows of every width, and adds up results of every type, where the kernel serves groups."""
     found: list[Request] = []
     for element in row.elements if row.groups else ():
-        for out in {"f32", "bf16" if element.itemsize == 1 else element}:
+        for out in dict.fromkeys(("f32", "bf16" if element.itemsize == 1 else element.value)):
             rows = {"x_rows": 8, "y_rows": 8, "top_k": 2, "groups": 2}
             desc = GemmSparse24Descriptor(n=16, m=64, k=128, element=element, out_element=out, **rows)
             with recorded_loads(row.kernel), recorded_loads(row.kernel_for(desc)) as own:
