@@ -113,6 +113,14 @@ add_call(
     relu_upper_bound=6.0,
 )
 add_call(
+    "PrecisionGuarantee.summed_tolerance",
+    _HOST.guarantee.summed_tolerance,
+    exact=np.ones((2, 3, 4)),
+    tolerances=np.ones((2, 3, 4)),
+    out=ElementKind.F32,
+    weights=np.ones((2, 3, 1)),
+)
+add_call(
     "PrecisionGuarantee.softmax_tolerance",
     _HOST.guarantee.softmax_tolerance,
     k=32,
