@@ -88,7 +88,10 @@ class GroupedCase:
         self.check_the_rest(got)
 
     def sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """The exact rows of Y, which are weighted sums of their places' results, and the allowed errors."""
+        """The exact rows of Y, which are weighted sums of their places' results, and the allowed errors.
+
+        The error is infinite where a place's result is beyond the type.
+        """
         desc, routing = self.plan.descriptor, self.routing
         assert routing is not None
         exact, allowed = np.zeros((2, desc.n, desc.outputs))
@@ -98,6 +101,7 @@ class GroupedCase:
         for j, row in np.ndindex(found.shape[:2]):
             if self.has_result(place := int(routing.y_index[row, j])):
                 found[j, row], tolerances[j, row] = exact[place], allowed[place]
+        tolerances[np.abs(found) + tolerances > desc.out_element.largest] = np.inf
         weights = None if routing.y_weights is None else routing.y_weights.T[..., None].astype(np.float64)
         allowed = self.plan.guarantee.summed_tolerance(found, tolerances, desc.out_element, weights)
         return (found if weights is None else found * weights).sum(0), allowed
