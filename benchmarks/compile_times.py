@@ -92,7 +92,7 @@ def problems(row: KernelEntry) -> Iterator[Descriptor]:
         groups = row.least_groups if isinstance(row, GemmEntry) else 0
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue, groups=groups)
         if groups:
-            rows = {"x_rows": n, "y_rows": n, "top_k": 1, "groups": groups}
+            rows: dict[str, Any] = {"x_rows": n, "y_rows": n, "top_k": 1, "groups": groups}
             yield GemmSparse24Descriptor(
                 n=n, m=_M, k=_K, element=element, out_element=ElementKind.F32, **rows
             )

@@ -74,8 +74,7 @@ template <class Index> __device__ __forceinline__ void copy(const GatherRowsPara
   }
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
-    gather_rows(const __grid_constant__ GatherRowsParams p) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) gather_rows(const __grid_constant__ GatherRowsParams p) {
   // The product may begin once everything before this pre-pass is done. It waits for the rows itself.
   grid_dependency_wait();
   launch_dependent_grids();
