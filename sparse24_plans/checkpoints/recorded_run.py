@@ -77,7 +77,7 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
     if (error := plan.can_implement(args).error) is not None:
         raise error
     check_c_is_kept(args)
-    operands = [one for one in desc.operands() if one.role is not Role.WEIGHT]
+    operands = [one for one in _tensors(desc) if getattr(args, one.argument) is not None]
     about = {"arithmetic": named, "device": plan.device.name, "kernel": kernel, "version": __version__}
     metadata = {
         FORMAT_KEY: FORMAT_VERSION,
@@ -112,8 +112,11 @@ def load_run(path: StrPath) -> RecordedRun:
             _plan(desc, about["arithmetic"])
         except Sparse24Error as error:
             raise FormatError(f"{path}: {error}") from error
-        operands = [one for one in desc.operands() if one.role is not Role.WEIGHT]
-        given = {one.argument: _read(reader, one) for one in operands}
+        given = {
+            one.argument: _read(reader, one)
+            for one in _tensors(desc)
+            if not one.optional or one.argument in reader.tensors
+        }
     kind = GemmSparse24Args if desc.op is GemmOp.FORWARD else DgradSparse24Args
     args = kind(weight=_weight(path, desc), **given)
     return RecordedRun(desc, about["arithmetic"], about["device"], about["kernel"], about["version"], args)
@@ -122,6 +125,11 @@ def load_run(path: StrPath) -> RecordedRun:
 def _plan(desc: GemmSparse24Descriptor, arithmetic: str) -> GemmSparse24Plan:
     """The host's plan with this arithmetic."""
     return GemmSparse24Plan.select(desc, preference={"require": {"arithmetic": arithmetic}}, device="host")
+
+
+def _tensors(desc: GemmSparse24Descriptor) -> list[Operand]:
+    """The operands but the weight."""
+    return [one for one in desc.operands() if one.role is not Role.WEIGHT]
 
 
 def _canonical(weight: CanonicalWeight | PackedWeight) -> Weight:

@@ -22,6 +22,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader, SafetensorsWriter
 
+from ..gemm.grouped_cases import Routing, grouped_case
 from ..gemm.test_replay import EACH, ran
 from ..support import case_of, make_case, plan_of_row, random_data, same_bits
 
@@ -78,6 +79,20 @@ def test_operands_in_columns_and_with_rows_apart_are_saved_by_value(tmp_path):
     save_run(tmp_path / "run", case.plan, case.args)
     run = load_run(tmp_path / "run")
     assert same_bits(np.ascontiguousarray(run.args.y), np.ascontiguousarray(want))
+    assert run.replay().equal
+
+
+@pytest.mark.parametrize("weights", [None, np.full((3, 2), 0.3, np.float32)], ids=["sums", "weighted"])
+def test_rows_that_a_router_sends_are_saved_with_weights_or_without(tmp_path, weights):
+    desc = GemmSparse24Descriptor(n=6, m=16, k=32, element="f32", groups=2, x_rows=3, y_rows=3, top_k=2)
+    plan = plan_of_row("host_strict").select(desc, device="host")
+    x_index = np.array([0, 2, 1, 0, 1, 2], np.int32)
+    case = grouped_case(plan, [0, 3, 6], routing=Routing(x_index, x_index.reshape(3, 2), weights))
+    case.run()
+    save_run(tmp_path / "run", plan, case.args)
+    run = load_run(tmp_path / "run")
+    assert same_bits(run.args.x_index, x_index)
+    assert (run.args.y_weights is None) == (weights is None)
     assert run.replay().equal
 
 
