@@ -339,6 +339,9 @@ def _show_explanation(answer: Json) -> None:
 
 _DEFAULTS: Json = {"alpha": 1, "beta": 0, "relu_threshold": 0, "relu_upper_bound": None}
 _DEFAULTS |= dict.fromkeys(("x_order", "y_order"), "row")
+_DEFAULTS |= {"groups": 0, "group_tokens": "offsets", "x_rows": None, "y_rows": None, "top_k": 0}
+_DEFAULTS |= {"batches": None, "shared_weight": False, "scale_y": "none", "amax": False, "weight_group": 0}
+_AS_ELEMENT = "x_element", "weight_element", "weight_scale_element"
 
 
 def problem_text(desc: Json) -> str:
@@ -353,6 +356,7 @@ def problem_text(desc: Json) -> str:
     for name, default in _DEFAULTS.items():
         if desc[name] != default:
             words.append(f"{name} {desc[name]}")
+    words += [f"{name} {desc[name]}" for name in _AS_ELEMENT if desc[name] != desc["element"]]
     if desc["beta"]:
         words.append(f"C {desc['c_element']}")
     words += [f"{name} {desc[name]}" for name in ("scale_x", "scale_w") if desc[name] != "none"]

@@ -34,7 +34,7 @@ def replay(
     """
     with reported(as_json):
         run = load_run(record)
-        total = run.descriptor.n * run.descriptor.outputs
+        total = run.descriptor.result_rows * run.descriptor.outputs
         with progress("replaying", min(total, samples or total), quiet=as_json) as advance:
             found = run.replay(samples, seed=seed, on_block=advance)
         emit(_document(run, found), partial(_show, found=found), as_json=as_json)

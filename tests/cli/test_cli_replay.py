@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
+import numpy as np
 import pytest
 
-from sparse24_plans import save_run
+from sparse24_plans import GemmSparse24Descriptor, save_run
+from sparse24_plans.cli import replaying
 
+from ..gemm.grouped_cases import Routing, grouped_case
 from ..gemm.test_replay import ran
+from ..support import plan_of_row
 from .test_cli import run, run_json
 
 
@@ -44,6 +50,29 @@ def test_as_json(record):
     answer = run_json("replay", record((0, 0)), exit_code=1)
     assert (answer["equal"], answer["differing"]) == (False, 1)
     assert (answer["first"]["token"], answer["first"]["output"]) == (0, 0)
+
+
+def test_rows_that_a_router_sends_are_told_and_counted(tmp_path, monkeypatch):
+    totals = []
+
+    @contextmanager
+    def progress(title, total, quiet):
+        totals.append(total)
+        yield lambda step: None
+
+    monkeypatch.setattr(replaying, "progress", progress)
+    desc = GemmSparse24Descriptor(n=6, m=16, k=32, element="f32", groups=2, x_rows=5, y_rows=3, top_k=2)
+    plan = plan_of_row("host_strict").select(desc, device="host")
+    index = np.arange(6, dtype=np.int32)
+    case = grouped_case(plan, [0, 3, 6], routing=Routing(index, index.reshape(3, 2)))
+    case.run()
+    save_run(tmp_path / "run", plan, case.args)
+    said = run("replay", tmp_path / "run").stdout
+    assert (
+        "forward: n=6 m=16 k=32, f32 to f32, epilogue identity, groups 2, x_rows 5, y_rows 3, top_k 2" in said
+    )
+    assert "48 of 48 results computed again: all bits are equal" in said
+    assert totals == [48]
 
 
 def test_what_is_no_record(tmp_path):
