@@ -279,6 +279,19 @@ def test_a_limit_of_the_workspace_that_no_padded_places_meet_is_refused():
         GemmSparse24Plan.select(desc, device="h200", preference={"max_workspace_bytes": 16})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "details"),
+    [
+        ({"n": 0, "x_rows": 3}, "rows gathered"),
+        ({"n": 0, "x_rows": 3, "y_rows": 2, "top_k": 1}, "rows gathered, results added up"),
+        ({"m": 0, "y_rows": 2, "top_k": 1}, "results added up"),
+    ],
+)
+def test_details_of_an_empty_product_name_the_other_launches(sizes, details):
+    desc = GemmSparse24Descriptor(**{**GROUPED, **sizes})
+    assert GemmSparse24Plan.select(desc, device="h200").explain().details == details
+
+
 def test_the_same_kernel_serves_the_places():
     desc = GemmSparse24Descriptor(**{**GROUPED, "n": 27, **FORMS["both"]})
     plan, placed = (GemmSparse24Plan.select(one, device="h200") for one in (desc, desc.placed))

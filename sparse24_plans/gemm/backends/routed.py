@@ -69,12 +69,8 @@ class Kernel(GemmKernel):
         desc, device, inner = self.descriptor, choice.device, placed_choice(choice)
         self._product: GemmKernel = choice.entry.kernel(inner)
         self._gathers, self._adds = desc.x_rows is not None, desc.y_rows is not None
-        parts = (
-            ("rows gathered",) * self._gathers,
-            (self._product.details,),
-            ("results added up",) * self._adds,
-        )
-        self.details = ", ".join(part for some in parts for part in some)
+        parts = "rows gathered" * self._gathers, self._product.details, "results added up" * self._adds
+        self.details = ", ".join(filter(None, parts))  # an empty product has no details
         if self.entry.on_host:
             return
         self._regions, self._ctas = Regions.of(desc), device.multiprocessors * _CTAS_PER_SM
