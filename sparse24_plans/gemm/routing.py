@@ -38,7 +38,7 @@ class Regions(NamedTuple):
         gathers, adds = desc.x_rows is not None, desc.y_rows is not None
         scaled = gathers and desc.scale_x is ScaleKind.ROW
         return cls(
-            align_up(desc.n * row_bytes(desc.reduction, desc.x_element)) if gathers else 0,
+            align_up(desc.n * gathered_bytes(desc)) if gathers else 0,
             align_up(desc.n * ElementKind.F32.itemsize) if scaled else 0,
             align_up(desc.n * row_bytes(desc.outputs, desc.out_element)) if adds else 0,
         )
@@ -47,6 +47,11 @@ class Regions(NamedTuple):
 def row_bytes(columns: int, element: ElementKind) -> int:
     """Bytes from the row of one place to the next."""
     return align_up(columns * element.itemsize, VECTOR_BYTES)
+
+
+def gathered_bytes(desc: GemmSparse24Descriptor) -> int:
+    """Bytes from one gathered row of X to the next: at least a vector, with which its scale is copied."""
+    return row_bytes(max(desc.reduction, 1), desc.x_element)
 
 
 def placed_choice(choice: Choice) -> Choice:

@@ -24,6 +24,7 @@ from sparse24_plans import (
     UnsupportedError,
     WorkspaceTooSmallError,
 )
+from sparse24_plans.export.recording import record
 
 from ..support import device_of_row, place_name, plan_of_row, same_bits
 from .grouped_cases import GroupedCase, Routing, grouped_case
@@ -198,6 +199,21 @@ def test_rows_without_places_are_zeros(n):
     routing = Routing(np.zeros(n, np.int32), np.full((3, 2), 6, np.int32))
     case = grouped_case(plan, [0, n, n], routing=routing)
     assert not case.run().any()
+
+
+def test_scales_of_rows_without_columns_are_gathered():
+    """The epilogue of an empty sum multiplies by them: 0 times what the workspace held may be NaN."""
+    fields = {"n": 12, "m": 64, "k": 0, "groups": 4, "element": "fp8_e4m3", "x_rows": 3, "scale_x": "row"}
+    recipe, _ = record(GemmSparse24Plan.select(GemmSparse24Descriptor(**fields), device="h200"))
+    assert [launch.code.name for launch in recipe.launches] == ["gather_rows", "gemm_strict"]
+
+
+@pytest.mark.parametrize("row", [marked(name) for name in ("host_strict", "inflate_strict_fp8")])
+def test_empty_sums_of_gathered_rows_are_scaled(row):
+    offsets, routing = routed(np.random.default_rng(1), 9, 4, 3)
+    fields = {"n": 27, "k": 0, "groups": 4, "element": "fp8_e4m3", "epilogue": "bias", "scale_x": "row"}
+    case = make(row, offsets, routing, **fields, **FORMS["both"])
+    case.check(case.run())
 
 
 # What is refused ----------------------------------------------------------------------------------

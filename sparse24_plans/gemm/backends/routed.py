@@ -19,7 +19,7 @@ from ...plan.operands import Alignment, Views
 from ...vocab import ElementKind
 from ...weights.weight import CanonicalWeight, PackedWeight
 from ..kernel import GROUPS, GemmKernel, address, group_parameters
-from ..routing import VECTOR_BYTES, Regions, add_up, placed_choice, placed_views, row_bytes
+from ..routing import VECTOR_BYTES, Regions, add_up, gathered_bytes, placed_choice, placed_views, row_bytes
 
 _GATHER, _COMBINE = "gemm/gather_rows.cu", "gemm/combine_rows.cu"
 _THREADS, _CTAS_PER_SM = 256, 8
@@ -137,7 +137,7 @@ class Kernel(GemmKernel):
 
     def _gathered(self, views: Views, rows: TensorView, scales: int) -> Launch:
         desc, x = self.descriptor, views["source"]
-        vectors = row_bytes(desc.reduction, desc.x_element) // VECTOR_BYTES
+        vectors = gathered_bytes(desc) // VECTOR_BYTES
         parameters = GatherRowsParams(
             x=x.address,
             index=views["x_index"].address,
