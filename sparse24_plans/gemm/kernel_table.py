@@ -121,10 +121,11 @@ class GemmEntry(KernelEntry):
         return descriptor.element is S8 or not self.guarantee(descriptor).batch_invariant
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
-        # With 16 tokens the columns of a column-major X are multiples of 16 bytes.
-        step = descriptor.groups if descriptor.group_tokens is GroupTokens.COUNTS else 1
-        smaller = (descriptor.model_copy(update={"n": step * n}) for n in (1, 16))
-        return min(map(self.needed_workspace, smaller))
+        if descriptor.group_tokens is GroupTokens.COUNTS:
+            numbers: tuple[int, ...] = (descriptor.groups,)
+        else:  # with 16 tokens the columns of a column-major X are multiples of 16 bytes
+            numbers = 1, 16
+        return min(self.needed_workspace(descriptor.model_copy(update={"n": n})) for n in numbers)
 
     def needed_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         return self.min_workspace(descriptor) + (0 if self.on_host else sum(Regions.of(descriptor)))

@@ -289,8 +289,10 @@ def test_the_places_rows_are_counted_as_workspace(form):
         GemmSparse24Plan.select(desc, device="h200", preference={"max_workspace_bytes": rows[form] // 2})
 
 
-def test_a_limit_of_the_workspace_that_no_padded_places_meet_is_refused():
-    desc = GemmSparse24Descriptor(**GROUPED, group_tokens="counts", y_rows=9, top_k=2)
+@pytest.mark.parametrize("groups", [4, 2**28])
+def test_a_limit_of_the_workspace_that_no_padded_places_meet_is_refused(groups):
+    sizes = {"n": 3 * groups, "groups": groups}
+    desc = GemmSparse24Descriptor(**{**GROUPED, **sizes}, group_tokens="counts", y_rows=9, top_k=2)
     with pytest.raises(UnsupportedError, match=r"needs a workspace of .* bytes, max_workspace_bytes is 16"):
         GemmSparse24Plan.select(desc, device="h200", preference={"max_workspace_bytes": 16})
 
