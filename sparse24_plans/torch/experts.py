@@ -243,6 +243,7 @@ class Sparse24Experts(nn.Module):
         return {name: as_stack(name, getattr(self, name).dense_weight(), self.num_experts) for name in STACKS}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        _check_routing(hidden_states, top_k_index, top_k_weights)
         kind = hidden_states.device.type
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
@@ -277,6 +278,17 @@ class Sparse24Experts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, activation={self.activation}"
+
+
+def _check_routing(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+    """Raise InvalidProblemError unless each token has its experts: kernels clamp numbers of tokens."""
+    tokens = hidden_states.shape[0]
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != tokens:
+        raise InvalidProblemError(f"top_k_index: expected [{tokens}, top_k], got {list(top_k_index.shape)}")
+    if top_k_weights.shape != top_k_index.shape:
+        raise InvalidProblemError(
+            f"top_k_weights: expected {list(top_k_index.shape)}, got {list(top_k_weights.shape)}"
+        )
 
 
 # Forms of the weights -----------------------------------------------------------------------------

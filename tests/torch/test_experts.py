@@ -127,6 +127,26 @@ def test_experts_of_other_ranks_add_nothing(device, elsewhere, stored, filled_me
     assert not sparse(x, torch.full_like(index, elsewhere), weights).any()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((5, 3), (5, 3)), r"top_k_index: expected \[4, top_k\], got \[5, 3\]"),
+        (((3, 3), (3, 3)), r"top_k_index: expected \[4, top_k\], got \[3, 3\]"),
+        (((4,), (4,)), r"top_k_index: expected \[4, top_k\], got \[4\]"),
+        (((4, 3), (4, 2)), r"top_k_weights: expected \[4, 3\], got \[4, 2\]"),
+        (((4, 3), (4, 1)), r"top_k_weights: expected \[4, 3\], got \[4, 1\]"),
+    ],
+)
+def test_routing_of_other_tokens_is_refused(trains, shapes, words):
+    _, sparse, x = case("cpu", tokens=4)
+    index, weights = (
+        torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, (torch.int64, None), strict=True)
+    )
+    with pytest.raises(InvalidProblemError, match=words):
+        sparse(x.requires_grad_(trains), index, weights)
+
+
 def test_no_tokens_give_no_results():
     _, sparse, x = case("cpu")
     index, weights = routed(1, 6, 2, "cpu")
