@@ -251,8 +251,10 @@ class GemmSparse24Descriptor(ProductDescriptor):
         self._expect_routing()
         self._expect_batches()
         self._expect_relu_bounds()
-        if self.weight_rows * self.k > INT64_MAX or self.tokens * max(self.m, self.k) > INT64_MAX:
-            raise ValueError("n, m, k: expected operands of fewer than 2^63 elements")
+        rows = max(self.tokens, self.x_rows or 0, self.y_rows or 0)
+        if self.weight_rows * self.k > INT64_MAX or rows * max(self.m, self.k) > INT64_MAX:
+            names = "n, m, k, x_rows, y_rows" if self.is_routed else "n, m, k"
+            raise ValueError(f"{names}: expected operands of fewer than 2^63 elements")
         return self
 
     def _expect_quantization(self) -> None:
@@ -376,7 +378,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the result has no elements, so that nothing is launched."""
+        """Return whether tokens, or the places of groups, have no results, so that no product is launched."""
         return 0 in (self.tokens, self.outputs)
 
     @property

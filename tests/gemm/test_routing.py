@@ -228,6 +228,8 @@ GROUPED = {"n": 12, "groups": 4, "element": "bf16", **PLAIN}
         ({"groups": 0, "y_rows": 3, "top_k": 1}, "y_rows: expected None without groups, got 3"),
         ({"x_rows": 0}, "x_rows: expected at least 1 row for n = 12 places, got 0"),
         ({"x_rows": 2**31}, "x_rows: expected at most 2147483647 rows, got 2147483648"),
+        ({"x_rows": 2**31 - 1, "k": 2**40}, "x_rows, y_rows: expected operands of fewer than 2.63 elements"),
+        ({"y_rows": 2**31 - 1, "top_k": 1, "m": 2**40}, "expected operands of fewer than 2.63 elements"),
         ({"top_k": 2}, "top_k: expected 0 without y_rows, got 2"),
         ({"y_rows": 3}, "top_k: expected 1 to 1024 with y_rows, got 0"),
         ({"y_rows": 3, "top_k": 1025}, "top_k: expected 1 to 1024 with y_rows, got 1025"),
