@@ -56,6 +56,7 @@ def codes_in(found: Any, values: Any, shape: WeightShape) -> Any:
     return position[:, 0::2] | (position[:, 1::2] | np.uint8(2)) << np.uint8(2)
 
 
+_NEGATIVE_ZERO = np.uint32(1 << 31)
 _ONE_A_PAIR = np.array(
     [
         canonical.IMPOSSIBLE if mask & 3 == 3 or mask & 12 == 12 else (mask >> 1 & 1) | (2 | mask >> 3) << 2
@@ -69,13 +70,14 @@ _ONE_A_PAIR = np.array(
 def nibbles_out(out: Outgoing) -> tuple[Any, Any]:
     """Values [m, k/2] and nibbles [m, shape.nibbles] of a weight; float32 becomes 1:2.
 
+    A ``-0.0`` beside another value of its pair has no place in a 1:2 format, and becomes one of its zeros.
     Raises FormatError, with row and group, if a pair of float32 has two non-zeros.
     """
     shape = out.shape
     if shape.element is not ElementKind.F32:
         return out.values, out.codes
     values, codes = canonical.relocate(
-        out.values,
+        _without_crowded_zeros(out),
         out.codes.reshape(-1),
         ElementKind.F32,
         _ONE_A_PAIR,
@@ -86,6 +88,17 @@ def nibbles_out(out: Outgoing) -> tuple[Any, Any]:
     flags = xp.stack([codes & np.uint8(1), codes >> np.uint8(2) & np.uint8(1)], axis=1)
     found = xp.where(flags != 0, np.uint8(ODD), np.uint8(EVEN)).astype(np.uint8)
     return values, found.reshape(shape.m, shape.nibbles)
+
+
+def _without_crowded_zeros(out: Outgoing) -> Any:
+    """Bits [m, k/2] of float32, with +0 for each ``-0.0`` that shares a pair with another value."""
+    pairs = canonical.array_module(out.values).ascontiguousarray(out.values).copy().reshape(-1, 2)
+    codes = out.codes.reshape(-1)
+    together = (codes >> np.uint8(1) & np.uint8(1)) == codes >> np.uint8(3)
+    for slot in (1, 0):
+        crowded = together & (pairs[:, slot] == _NEGATIVE_ZERO) & (pairs[:, 1 - slot] != 0)
+        pairs[crowded, slot] = 0
+    return pairs.reshape(out.values.shape)
 
 
 def canonical_weight(values: Any, codes: Any, element: ElementKind) -> Sparse24Weight:

@@ -71,6 +71,17 @@ def test_one_of_two_formats_refuse_two_values_in_a_pair():
         assert (caught.value.row, caught.value.group) == (5, 3)
 
 
+@pytest.mark.parametrize("name", ONE_OF_TWO)
+def test_a_negative_zero_beside_a_value_is_no_second_one(name):
+    # w * mask leaves such zeros, and a lone value's spare slot holds the one beside it.
+    groups = [(3, -0.0, 0, 0), (0, 0, -0.0, 5), (-0.0, 7, 0, 0), (-0.0, -0.0, 0, 0), (-0.0, 0, 0, 2)]
+    dense = np.zeros((32, 32), np.float32)
+    dense[1, :20] = np.concatenate(groups)
+    back = from_foreign(name, to_foreign(name, Sparse24Weight.compress(dense)))
+    assert np.array_equal(back.decompress(), dense)
+    assert np.signbit(back.decompress()[1, 16])  # its pair holds nothing else
+
+
 def test_a_matrix_whose_transpose_isnt_sparse():
     dense = np.zeros((32, 64), np.float16)
     dense[8:11, 20] = 1
