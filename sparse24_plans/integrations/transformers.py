@@ -385,12 +385,19 @@ def _is_stored(merged: Merged, layers: Mapping[str, Layer]) -> bool:
 
 
 def _saving(original: Any) -> Any:
-    """``save_pretrained`` that writes models with 2:4 layers in our format, and others as it did."""
+    """``save_pretrained`` that writes models with 2:4 layers in our format, and others as it did.
+
+    A model that was loaded from our format may have none: subclasses of nn.Linear get dense weights.
+    """
 
     @functools.wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
         is_adapter = getattr(self, "_hf_peft_config_loaded", False)
-        if is_adapter or next(modules_of(self, Sparse24Linear), None) is None:
+        is_sparse = next(modules_of(self, Sparse24Linear), None) is not None
+        if not is_adapter and not is_sparse and type(vars(self).get("hf_quantizer")) is Sparse24HfQuantizer:
+            with _described(self, None):
+                return original(self, save_directory, *args, **options)
+        if is_adapter or not is_sparse:
             return original(self, save_directory, *args, **options)
         tensors, layers = saved_state(self, options.get("state_dict"))
         if _are_converted(self, layers):
@@ -401,31 +408,38 @@ def _saving(original: Any) -> Any:
         Sparse24Checkpoint().stamp(metadata)
         for layer in layers:
             Sparse24Checkpoint().note(metadata, layer)
-        with _described(self, tensors, metadata):
+        quantizer = Sparse24HfQuantizer(Sparse24Config(**form_of(self).dumped()))
+        quantizer.saved = tensors, metadata
+        with _described(self, quantizer):
             return original(self, save_directory, *args, **options)
 
     return save_pretrained
 
 
 @contextmanager
-def _described(model: Any, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[None]:
-    """The model has a quantizer and an entry in its configuration in this context.
+def _described(model: Any, quantizer: Sparse24HfQuantizer | None) -> Iterator[None]:
+    """The model has this quantizer and its entry in the configuration in this context, or neither.
 
     Other models may share the configuration, so it is restored.
     """
-    quantizer = Sparse24HfQuantizer(Sparse24Config(**form_of(model).dumped()))
-    quantizer.saved = tensors, metadata
-    places = ((model, "hf_quantizer"), (model.config, CONFIG_KEY))
-    before = [vars(place).get(name, _ABSENT) for place, name in places]
+    entry = _ABSENT if quantizer is None else quantizer.quantization_config
+    wanted = ((model, "hf_quantizer", quantizer), (model.config, CONFIG_KEY, entry))
+    before = [vars(place).get(name, _ABSENT) for place, name, _ in wanted]
     try:
-        model.hf_quantizer, model.config.quantization_config = quantizer, quantizer.quantization_config
+        for place, name, value in wanted:
+            _put(place, name, value)
         yield
     finally:
-        for (place, name), old in zip(places, before, strict=True):
-            if old is _ABSENT:
-                delattr(place, name)
-            else:
-                setattr(place, name, old)
+        for (place, name, _), old in zip(wanted, before, strict=True):
+            _put(place, name, old)
+
+
+def _put(place: Any, name: str, value: Any) -> None:
+    """Set an attribute, or delete it for ``_ABSENT``."""
+    if value is not _ABSENT:
+        setattr(place, name, value)
+    elif name in vars(place):
+        delattr(place, name)
 
 
 def _are_converted(model: Any, layers: Iterable[Layer]) -> bool:

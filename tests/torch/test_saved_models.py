@@ -262,6 +262,24 @@ def test_experts_that_nothing_24_computes_are_decompressed(name, tmp_path):
             assert torch.equal(state[key], wanted)
 
 
+def test_a_model_whose_layers_are_all_loaded_dense_is_saved_as_a_dense_one(tmp_path):
+    """Falcon's layers are a subclass of nn.Linear, so its weights are decompressed."""
+    config = transformers.FalconConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.FalconForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", device="host")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert sparse_of(loaded) == []
+    loaded.save_pretrained(tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    assert loaded.config.quantization_config.quant_method == "sparse24"  # saving changes nothing
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    tokens = torch.arange(8)[None]
+    assert torch.equal(again(tokens).logits, loaded(tokens).logits)
+
+
 def test_stacked_experts_of_8_bits_are_loaded_as_what_they_stand_for(tmp_path, caplog):
     """transformers' loader would stack the stored values without their scales, so it is refused."""
     case = CASES["Mixtral"]
