@@ -13,7 +13,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..vocab import TileRule, integer
+from ..vocab import TileRule, checked_flag, integer
 from . import layer_state
 from .activations import check_activation, check_rows, epilogue_of, is_gated, row_order
 from .elements import element_of, plan_device
@@ -101,7 +101,8 @@ class Sparse24Linear(nn.Module):
         check_rows(activation, out_features)
         self._check_out_dtype(out_dtype, dtype)
         self.in_features, self.out_features = in_features, out_features
-        self.activation, self.out_dtype, self.trainable = activation, out_dtype, trainable
+        self.activation, self.out_dtype = activation, out_dtype
+        self.trainable = checked_flag("trainable", trainable)
         wishes = PlanPreference.of(preference)
         self.preference = wishes if require is None else wishes.model_copy(update={"require": require})
         self._padding = -in_features % self._K_STEP

@@ -19,11 +19,13 @@ from ..checkpoints.checkpoint_format import CONFIG_KEY, Sparse24Checkpoint, with
 from ..checkpoints.folder import CONFIG_NAME, INDEX_SUFFIX, ModelReader, write_index, write_json
 from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import StrPath, new_folder, path_of
+from ..device.tensors import wrong
 from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
+from ..vocab import checked_flag
 from .checkpoint_names import is_transformers_model
 from .checkpoint_source import DTYPES_BY_NAME, Source
 from .elements import host_bytes
-from .linear import PreferenceLike, RequirementLike, Sparse24Linear
+from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
 from .loading import Load
 from .saved_form import form_of, modules_of, saved_state
 
@@ -107,6 +109,11 @@ def _load(
     model: nn.Module, path: StrPath, format: str | None, dtype: torch.dtype | None, options: dict[str, Any]
 ) -> LoadReport:
     """Load a checkpoint into a model. ``options`` may have the ``device`` on which the model will run."""
+    if dtype is not None and dtype not in DTYPES:
+        raise wrong("dtype", f"one of {', '.join(map(str, DTYPES))} or None", dtype)
+    checked_flag("trainable", options.get("trainable", False))
+    if options["dequantize"] is not None:
+        checked_flag("dequantize", options["dequantize"])
     with ModelReader(path_of("path", path)) as reader:
         load = Load(model, Source(reader, format), dtype, options)
         load.check()

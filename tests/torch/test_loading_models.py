@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -298,6 +299,24 @@ def test_a_llama_without_memory_is_swapped_cut_and_loaded(llama):
         torch.testing.assert_close(cut(x), same(x))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        *(("dtype", one) for one in ("bfloat16", "auto", 5, torch.int8, torch.float64)),
+        *((flag, one) for flag in ("trainable", "dequantize") for one in (1, "yes")),
+        ("trainable", None),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_wrong_arguments_are_refused_before_anything_changes(tmp_path, argument, wrong, device):
+    zeros = Sparse24Weight.compress(np.zeros((8, 8), np.float32))
+    save_weights(tmp_path / "ours.safetensors", {"layer.weight": zeros})
+    model = nn.ModuleDict({"layer": nn.Linear(8, 8, bias=False, device=device)})
+    with pytest.raises(InvalidProblemError, match=f"^{argument}: expected"):
+        load_sparse24(model, tmp_path / "ours.safetensors", **{argument: wrong})
+    assert type(model["layer"]) is nn.Linear
 
 
 @pytest.mark.parametrize(

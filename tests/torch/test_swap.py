@@ -225,6 +225,7 @@ def test_an_out_dtype_that_a_layer_cannot_give_leaves_it_dense():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
+        ({"trainable": 1}, InvalidProblemError, "trainable: expected"),
         ({"trainable": True, "stored": "s4"}, UnsupportedError, "trainable: expected False"),
         ({"trainable": True, "weight_dtype": torch.int8}, UnsupportedError, "trainable: expected False"),
         ({"out_dtype": torch.int8}, InvalidProblemError, "out_dtype: expected one of torch.float32"),
