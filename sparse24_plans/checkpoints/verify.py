@@ -18,7 +18,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import PrecisionGuarantee
 from ..plan.preference import PlanPreference
-from ..vocab import ElementKind
+from ..vocab import ElementKind, ScaleRule
 from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
 from ..weights.quantized import Sparse24QuantizedWeight, scale_rule_of
 from ..weights.weight import Sparse24Weight, prune
@@ -103,7 +103,8 @@ def verify_checkpoint(
 
     Each is a safetensors file, a folder with one, a folder of shards with their index, or that index. Their
     shards may hold different tensors. A compressed layer must decompress to exactly ``prune(dense)``, and a
-    quantized one must have the values and scales of its rule for that. Its product with random activations
+    quantized one must have the values and scales of its rule for that, or of any if its note names none, as
+    those of a saved model do. Its product with random activations
     [tokens, K], by the plan that ``preference`` and ``device`` select, must agree with the float64 product of
     the (dequantized) weight within the plan's guarantee. Every other tensor must be equal byte for byte.
     Only the shapes of calibrated weights are compared, because calibration changes the kept values. Memory
@@ -191,11 +192,24 @@ def _is_of(weight: Weight, dtype: str, element: ElementKind) -> bool:
 
 
 def _compare_quantized(weight: Sparse24QuantizedWeight, theirs: ModelReader, layer: Layer) -> str | None:
-    """Why the layer isn't what quantization makes of the pruned dense one, or None."""
+    """Why the layer isn't what quantization makes of the pruned dense one, or None.
+
+    A saved model doesn't know by which rule its scales were chosen, so its notes name none: any will do.
+    """
+    if SCALE_RULE not in layer.options:
+        found = [_difference(weight, theirs, layer, rule) for rule in ScaleRule]
+        return None if None in found else f"{found[0]}, whichever rule gave the scales"
     try:
-        rule = scale_rule_of(layer.options.get(SCALE_RULE), SCALE_RULE)
+        rule = scale_rule_of(layer.options[SCALE_RULE], SCALE_RULE)
     except InvalidProblemError as error:
         return f"quantization can't be computed again by its note: {error}"
+    return _difference(weight, theirs, layer, rule)
+
+
+def _difference(
+    weight: Sparse24QuantizedWeight, theirs: ModelReader, layer: Layer, rule: ScaleRule
+) -> str | None:
+    """Where the layer differs from what this rule makes of the pruned dense one, or None."""
     for rows, dense in dense_blocks(theirs, layer):
         again = quantized_weight(Sparse24Weight.prune_compress(dense), weight.quantization, rule)
         for what, view, own in zip(("value", "position", "scale"), again.views, weight.views, strict=True):

@@ -262,6 +262,15 @@ def test_weights_of_16_bits_keep_their_element(tmp_path, element):
     assert verify_checkpoint(out, tmp_path / "dense.safetensors", device="host").passed
 
 
+@pytest.mark.parametrize("rule", ["largest", "least_squares"])
+def test_a_note_without_a_rule_stands_for_any(dense, tmp_path, rule):
+    """A saved model has such notes, because layers don't know how their scales were chosen."""
+    out, _ = compress(dense, weights="s8", group=64, scale_rule=rule)
+    save_weights(tmp_path / "again", dict(iter_weights(out)))
+    (layer,) = verify_checkpoint(tmp_path / "again", dense, device="host").layers
+    assert layer.passed, layer
+
+
 def test_verification_sees_each_defect(dense, tmp_path):
     out, _ = compress(dense, weights="s8", group=64)
     with SafetensorsReader(out) as reader:
@@ -269,7 +278,11 @@ def test_verification_sees_each_defect(dense, tmp_path):
         bits = {info.name: reader.read(info.name) for info in infos}
     key = f"sparse24.{NAME}"
     renamed = {key: json.dumps({**json.loads(metadata[key]), "scale_rule": "smallest"})}
+    unnamed = {key: json.dumps({**json.loads(metadata[key]), "scale_rule": None})}
+    note = {name: one for name, one in json.loads(metadata[key]).items() if name != "scale_rule"}
     for change, more, words in (
+        (f"{NAME}.scales24", {key: json.dumps(note)}, "row 0, whichever rule gave the scales"),
+        (None, unnamed, "scale_rule: expected largest or least_squares, got None"),
         (f"{NAME}.values24", {}, "a value differs from those of the pruned dense tensor in row 0"),
         (f"{NAME}.scales24", {}, "a scale differs"),
         (None, renamed, "scale_rule: expected largest or least_squares, got 'smallest'"),
