@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from pathlib import Path
@@ -30,6 +31,7 @@ from .options import (
     BackendOption,
     DeviceOption,
     RequireOption,
+    hint,
     preference_of,
     word_option,
 )
@@ -101,6 +103,26 @@ Tuning = Annotated[
     Path | None,
     typer.Option("--tuning", metavar="FILE", help="A table of sparse24 tune, instead of the package's."),
 ]
+_WITH_OPTIONS = (
+    *("n", "m", "k", "element", "out_element", "bias_element", "epilogue", "op", "alpha", "beta"),
+    *("c_element", "relu_threshold", "relu_upper_bound", "scale_x", "scale_w", "x_order", "y_order"),
+    *("groups", "max_workspace_bytes", "allow_sm90a", "prefer_backend", "tier", "require"),
+)
+_OTHER_FIELDS = {
+    kind: tuple(name for name in kind.model_fields if name not in _WITH_OPTIONS)
+    for kind in (GemmSparse24Descriptor, PlanPreference)
+}
+"""The fields of a problem and of a preference that have no option of their own."""
+Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        metavar="NAME=VALUE",
+        help="Any other field of a problem or a preference; repeatable. Names: "
+        + ", ".join(name for names in _OTHER_FIELDS.values() for name in names)
+        + ".",
+    ),
+]
 
 
 def info(as_json: AsJson = False) -> None:
@@ -128,6 +150,7 @@ def explain(
     x_order: XOrder = "row",
     y_order: YOrder = "row",
     groups: Groups = 0,
+    field: Fields = None,
     device: DeviceOption = "auto",
     arch: Arch = None,
     require: RequireOption = None,
@@ -144,31 +167,44 @@ def explain(
     """
     if arch is not None and device is not None:
         raise typer.BadParameter("--arch and --device exclude each other")
-    chosen = {"out_element": out_element, "bias_element": bias_element, "c_element": c_element}
-    problem: dict[str, Any] = {
-        "n": n,
-        "m": m,
-        "k": k,
-        "element": element,
-        "epilogue": epilogue,
-        "op": op,
-        "alpha": alpha,
-        "beta": beta,
-        "relu_threshold": relu_threshold,
-        "relu_upper_bound": relu_upper_bound,
-        "groups": groups,
-    }
+    problem: dict[str, Any] = {"n": n, "m": m, "k": k, "element": element, "epilogue": epilogue, "op": op}
+    problem |= {"alpha": alpha, "beta": beta, "groups": groups}
+    problem |= {"relu_threshold": relu_threshold, "relu_upper_bound": relu_upper_bound}
     problem |= {"scale_x": scale_x, "scale_w": scale_w, "x_order": x_order, "y_order": y_order}
+    chosen = {"out_element": out_element, "bias_element": bias_element, "c_element": c_element}
     problem |= {name: word for name, word in chosen.items() if word is not None}
+    fields, wishes = (_fields_of(kind, field) for kind in _OTHER_FIELDS)
     with reported(as_json):
         preference = preference_of(
-            require, backend, tier=tier, max_workspace_bytes=max_workspace, allow_sm90a=sm90a
+            require, backend, tier=tier, max_workspace_bytes=max_workspace, allow_sm90a=sm90a, **wishes
         )
         table = None if tuning is None else TuningTable.load(tuning)
         place = device if arch is None else absent_gpu(arch)
-        answer = _explain_problem(GemmSparse24Descriptor(**problem), preference, place, table)
+        answer = _explain_problem(GemmSparse24Descriptor(**problem, **fields), preference, place, table)
         emit(answer, _show_explanation, as_json=as_json)
     raise typer.Exit(0 if answer["chosen"] else 1)
+
+
+def _fields_of(
+    kind: type[GemmSparse24Descriptor] | type[PlanPreference], given: list[str] | None
+) -> dict[str, Any]:
+    """The fields of a problem, or of a preference, among the values of ``--field``."""
+    found: dict[str, Any] = {}
+    known = [name for names in _OTHER_FIELDS.values() for name in names]
+    for item in given or ():
+        name, _, text = item.partition("=")
+        if name not in known or not text:
+            raise typer.BadParameter(
+                f"expected NAME=VALUE with one of {', '.join(known)}, got {item!r:.80}"
+                + ("" if name in known else hint(name, known)),
+                param_hint="'--field'",
+            )
+        if name in _OTHER_FIELDS[kind]:
+            try:
+                found[name] = json.loads(text)
+            except (ValueError, RecursionError):  # a word
+                found[name] = text
+    return found
 
 
 # The machine --------------------------------------------------------------------------------------

@@ -333,6 +333,27 @@ def test_explain_takes_ops_and_epilogues(options):
     assert answer["descriptor"][options[0][2:]] == options[1]
 
 
+@pytest.mark.parametrize(
+    ("fields", "chosen"),
+    [
+        ({"weight_element": "s4", "weight_group": 32}, "wgmma_sp"),
+        ({"x_element": "fp8_e5m2", "scale_y": "tensor", "amax": True}, "wgmma_sp_fp8"),
+        ({"batches": 4, "shared_weight": True}, "wgmma_sp"),
+        ({"x_rows": 16, "y_rows": 8, "top_k": 2, "group_tokens": "counts"}, "wgmma_sp_grouped"),
+    ],
+)
+def test_explain_takes_every_field(fields, chosen):
+    others = {"x_element": ("--element", "fp8_e4m3", "--out-element", "fp8_e4m3"), "x_rows": ("--groups", 2)}
+    given = [word for name, value in fields.items() for word in ("--field", f"{name}={value}".lower())]
+    answer = run_json("explain", *PROBLEM, "--arch", "h100", *others.get(next(iter(fields)), ()), *given)
+    assert answer["chosen"] == chosen
+    assert {name: answer["descriptor"][name] for name in fields} == fields
+    forced = run_json("explain", *PROBLEM, "--arch", "h100", "--field", "prefer_kernel=mma_sp")
+    assert forced["chosen"] == "mma_sp"
+    wrong = run_json("explain", *PROBLEM, "--field", "batches=x", exit_code=1)["error"]
+    assert wrong["message"].startswith("GemmSparse24Descriptor: batches: ")
+
+
 def test_explain_where_nothing_can_serve():
     options = (*PROBLEM, "--device", "host", "--backend", "mma_sp")
     answer = run_json("explain", *options, exit_code=1)
@@ -439,6 +460,8 @@ def test_a_device_that_is_not_here(checkpoint, compressed):
         ("explain", *PROBLEM, "--arch", "sm90a", "--device", "0"),
         ("explain", *PROBLEM, "--device", "tpu"),
         ("explain", *PROBLEM, "--require", "speed"),
+        ("explain", *PROBLEM, "--field", "n=3"),
+        ("explain", *PROBLEM, "--field", "amax"),
         ("explain", *PROBLEM, "--require", "subnormals=maybe"),
         ("compress", "x"),
         ("verify", "x", "--against", "y", "--tokens", 0),
