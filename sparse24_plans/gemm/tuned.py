@@ -86,14 +86,11 @@ class TuningTable:
         """Read a table that :meth:`save` wrote. Raises StorageError, or FormatError for any other content."""
         raw = read_whole(path, _MAX_BYTES)
         try:
-            document: dict[str, Any] = json.loads(raw)
-            if document["schema"] != SCHEMA:
-                raise ValueError(f"expected schema {SCHEMA}, got {shown(document['schema'])}")
-            stamp = document["stamp"]
-            entries = [TunedKernel.model_validate(entry) for entry in document["entries"]]
-            return cls(str(stamp["gpu"]), str(stamp["driver"]), entries)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FormatError(f"tuning table {path}: {type(error).__name__}: {error}") from error
+            stamp, listed = _fields(json.loads(raw))
+            entries = [TunedKernel.model_validate(entry) for entry in listed]
+            return cls(stamp["gpu"], stamp["driver"], entries)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"tuning table {path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write JSON, one entry per line; the whole file or nothing. Raises StorageError."""
@@ -193,6 +190,20 @@ def _order(entry: TunedKernel) -> tuple[Any, ...]:
     """Sort key of an entry: kernel, type, shape, n."""
     one = entry.problem
     return entry.kernel, one.element.value, one.m * one.k, one.m, one.n, one.model_dump_json()
+
+
+def _fields(document: Any) -> tuple[dict[str, str], list[Any]]:
+    """The stamp and the entries of a table's JSON. Raises ValueError for anything but a table."""
+    if not isinstance(document, dict) or "schema" not in document:
+        raise ValueError("expected a table that sparse24 tune wrote, got other JSON")
+    if document["schema"] != SCHEMA:
+        raise ValueError(f"expected schema {SCHEMA}, got {shown(document['schema'])}")
+    stamp, entries = document.get("stamp"), document.get("entries")
+    if not isinstance(stamp, dict) or not all(isinstance(stamp.get(one), str) for one in ("gpu", "driver")):
+        raise ValueError(f"stamp: expected the names of a gpu and a driver, got {shown(stamp)}")
+    if not isinstance(entries, list):
+        raise ValueError(f"entries: expected a list, got {shown(entries)}")
+    return stamp, entries
 
 
 def _plain(entry: TunedKernel) -> dict[str, Any]:

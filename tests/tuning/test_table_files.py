@@ -28,6 +28,28 @@ def test_a_file_that_is_no_table_is_a_format_error(tmp_path, content):
         TuningTable.load(tmp_path / "table.json")
 
 
+STAMP = '"stamp": {"gpu": "H200", "driver": "1"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "expected a table that sparse24 tune wrote, got other JSON"),
+        ("null", "expected a table that sparse24 tune wrote, got other JSON"),
+        ('{"schema": 2}', "expected schema 1, got 2"),
+        ('{"schema": 1}', "stamp: expected the names of a gpu and a driver, got None"),
+        ('{"schema": 1, "stamp": {"gpu": "H200", "driver": null}, "entries": []}', "stamp: expected the"),
+        ('{"schema": 1, %s}' % STAMP, "entries: expected a list, got None"),  # noqa: UP031 - has braces
+        ('{"schema": 1, %s, "entries": {}}' % STAMP, "entries: expected a list, got {}"),  # noqa: UP031
+        ('{"schema": 1, %s, "entries": [3]}' % STAMP, "TunedKernel: .* got 3"),  # noqa: UP031
+    ],
+)
+def test_the_error_says_what_a_table_has(tmp_path, content, message):
+    (tmp_path / "table.json").write_text(content)
+    with pytest.raises(FormatError, match=f"^tuning table .*table.json: {message}"):
+        TuningTable.load(tmp_path / "table.json")
+
+
 def test_a_table_replaces_the_old_one_whole(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     EMPTY.save(path)
