@@ -19,6 +19,7 @@ from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import PrecisionGuarantee
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, ScaleRule
+from ..weights.dense import widened
 from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
 from ..weights.quantized import Sparse24QuantizedWeight, scale_rule_of
 from ..weights.weight import Sparse24Weight, prune
@@ -28,7 +29,6 @@ from .folder import DTYPES, ELEMENTS, ModelReader, same_tensor
 from .layers import (
     CALIBRATED,
     SCALE_RULE,
-    SUFFIXES,
     Layer,
     compressed_layer,
     compressed_names,
@@ -81,7 +81,7 @@ class Verification:
     tokens: int
     layers: tuple[LayerResult, ...]
     copied: int
-    """The number of tensors that equal the dense checkpoint's byte for byte."""
+    """The number of tensors that equal the dense checkpoint's."""
     problems: tuple[str, ...]
 
     @property
@@ -106,7 +106,8 @@ def verify_checkpoint(
     quantized one must have the values and scales of its rule for that, or of any if its note names none, as
     those of a saved model do. Its product with random activations
     [tokens, K], by the plan that ``preference`` and ``device`` select, must agree with the float64 product of
-    the (dequantized) weight within the plan's guarantee. Every other tensor must be equal byte for byte.
+    the (dequantized) weight within the plan's guarantee. Every other tensor must be equal byte for byte, but
+    for biases of layers that quantize their input, which a saved model holds in float32.
     Only the shapes of calibrated weights are compared, because calibration changes the kept values. Memory
     stays bounded by about one tensor.
 
@@ -128,13 +129,12 @@ def verify_checkpoint(
     rng = np.random.default_rng(seed)
     place = str(resolve(device))
     with ModelReader(compressed) as ours, ModelReader(dense) as theirs:
-        names = compressed_names(ours)
-        for name, shard in names.items():
-            layer = compressed_layer(ours, shard, name)
+        stored = [compressed_layer(ours, shard, name) for name, shard in compressed_names(ours).items()]
+        for layer in stored:
             weight = read_weight(ours, layer)
             by = None if weight.quantization is None else str(weight.quantization)
             kind, calibrated = weight.element.value, CALIBRATED in layer.options
-            result = LayerResult(name, layer.dense_shape, kind, quantization=by, calibrated=calibrated)
+            result = LayerResult(layer.name, layer.dense_shape, kind, quantization=by, calibrated=calibrated)
             problem = _compare_weight(weight, ours, theirs, layer)
             if problem is not None:
                 result = replace(result, problem=problem)
@@ -144,8 +144,8 @@ def verify_checkpoint(
             layers.append(result)
             if on_layer is not None:
                 on_layer(result)
-        copied, problems = _compare_rest(ours, theirs, list(names))
-    if problems and not names:
+        copied, problems = _compare_rest(ours, theirs, stored)
+    if problems and not stored:
         problems.insert(0, f"{compressed} holds no compressed layer")
     return Verification(place, tokens, tuple(layers), copied, tuple(problems))
 
@@ -226,20 +226,33 @@ def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
     return dense
 
 
-def _compare_rest(ours: ModelReader, theirs: ModelReader, names: list[str]) -> tuple[int, list[str]]:
+def _compare_rest(ours: ModelReader, theirs: ModelReader, layers: list[Layer]) -> tuple[int, list[str]]:
     """The number of tensors that were copied faithfully, and the problems of the others."""
-    stored = {name + suffix for name in names for suffix in (*SUFFIXES, SCALE_SUFFIX)}
+    in_rows = [layer.name for layer in layers if layer.element in LARGEST]
+    biases = {name.removesuffix(".weight") + ".bias" for name in in_rows}
     copied, problems = 0, []
-    for name in theirs.tensors.keys() - set(names):
+    others = theirs.tensors.keys() - {layer.name for layer in layers}
+    for name in others:
         if name not in ours.tensors:
             problems.append(f"{shown(name)}: missing")
-        elif not same_tensor(theirs, ours, name):
-            problems.append(f"{shown(name)}: differs from the dense checkpoint")
-        else:
+        elif same_tensor(theirs, ours, name) or (name in biases and _is_widened(theirs, ours, name)):
             copied += 1
-    extra = ours.tensors.keys() - stored - theirs.tensors.keys()
+        else:
+            problems.append(f"{shown(name)}: differs from the dense checkpoint")
+    stored = {source for layer in layers for source in layer.sources}
+    extra = ours.tensors.keys() - stored - {name + SCALE_SUFFIX for name in in_rows} - others
     problems += [f"{shown(name)}: not in the dense checkpoint" for name in extra]
     return copied, sorted(problems)
+
+
+def _is_widened(theirs: ModelReader, ours: ModelReader, name: str) -> bool:
+    """Whether our bias is theirs as float32. Layers that quantize their input hold it so, and save it so."""
+    given, own = theirs.tensors[name], ours.tensors[name]
+    if given.dtype not in COMPRESSED_DTYPES or (own.dtype, own.shape) != ("F32", given.shape):
+        return False
+    element = ELEMENTS[given.dtype]
+    wide = widened(theirs.read(name).view(element.bits_dtype), element)
+    return np.array_equal(wide.view(np.uint32), ours.read(name).view(np.uint32))
 
 
 # The product --------------------------------------------------------------------------------------

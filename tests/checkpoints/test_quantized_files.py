@@ -19,6 +19,8 @@ from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader, Safet
 from sparse24_plans.cli.app import app
 from sparse24_plans.vocab import ElementKind
 
+from .models import dense_file, random_array, rewrite, swap
+
 M, K = 40, 64
 NAME = "model.layers.0.up_proj.weight"
 LARGEST = {"fp8_e4m3": 448, "s8": 127}
@@ -87,6 +89,22 @@ def test_verification_passes_and_sees_each_defect(dense, tmp_path, element):
                 writer.write(one, values)
         found = verify_checkpoint(tmp_path / "bad.safetensors", dense)
         assert words in next(layer.problem for layer in found.layers)
+
+
+@pytest.mark.parametrize(("change", "passes"), [(0, True), (1, False)])
+def test_a_bias_may_be_the_dense_one_in_float32(tmp_path, change, passes):
+    """Layers that quantize their input hold their bias in float32, and a saved model has it so."""
+    weight = random_array((M, K), "bf16")
+    dense = {"up.weight": weight, "up.bias": weight[:, 0].copy(), "norm.bias": weight[0].copy()}
+    dense_file(tmp_path / "dense.safetensors", dense)
+    out = tmp_path / "out.safetensors"
+    compress_checkpoint(tmp_path / "dense.safetensors", out, element="s8")
+    rewrite(out, swap("up.bias", dense["up.bias"].astype(np.float32) + change))
+    found = verify_checkpoint(out, tmp_path / "dense.safetensors", device="host")
+    assert found.problems == (() if passes else ("up.bias: differs from the dense checkpoint",))
+    rewrite(out, swap("norm.bias", dense["norm.bias"].astype(np.float32)))
+    found = verify_checkpoint(out, tmp_path / "dense.safetensors", device="host")
+    assert "norm.bias: differs from the dense checkpoint" in found.problems
 
 
 @each

@@ -115,6 +115,9 @@ def forget_all_layers(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
         (forget_layer, "f16.weight: missing"),
         (drop("ids"), "ids: missing"),
         (swap("more", np.zeros(3)), "more: not in the dense checkpoint"),
+        (swap("f16.weight", np.zeros((24, 40), np.float16)), "f16.weight: not in the dense checkpoint"),
+        (swap("f16.weight_scale", np.ones((24, 1), np.float32)), "f16.weight_scale: not in the dense"),
+        (swap("f16.weight.scales24", np.ones((24, 1), np.float16)), "f16.weight.scales24: not in the dense"),
         (forget_all_layers, "holds no compressed layer"),
     ],
 )
