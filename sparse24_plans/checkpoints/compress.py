@@ -17,7 +17,7 @@ from ..device.tensors import HOST, Device, TensorView
 from ..errors import InvalidProblemError, UnsupportedError
 from ..prepare.descriptor import PruneCompressSparse24Descriptor
 from ..prepare.plan import PruneCompressSparse24Plan
-from ..vocab import ElementKind, ScaleRule, checked_flag
+from ..vocab import ElementKind, ElementLike, ScaleRule, checked_flag
 from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .compressed_form import CompressedForm, compressed_form
@@ -97,8 +97,8 @@ def compress_checkpoint(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    element: ElementKind | str | None = None,
-    weights: ElementKind | str | None = None,
+    element: ElementLike | None = None,
+    weights: ElementLike | None = None,
     group: int | None = None,
     scale_rule: ScaleRule | str | None = None,
     device: int | str | None = None,

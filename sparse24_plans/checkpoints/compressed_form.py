@@ -9,7 +9,7 @@ import numpy as np
 
 from ..device.tensors import wrong
 from ..errors import InvalidProblemError, shown
-from ..vocab import ElementKind, ScaleRule
+from ..vocab import ElementKind, ElementLike, ScaleRule, element_kind
 from ..weights.calibrated import Rounding
 from ..weights.packed_layouts import Quantization
 from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
@@ -122,8 +122,8 @@ def quantized_weight(weight: Sparse24Weight, by: Quantization, rule: ScaleRule) 
 
 
 def compressed_form(
-    element: ElementKind | str | None,
-    weights: ElementKind | str | None,
+    element: ElementLike | None,
+    weights: ElementLike | None,
     group: int | None,
     scale_rule: ScaleRule | str | None,
 ) -> CompressedForm:
@@ -132,9 +132,11 @@ def compressed_form(
         for argument, value in (("group", group), ("scale_rule", scale_rule)):
             if value is not None:
                 raise InvalidProblemError(f"{argument}: expected None without weights, got {shown(value)}")
-        if element is not None and element not in LARGEST:
+        if element is None:
+            return CompressedForm()
+        if (kind := element_kind(element)) not in LARGEST:
             raise wrong("element", f"one of {', '.join(LARGEST)} or None", element)
-        return CompressedForm() if element is None else RowForm(ElementKind(element))
+        return RowForm(kind)
     if element is not None:
         raise InvalidProblemError(
             f"weights: expected None beside element, by which layers quantize X too, got {shown(weights)}"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from .._vendor.compressed_tensors import CONFIG_KEYS
 from ..device.files import StrPath
 from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
+from ..formats.cutlass_sm90 import CutlassSm90
 from ..formats.table import QUANTIZED_FORMATS
 from .checkpoint_base import CheckpointFormat
 from .checkpoint_format import DENSE, checkpoint_format, checkpoint_formats
@@ -90,7 +91,7 @@ def convert_checkpoint(
         A file can't be read or written.
     """
     selection = Selection(include, exclude)
-    _check_formats(from_format, to_format, selection)
+    _check_formats(from_format, to_format, selection, tile_k)
     check_destination(source, destination, overwrite=overwrite)
     old, new = (checkpoint_format(name, selection, tile_k) for name in (from_format, to_format))
     with ModelReader(source) as model:
@@ -131,7 +132,7 @@ class _Conversion(Rewrite[ConversionReport]):
         return self.report_layer(layer)
 
 
-def _check_formats(from_format: str, to_format: str, selection: Selection) -> None:
+def _check_formats(from_format: str, to_format: str, selection: Selection, tile_k: int | None) -> None:
     for argument, name in (("from_format", from_format), ("to_format", to_format)):
         known = checkpoint_formats(read=argument == "from_format")
         if not isinstance(name, str) or name not in known:
@@ -141,4 +142,9 @@ def _check_formats(from_format: str, to_format: str, selection: Selection) -> No
     if selection and from_format != DENSE:
         raise InvalidProblemError(
             f"include, exclude: expected no patterns for {from_format}, only dense checkpoints take them"
+        )
+    if tile_k is not None and CutlassSm90.name not in (from_format, to_format):
+        raise InvalidProblemError(
+            f"tile_k: expected None unless a format is {CutlassSm90.name}, which alone takes one, got "
+            f"{shown(tile_k)}"
         )

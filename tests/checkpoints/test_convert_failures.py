@@ -132,6 +132,7 @@ def test_damaged_files_give_typed_errors_and_no_file(tmp_path, data):
         ),
         (("dense", "compressed_tensors"), {"include": ["v"]}, "v: .*a name that ends in .weight"),
         (("dense", "cutlass_sm90"), {"tile_k": 48, "include": ["v"]}, "v: .* tile_k = 48"),
+        (("dense", "tilelang"), {"tile_k": 64}, "tile_k: expected None unless a format is cutlass_sm90"),
     ],
 )
 def test_requests_that_cannot_be_meant(files, formats, options, complaint):

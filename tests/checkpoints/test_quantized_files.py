@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -136,6 +137,15 @@ def test_the_command_line(dense, tmp_path):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["sparse_share"] > 0.9
     assert load_weight(out, NAME).element == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("element", "name"),
+    [(ml_dtypes.float8_e4m3fn, "fp8_e4m3"), ("float8_e4m3fn", "fp8_e4m3"), (np.int8, "s8"), ("int8", "s8")],
+)
+def test_an_element_may_be_a_dtype(dense, tmp_path, element, name):
+    compress_checkpoint(dense, tmp_path / "out.safetensors", element=element)
+    assert load_weight(tmp_path / "out.safetensors", NAME).element == name
 
 
 def test_an_element_of_16_bits_is_refused(dense, tmp_path):
