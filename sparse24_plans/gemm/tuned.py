@@ -86,7 +86,7 @@ class TuningTable:
         """Read a table that :meth:`save` wrote. Raises StorageError, or FormatError for any other content."""
         raw = read_whole(path, _MAX_BYTES)
         try:
-            stamp, listed = _fields(json.loads(raw))
+            stamp, listed = _parts_of(json.loads(raw))
             entries = [TunedKernel.model_validate(entry) for entry in listed]
             return cls(stamp["gpu"], stamp["driver"], entries)
         except (ValueError, RecursionError) as error:
@@ -192,7 +192,7 @@ def _order(entry: TunedKernel) -> tuple[Any, ...]:
     return entry.kernel, one.element.value, one.m * one.k, one.m, one.n, one.model_dump_json()
 
 
-def _fields(document: Any) -> tuple[dict[str, str], list[Any]]:
+def _parts_of(document: Any) -> tuple[dict[str, str], list[Any]]:
     """The stamp and the entries of a table's JSON. Raises ValueError for anything but a table."""
     if not isinstance(document, dict) or "schema" not in document:
         raise ValueError("expected a table that sparse24 tune wrote, got other JSON")
