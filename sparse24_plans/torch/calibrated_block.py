@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +178,15 @@ class Block:
 
     @contextmanager
     def _seen(self, names: Iterable[str], see: Callable[..., None]) -> Iterator[None]:
-        """Call ``see`` with a layer's name and its arguments whenever one of them is called."""
+        """Call ``see`` with a layer's name and its arguments, by position, whenever one of them is called."""
+
+        def note(layer: nn.Module, args: Any, named: Any, name: str) -> None:
+            see(name, *signature(type(layer).forward).bind(layer, *args, **named).args[1:])
+
         with ExitStack() as stack:
             for name in names:
                 hook = self._layers[name].register_forward_pre_hook(
-                    lambda _, args, name=name: see(name, *args)
+                    partial(note, name=name), with_kwargs=True
                 )
                 stack.callback(hook.remove)
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +65,7 @@ def recorded(
     rests: list[tuple[Any, ...] | None] = []
     moved: dict[int, Any] = {}
 
-    def note(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def note(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden, *others = args or (kwargs.pop("hidden_states", None),)
         seen = calls.arguments[-1]
         if order[id(block)] != len(seen) or not isinstance(hidden, Tensor):
@@ -75,7 +75,7 @@ def recorded(
         if not seen:
             calls.hidden.append(hidden.to(device, copy=True))
         if not rests:
-            result = type(block).forward(block, hidden, *others, **kwargs)
+            result = forward(hidden, *others, **kwargs)
             rests.append(result[1:] if isinstance(result, tuple) else None)
         seen.append(_moved((tuple(others), kwargs), device, moved))
         if len(seen) == len(blocks) and len(calls.arguments) > 1:
@@ -84,8 +84,11 @@ def recorded(
 
     with ExitStack() as stack:
         for block in blocks.values():
-            block.forward = partial(note, block)  # type: ignore[method-assign]
-            stack.callback(block.__dict__.pop, "forward")
+            # A block may have a forward of its own, a compiled one for instance, which outlives this.
+            own = {name: value for name, value in vars(block).items() if name == "forward"}
+            stack.callback(vars(block).update, own)
+            stack.callback(vars(block).pop, "forward")
+            block.forward = partial(note, block, block.forward)  # type: ignore[method-assign]
         for batch in batches:
             calls.arguments.append([])
             with suppress(Enough):

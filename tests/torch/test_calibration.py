@@ -201,6 +201,40 @@ def test_the_model_is_left_in_its_modes_and_without_hooks():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+class ByName(nn.Module):
+    """A layer that is called with a keyword, or with its only argument."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.layer, self.named = nn.Linear(32, 32), named
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(input=x) if self.named else self.layer(x)
+
+
+def test_layers_may_be_called_with_keywords():
+    found = []
+    for named in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(ByName(named), ByName(named))
+        report = calibrate(model, inputs())
+        found.append((report, weights(model)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
+def test_a_blocks_own_forward_is_used_and_stays():
+    """A compiled forward, for one, is an attribute of the block."""
+    plain, model = (nn.Sequential(stack(), stack(seed=1)) for _ in range(2))
+    forward, ran = model[0].forward, []
+    own = model[0].forward = lambda x: ran.append(len(x)) or forward(x)
+    for one in (plain, model):
+        calibrate(one, inputs(count=2))
+    assert vars(model[0])["forward"] is own
+    assert ran
+    assert same(weights(plain), weights(model))
+
+
 def test_patterns_and_places_choose_layers():
     report = calibrate(transformer("BertModel"), token_batches(), exclude=["*.query", "*layer.0*"])
     names = {layer.name for layer in report.layers}
