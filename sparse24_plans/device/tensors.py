@@ -405,16 +405,19 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
     found = _BY_DTYPE.get(dtype) if dtype.isnative else None
     if wanted is None or found is wanted:
         if found is None:
-            raw = dtype.kind in "iuV" and dtype.isnative
-            advice = (
-                "TensorView.of(..., element=...) takes raw bits for an element's" if raw else "convert it"
-            )
+            raw = "TensorView.of(..., element=...) takes raw bits for an element's"
+            advice = raw if _is_raw(dtype) else "convert it"
             raise InvalidProblemError(f"{argument}: expected one of {ELEMENT_NAMES}, got {dtype}; {advice}")
         return found
-    fits = dtype.kind in "iuV" and dtype.itemsize == wanted.itemsize and dtype.isnative
-    if not fits or wanted not in IN_MEMORY:
+    if not _is_raw(dtype) or dtype.itemsize != wanted.itemsize or wanted not in IN_MEMORY:
         raise InvalidProblemError(f"{argument}: expected {wanted}, got {dtype}")
     return wanted
+
+
+def _is_raw(dtype: np.dtype[Any]) -> bool:
+    """Whether it is of integers or opaque bytes. NumPy gives the kind V to other float types, too."""
+    is_opaque = dtype.type is np.void and dtype.names is None
+    return dtype.isnative and (dtype.kind in "iu" or is_opaque)
 
 
 class Workspace:
