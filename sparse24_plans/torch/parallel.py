@@ -70,7 +70,9 @@ class _ShardedLinear(Sparse24Linear):
                 raise InvalidProblemError(
                     f"{key}: expected a DTensor on {self._mesh}, got one on {given.device_mesh}"
                 )
-            return _tensor(given.redistribute(placements=[placement]).to_local())
+            # No backend of PyTorch exchanges integers of 16 bits.
+            wide: Any = given.to(torch.int32) if key == META_KEY else given
+            return _tensor(wide.redistribute(placements=[placement]).to_local().to(given.dtype))
         wanted = list(own.shape)
         if isinstance(placement, Shard):
             wanted[placement.dim] *= self._mesh.size()
@@ -180,7 +182,14 @@ class RowwiseSparse24Linear(_ShardedLinear):
         """The rounded results: sums over all of K with bias and activation."""
         if self.bias is not None:
             total = total + self._bias_of(placed, total.dim()).float()
-        return _tensor(FORWARD[self.activation](total).to(self.out_dtype or self._weight.dtype))
+        return _tensor(FORWARD[self.activation](total).to(self.out_dtype or self._autocast_dtype()))
+
+    def _autocast_dtype(self) -> torch.dtype:
+        """The weight's dtype when it is multiplied, which autocast gives a float32 weight."""
+        dtype, kind = self._weight.dtype, self._weight.device.type
+        if dtype == torch.float32 and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return dtype
 
     def _products(self, x: Tensor) -> list[Tensor]:
         """The float32 product of each of the rank's parts of K."""

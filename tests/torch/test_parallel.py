@@ -44,9 +44,9 @@ def mesh_of(ranks: int) -> DeviceMesh:
 
 
 def layer(
-    dtype: torch.dtype = torch.float32, bias: bool = True, m: int = M, k: int = K, **options
+    dtype: torch.dtype = torch.float32, bias: bool = True, m: int = M, k: int = K, seed: int = 1, **options
 ) -> Sparse24Linear:
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     return Sparse24Linear.from_linear(nn.Linear(k, m, bias, dtype=dtype), **options)
 
 
@@ -123,6 +123,25 @@ def rows_are_right(dtype: torch.dtype, options: dict) -> None:
 @pytest.mark.parametrize("options", [{}, {"activation": "gelu"}, {"out_dtype": torch.float32}], ids=str)
 def test_rows_are_added_up_over_ranks_then_bias_activation_and_rounding(world, dtype, options):
     world.run(rows_are_right, dtype, options)
+
+
+def under_autocast(style: type, dtype: torch.dtype, options: dict) -> None:
+    mesh = mesh_of(2)
+    cut, whole = parallelize_module(layer(dtype, **options), mesh, style()), layer(dtype, **options)
+    x = tokens(5, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = whole(x)
+        y = cut(x) if style is ColwiseSparse24 else cut(part(x, mesh, -1))
+    wanted = part(wanted, mesh, -1) if style is ColwiseSparse24 else wanted
+    assert y.dtype == wanted.dtype
+    close(y.to(torch.bfloat16), wanted)  # whose operands autocast has rounded
+
+
+@pytest.mark.parametrize("style", [ColwiseSparse24, RowwiseSparse24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"out_dtype": torch.float32}], ids=str)
+def test_results_under_autocast_have_the_dtype_of_one_devices(world, style, dtype, options):
+    world.run(under_autocast, style, dtype, options)
 
 
 def rows_in_parts(ranks: int, parts: int | None, out: Shard | Replicate) -> torch.Tensor:
@@ -422,6 +441,19 @@ def whole_states() -> None:
 
 def test_a_whole_state_is_cut_where_it_is_loaded(world):
     world.run(whole_states)
+
+
+def states_of_another_cut() -> None:
+    mesh = mesh_of(2)
+    for one, other in ((ColwiseSparse24, RowwiseSparse24), (RowwiseSparse24, ColwiseSparse24)):
+        given = parallelize_module(layer(), mesh, one())
+        cut = parallelize_module(layer(seed=7), mesh, other())
+        cut.load_state_dict(given.state_dict())
+        assert equal_states(cut, layer())
+
+
+def test_a_state_that_is_cut_the_other_way_is_exchanged(world):
+    world.run(states_of_another_cut)
 
 
 def built_without_memory(path: str) -> None:
