@@ -98,7 +98,7 @@ def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
     tensor, shape = args
     if tuple(shape) not in (tuple(tensor.shape), (-1, tensor.shape[1]), (tensor.shape[0], -1)):
         raise UnsupportedError(
-            f"`view` is not implemented for SparseSemiStructuredTensor, except for the dummy case "
+            f"`{func._opname}` is not implemented for SparseSemiStructuredTensor, except for the dummy case "
             f"(shape={shape})"
         )
     return _detach(func, types, (tensor,), kwargs)
@@ -308,10 +308,13 @@ Sparse24Tensor.SPARSE_DISPATCH = {
     _aten.t: _t,
     _aten.numpy_T: _t,
     _aten.mT: _t,
+    _aten.matrix_H: _t,
+    _aten.adjoint: _t,
     _aten.permute: _permute,
     _aten.transpose: _permute,
     _aten.swapdims: _permute,
     _aten.view: _view,
+    _aten.reshape: _view,
     _aten.mm: _mm,
     _aten.matmul: _matmul,
     _aten.addmm: _addmm,

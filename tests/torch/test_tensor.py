@@ -266,6 +266,8 @@ TRANSPOSES = {
     "t": lambda a: a.t(),
     "T": lambda a: a.T,
     "mT": lambda a: a.mT,
+    "H": lambda a: a.H,
+    "adjoint": lambda a: a.adjoint(),
     "permute": lambda a: a.permute(1, 0),
     "negative": lambda a: a.permute(-1, 0),
     "transpose": lambda a: a.transpose(0, 1),
@@ -294,6 +296,7 @@ VIEWS = {
     **TRANSPOSES,
     "detach": lambda a: a.detach(),
     "view": lambda a: a.view(64, -1),
+    "reshape": lambda a: a.reshape(64, -1),
     "same permute": lambda a: a.permute(0, 1),
 }
 
