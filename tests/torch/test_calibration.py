@@ -412,6 +412,7 @@ def holed(value: float) -> nn.Module:
         (stack(), {"batches": []}, r"batches: expected a list of inputs, got \[\]"),
         (stack(), {"batches": torch.ones(4, 32)}, "batches: expected a list of inputs"),
         (stack(), {"batches": "text"}, "batches: expected a list of inputs, got 'text'"),
+        (stack(), {"batches": [torch.ones(0, 32)]}, "batches: expected tokens, got none in any of them"),
         (stack(), {"include": "*"}, "include: expected a sequence of patterns"),
         (stack(), {"exclude": ["*typo*"]}, r"exclude: pattern '\*typo\*' matches no linear layer"),
         (stack(), {"exclude": ["*"]}, "model: expected a layer to prune, got none"),
