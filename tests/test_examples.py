@@ -91,6 +91,7 @@ def test_the_guides_show_code_that_runs():
         "docs/command-line.md",
         "docs/export.md",  # its code is C: tests/export/test_document.py
         "docs/kernels.md",
+        "docs/operations.md",
         "docs/performance.md",
         "docs/versioning.md",
         "docs/when-it-pays.md",
