@@ -99,8 +99,6 @@ def calibrate(
     layers: list[CalibratedLayer] = []
     with _evaluated(model), progress_bar(len(blocks), progress) as advance:
         calls = recorded(model, blocks, batches, None if device is None else torch.device(device))
-        if not any(hidden.numel() for hidden in calls.hidden):
-            raise InvalidProblemError("batches: expected tokens, got none in any of them")
         seed = digest(f"{method}{form}".encode(), *tensors_in(batches))
         for index, (place, block) in enumerate(blocks.items()):
             own = {name: one for name, one in chosen.items() if f"{name}.".startswith(f"{place}.")}

@@ -101,6 +101,8 @@ def recorded(
             mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             flat = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
             calls.counted.append(_moved(flat, device, moved))
+    if not any(hidden.numel() for hidden in calls.hidden):
+        raise InvalidProblemError("batches: expected tokens, got none in any of them")
     return calls
 
 
