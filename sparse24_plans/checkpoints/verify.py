@@ -197,8 +197,12 @@ def _compare_quantized(weight: Sparse24QuantizedWeight, theirs: ModelReader, lay
     A saved model doesn't know by which rule its scales were chosen, so its notes name none: any will do.
     """
     if SCALE_RULE not in layer.options:
-        found = [_difference(weight, theirs, layer, rule) for rule in ScaleRule]
-        return None if None in found else f"{found[0]}, whichever rule gave the scales"
+        found: list[str] = []
+        for rule in ScaleRule:
+            if (difference := _difference(weight, theirs, layer, rule)) is None:
+                return None  # the dense weight isn't quantized again for the other rules
+            found.append(difference)
+        return f"{found[0]}, whichever rule gave the scales"
     try:
         rule = scale_rule_of(layer.options[SCALE_RULE], SCALE_RULE)
     except InvalidProblemError as error:
