@@ -373,10 +373,12 @@ def _show_explanation(answer: Json) -> None:
         show_line(f"{row['kernels']}: {row['reason']}", indent=2)
 
 
-_DEFAULTS: Json = {"alpha": 1, "beta": 0, "relu_threshold": 0, "relu_upper_bound": None}
-_DEFAULTS |= dict.fromkeys(("x_order", "y_order"), "row")
-_DEFAULTS |= {"groups": 0, "group_tokens": "offsets", "x_rows": None, "y_rows": None, "top_k": 0}
-_DEFAULTS |= {"batches": None, "shared_weight": False, "scale_y": "none", "amax": False, "weight_group": 0}
+_TOLD = (
+    *("alpha", "beta", "relu_threshold", "relu_upper_bound", "x_order", "y_order"),
+    *("groups", "group_tokens", "x_rows", "y_rows", "top_k"),
+    *("batches", "shared_weight", "scale_y", "amax", "weight_group"),
+)
+_DEFAULTS: Json = {name: GemmSparse24Descriptor.model_fields[name].default for name in _TOLD}
 _AS_ELEMENT = "x_element", "weight_element", "weight_scale_element"
 
 
