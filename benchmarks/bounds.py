@@ -415,6 +415,11 @@ _LAYERS = [
     ),
 ]
 
+_EXPERTS = [
+    Bound("over dense", ratios("layers", "dense_us", "us"), 1.3, on_the_mean=True),
+    Bound("over dense, each", ratios("layers", "dense_us", "us"), 0.97),
+]
+
 _TESTS = [
     *(Bound(name, top(name), most=0) for name in ("failed", "fuzz_failures", "replay_mismatches")),
     Bound("passed", top("passed"), 2001),
@@ -453,6 +458,7 @@ BOUNDS = {
     "blocksparse-random": RANDOM_BLOCKS,
     "torch": _TORCH,
     "layers": _LAYERS,
+    "experts": _EXPERTS,
     "tests": _TESTS,
     "export": _EXPORT,
     "calibration": _CALIBRATION,

@@ -126,6 +126,12 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
         | _fields(_is_time, "linear_us quantize_us layer_us dense_us")
         | _fields(_is_number, "rel_error")
     },
+    "experts": {
+        "layers": _fields(_is_text, "model dense")
+        | _fields(_is_size, "experts hidden features top_k tokens")
+        | _fields(_is_time, "us dense_us")
+        | _fields(_is_number, "rel_error")
+    },
     "blocksparse": {
         "products": _BLOCKS | _fields(_is_text, "pattern") | _fields(_IS_TIME_OR_NONE, "torch_bsr_us"),
         "sparse24": _BLOCKS | _fields(_is_time, "blocks_us"),

@@ -46,6 +46,7 @@ from sparse24_plans.vocab import (
     DeviceProperties,
     ElementKind,
     EpilogueKind,
+    GroupTokens,
     MatrixOrder,
     TileRule,
 )
@@ -92,9 +93,9 @@ def problems(row: KernelEntry) -> Iterator[Descriptor]:
         groups = row.least_groups if isinstance(row, GemmEntry) else 0
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue, groups=groups)
         if groups:
-            rows: dict[str, Any] = {"x_rows": n, "y_rows": n, "top_k": 1, "groups": groups}
+            rows: dict[str, Any] = {"x_rows": n, "y_rows": n, "top_k": 1, "group_tokens": GroupTokens.EXPERTS}
             yield GemmSparse24Descriptor(
-                n=n, m=_M, k=_K, element=element, out_element=ElementKind.F32, **rows
+                n=n, m=_M, k=_K, element=element, out_element=ElementKind.F32, groups=groups, **rows
             )
     if isinstance(row, GemmEntry) and row.column_order:
         for element in row.elements:

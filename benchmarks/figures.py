@@ -32,6 +32,7 @@ COMPILE_RECORD, RANDOM_RECORD = "h200-compile.json", "h200-random.json"
 TORCH_RECORD = "h200-torch.json"
 GROUPED_RECORD, QUANTIZED_RECORD = "h200-grouped.json", "h100-quantized.json"
 LAYERS_RECORD = "h200-layers.json"
+EXPERTS_RECORD = "h200-experts.json"
 EXPORT_RECORD = "-export.json"  # of any GPU, since these are times of the host
 _EXPORTED_CALLS = {
     "find_us": "`s24_find`, again",
@@ -364,6 +365,25 @@ def _layers(record: Record) -> list[str]:
     return table(head, rows) if rows else []
 
 
+def _experts(record: Record) -> list[str]:
+    """Whole layers of experts over dense ones, by model and tokens; none without a record."""
+    found = record.get("records", {}).get(EXPERTS_RECORD, {}).get("layers", [])
+    rows = [
+        (
+            row["model"],
+            f"{row['experts']} of {2 * row['features']} x {row['hidden']}",
+            row["top_k"],
+            row["tokens"],
+            f"{row['us']:.1f} us",
+            f"{row['dense_us']:.1f} us",
+            f"{row['dense_us'] / row['us']:.2f}",
+        )
+        for row in found
+    ]
+    head = ("model", "experts, gate and up", "top k", "tokens", "layer", "dense", "over dense")
+    return table(head, rows) if rows else []
+
+
 def _export(record: Record) -> list[str]:
     """Host times of the exported C code, and the size of its folder; none without a record."""
     names = [name for name in record.get("records", {}) if name.endswith(EXPORT_RECORD)]
@@ -411,6 +431,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "grouped": _grouped,
     "quantized": _quantized,
     "layers": _layers,
+    "experts": _experts,
     "export": _export,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }

@@ -99,6 +99,13 @@ def _layers(options: argparse.Namespace) -> list[Step]:
     return fp8_layers.steps()
 
 
+def _experts(options: argparse.Namespace) -> list[Step]:
+    """Whole layers of experts in PyTorch, and random ones."""
+    from . import expert_layers
+
+    return expert_layers.steps(options.seed)
+
+
 def _torch(options: argparse.Namespace) -> list[Step]:
     """A decoder in PyTorch, and the host's times."""
     from . import torch_end_to_end, torch_ranks
@@ -122,6 +129,7 @@ KINDS = {
     "blocksparse-random": Kind(_lists_of("random_blocks"), _random_blocks, True, _compile_random_blocks),
     "torch": Kind(_lists_of("torch_end_to_end"), _torch),
     "layers": Kind(_lists_of("fp8_layers"), _layers),
+    "experts": Kind(_lists_of("expert_layers"), _experts, is_seeded=True),
     "calibration": Kind(_lists_of("calibration"), _calibration),
 }
 SEEDED = tuple(name for name, kind in KINDS.items() if kind.is_seeded)

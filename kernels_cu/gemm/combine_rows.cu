@@ -10,7 +10,7 @@
 //   thread   | load up to 4 places | multiply, add in order | .. for the next 4 | round, store 16 bytes | next ..
 #include "common/element.cuh"
 #include "gemm/params/combine_rows.cuh"
-#include "gemm/token_groups.cuh"
+#include "gemm/placed_tokens.cuh"
 #include "ptx/async.cuh"
 
 // All compile-time constants; macros are read here alone.

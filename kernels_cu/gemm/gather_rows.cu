@@ -9,6 +9,7 @@
 //
 //   thread   | least and largest offset | load 16 bytes, or near an end single elements | store | next ..
 #include "gemm/params/gather_rows.cuh"
+#include "gemm/placed_tokens.cuh"
 #include "gemm/token_groups.cuh"
 #include "ptx/async.cuh"
 
@@ -80,6 +81,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) gather_rows(const
   launch_dependent_grids();
   const TokenRange range = p.group_places ? TokenRange{0, p.n} : reached(p);
   if (range.begin >= range.end) return;
-  if (range.end * p.row_vectors >> 32) copy<i64>(p, range);
+  if (range.end * p.row_vectors + gridDim.x * Config::kThreads >> 32) copy<i64>(p, range);
   else copy<u32>(p, range);
 }

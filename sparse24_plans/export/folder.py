@@ -17,13 +17,13 @@ from ..device.jit.cache import cubin
 from ..device.jit.launcher import KernelCode
 from ..device.tensors import wrong
 from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
-from ..gemm.descriptor import GemmSparse24Descriptor
+from ..gemm.descriptor import GemmSparse24Descriptor, of_places
 from ..plan.descriptor import Descriptor
 from ..plan.families import plan_of
 from ..plan.plan import Plan, PreferenceLike
 from ..plan.preference import PlanPreference
 from ..prepare.descriptor import PrepareDescriptor
-from ..vocab import BlockSparseOp, EpilogueKind, GroupTokens
+from ..vocab import BlockSparseOp, EpilogueKind
 from .recording import Fill, Launch, MapPlace, OperandUse, Place, Recipe, record
 from .tables import NO_PLAN, WALK, Number, Record, Tables, no_place
 
@@ -153,8 +153,7 @@ def _exportable(descriptor: Descriptor) -> Problem:
 def tokens_of(descriptor: Problem) -> range:
     """The numbers of tokens that a problem is exported for; 0 alone: it has no number of tokens."""
     if isinstance(descriptor, GemmSparse24Descriptor):
-        step = descriptor.groups if descriptor.group_tokens is GroupTokens.COUNTS else 1
-        return range(step, descriptor.n + 1, step)
+        return range(descriptor.step, descriptor.n + 1, descriptor.step)
     if isinstance(descriptor, BlockSparseMatmulDescriptor) and descriptor.op is not BlockSparseOp.SDD:
         return range(1, descriptor.n + 1)
     return range(1)
@@ -200,7 +199,12 @@ class _Writer:
         self, name: str, descriptor: Problem, n: int, preference: PlanPreference, device: Any
     ) -> Plan | None:
         """The plan for n tokens, or None if a block-sparse product has one for more tokens alone."""
-        problem = descriptor.model_copy(update={"n": n}) if n else descriptor
+        problem = descriptor
+        if n:
+            if isinstance(descriptor, GemmSparse24Descriptor):
+                problem = of_places(descriptor, n)
+            else:
+                problem = descriptor.model_copy(update={"n": n})
         try:
             plan: Plan = plan_of(descriptor).select(problem, preference=preference, device=device)
         except UnsupportedError as error:

@@ -26,7 +26,8 @@ class GemmSparse24Args(Args):
     ``amax``, f32 [1], are given exactly when the descriptor has them; ``amax`` is raised, never lowered. If
     the descriptor has ``x_rows``, x is [x_rows, K], a scale_x of rows is [x_rows], and ``x_index`` i32[N] is
     given. If it has ``y_rows``, y is [y_rows, M] and ``y_index`` i32[y_rows, top_k] is given; ``y_weights``
-    f32[y_rows, top_k] may be.
+    f32[y_rows, top_k] may be. For group_tokens ``experts``, the operand ``experts`` i32[n/top_k, top_k] takes
+    the place of the offsets and of both indices.
     """
 
     weight: CanonicalWeight | PackedWeight
@@ -38,6 +39,7 @@ class GemmSparse24Args(Args):
     c: Any = None
     offsets: Any = None
     counts: Any = None
+    experts: Any = None
     scale_y: Any = None
     amax: Any = None
     x_index: Any = None
@@ -51,8 +53,8 @@ class DgradSparse24Args(Args):
 
     ``weight`` is a canonical Sparse24Weight, or the result of ``plan.pack``. The class differs from
     GemmSparse24Args because swapped operands would otherwise pass unnoticed if M == K. With G groups the
-    weight has G*M rows, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given. ``x_index``, ``y_index`` and
-    ``y_weights`` are those of GemmSparse24Args, with dy as x and dx as y.
+    weight has G*M rows, and ``offsets`` i32[G+1] or ``counts`` i32[G] is given. ``experts``, ``x_index``,
+    ``y_index`` and ``y_weights`` are those of GemmSparse24Args, with dy as x and dx as y.
     """
 
     weight: CanonicalWeight | PackedWeight
@@ -60,6 +62,7 @@ class DgradSparse24Args(Args):
     dx: Any
     offsets: Any = None
     counts: Any = None
+    experts: Any = None
     x_index: Any = None
     y_index: Any = None
     y_weights: Any = None

@@ -30,16 +30,10 @@ from ..vocab import (
 from ..weights import quantized
 from ..weights.gates import GATE_GROUP
 from ..weights.packed_layouts import Quantization
+from .group_checks import check_groups
 
 _NO_WEIGHT = (ElementKind.I32, ElementKind.U16, ElementKind.U8, ElementKind.S4)
 """Elements of results, metadata and stored values. No kernel multiplies them, so no message offers them."""
-
-_MOST_ROWS = 2**31 - 1
-"""Rows that i32 offsets can name."""
-_MOST_CHOICES = 1024
-"""The largest ``top_k``."""
-_SUMMED = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
-"""Types of results that are added up to rows of Y."""
 
 
 def _of_weights(value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
@@ -114,23 +108,27 @@ class GemmSparse24Descriptor(ProductDescriptor):
     group_tokens : GroupTokens
         ``offsets`` (default): the operand ``offsets`` i32[G+1] says that group g has the rows from offsets[g]
         to below offsets[g+1]. ``counts``: group g has the first counts[g] (the operand ``counts``, i32[G]) of
-        n/G rows from g*n/G on. Either lies on the plan's device and is read by the kernel, so it may change
+        n/G rows from g*n/G on. ``experts``: the operand ``experts`` i32[n/top_k, top_k] names the groups that
+        each row chose. The choices are sorted by group, those of a group stay in order, and get the n places;
+        rows of X (``x_rows``) and sums (``y_rows``) then need no index. A choice that names no group has a
+        place in none. The operand lies on the plan's device and is read by the kernel, so it may change
         between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
         are not written. Groups that share rows may leave rows of theirs as they are, or with either's result,
         unless C lies in Y.
     x_rows : int, optional
         With groups: rows of X (of dY), of which the operand ``x_index`` i32[N] names one for each of the n
-        places, that is, rows of groups. An index is clamped to the rows that there are. None: X has the
-        places' rows.
+        places, that is, rows of groups. An index is clamped to the rows that there are. With ``experts`` it
+        is n/top_k, and the index follows. None: X has the places' rows.
     y_rows : int, optional
         With groups: rows of Y (of dX). Each is a sum of the results of ``top_k`` places, which the operand
         ``y_index`` i32[y_rows, top_k] names, times the router's weights, the operand ``y_weights``
         f32[y_rows, top_k], if it is given. Results are rounded to ``out_element``, which is f32, f16 or bf16.
         Then each product with a weight and each sum, from 0 on in the index's order, is rounded to float32,
         and the last one to ``out_element``. A place outside of 0 to n-1 adds nothing, nor does one below
-        offsets[0], from offsets[G] on, or beyond its group's count. None: Y has the places' rows.
+        offsets[0], from offsets[G] on, or beyond its group's count. With ``experts`` it is n/top_k, and the
+        index follows: the places of a row's choices. None: Y has the places' rows.
     top_k : int
-        Places of each row of Y; at least 1 with y_rows, else 0.
+        Places of each row of Y, and choices of ``experts``; at least 1 with either, else 0.
     x_element : ElementKind, optional
         Type of X, or of dY: ``element`` (default); if that is fp8, either fp8 type.
     scale_y : ScaleKind
@@ -247,9 +245,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
             for name in ("x_order", "y_order", "scale_x", "scale_w"):
                 if getattr(self, name) not in (MatrixOrder.ROW, ScaleKind.NONE):
                     raise ValueError(f"{name}: expected none for op dgrad, got {getattr(self, name)}")
-        self._expect_groups()
-        self._expect_routing()
-        self._expect_batches()
+        check_groups(self)
         self._expect_relu_bounds()
         rows = max(self.tokens, self.x_rows or 0, self.y_rows or 0)
         if self.weight_rows * self.k > INT64_MAX or rows * max(self.m, self.k) > INT64_MAX:
@@ -270,49 +266,6 @@ class GemmSparse24Descriptor(ProductDescriptor):
         self._expect("weight_element", (self.element, *(quantized.STORED if quantizable else ())))
         self._expect("weight_group", quantized.GROUPS)
         self._expect("weight_scale_element", (self.element, ElementKind.F32))
-
-    def _expect_groups(self) -> None:
-        if not self.groups:
-            if self.group_tokens is not GroupTokens.OFFSETS:
-                raise ValueError(f"group_tokens: expected offsets without groups, got {self.group_tokens}")
-            return
-        for name in ("x_order", "y_order"):
-            if getattr(self, name) is not MatrixOrder.ROW:
-                raise ValueError(f"{name}: expected row with groups, got {getattr(self, name)}")
-        if self.n > _MOST_ROWS:
-            raise ValueError(f"n: expected at most {_MOST_ROWS} rows with groups, got {self.n}")
-        if self.group_tokens is GroupTokens.COUNTS and self.n % self.groups:
-            raise ValueError(
-                f"n: expected a multiple of groups, {self.groups}, with group_tokens counts, got {self.n}"
-            )
-
-    def _expect_routing(self) -> None:
-        for name in ("x_rows", "y_rows") if not self.groups else ():
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}: expected None without groups, got {getattr(self, name)}")
-        for name in ("x_rows", "y_rows"):
-            if (rows := getattr(self, name)) is not None and rows > _MOST_ROWS:
-                raise ValueError(f"{name}: expected at most {_MOST_ROWS} rows, got {rows}")
-        if self.x_rows == 0 and self.n:
-            raise ValueError(f"x_rows: expected at least 1 row for n = {self.n} places, got 0")
-        if self.y_rows is None:
-            if self.top_k:
-                raise ValueError(f"top_k: expected 0 without y_rows, got {self.top_k}")
-            return
-        if not 1 <= self.top_k <= _MOST_CHOICES:
-            raise ValueError(f"top_k: expected 1 to {_MOST_CHOICES} with y_rows, got {self.top_k}")
-        if self.has_c:
-            raise ValueError(f"beta: expected 0 with y_rows, got {self.beta}")
-        if self.out_element not in _SUMMED:
-            raise ValueError(
-                f"out_element: expected {', '.join(_SUMMED)} with y_rows, got {self.out_element}"
-            )
-
-    def _expect_batches(self) -> None:
-        if self.batches is None and self.shared_weight:
-            raise ValueError("shared_weight: expected False without batches, got True")
-        if self.batches is not None and self.groups:
-            raise ValueError(f"batches: expected None with groups, got {self.batches}")
 
     def _expect_gates(self) -> None:
         if self.m % GATE_GROUP:
@@ -361,15 +314,30 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @property
     def is_routed(self) -> bool:
-        """Return whether rows of X are gathered, or results are added up to rows of Y."""
-        return self.x_rows is not None or self.y_rows is not None
+        """Return whether rows are sorted by group, rows of X gathered, or results added up to rows of Y."""
+        by_experts = self.group_tokens is GroupTokens.EXPERTS
+        return by_experts or self.x_rows is not None or self.y_rows is not None
+
+    @property
+    def indexed(self) -> GemmSparse24Descriptor:
+        """The same product with the offsets and indices that follow from ``experts``."""
+        if self.group_tokens is not GroupTokens.EXPERTS:
+            return self
+        kept = 0 if self.y_rows is None else self.top_k
+        return self.model_copy(update={"group_tokens": GroupTokens.OFFSETS, "top_k": kept})
 
     @property
     def placed(self) -> GemmSparse24Descriptor:
         """The product whose X and Y have the places' rows."""
         if not self.is_routed:
             return self
-        return self.model_copy(update={"x_rows": None, "y_rows": None, "top_k": 0})
+        return self.indexed.model_copy(update={"x_rows": None, "y_rows": None, "top_k": 0})
+
+    @property
+    def step(self) -> int:
+        """The number that n is a multiple of."""
+        steps = {GroupTokens.COUNTS: self.groups, GroupTokens.EXPERTS: self.top_k}
+        return steps.get(self.group_tokens, 1)
 
     @property
     def result_rows(self) -> int:
@@ -455,16 +423,29 @@ class GemmSparse24Descriptor(ProductDescriptor):
         if self.amax:
             found.append(Operand("amax", Role.OUT, (1,), f32))
         if self.groups:
-            ends = 1 if self.group_tokens is GroupTokens.OFFSETS else 0
-            found.append(Operand(str(self.group_tokens), Role.IN, (self.groups + ends,), i32))
-        if self.x_rows is not None:
+            shapes = {
+                GroupTokens.OFFSETS: (self.groups + 1,),
+                GroupTokens.COUNTS: (self.groups,),
+                GroupTokens.EXPERTS: (self.n // max(self.top_k, 1), self.top_k),
+            }
+            found.append(Operand(str(self.group_tokens), Role.IN, shapes[self.group_tokens], i32))
+        by_index = self.group_tokens is not GroupTokens.EXPERTS
+        if self.x_rows is not None and by_index:
             found.append(Operand("x_index", Role.IN, (self.n,), i32))
         if self.y_rows is not None:
             chosen = self.y_rows, self.top_k
-            found.append(Operand("y_index", Role.IN, chosen, i32))
+            if by_index:
+                found.append(Operand("y_index", Role.IN, chosen, i32))
             found.append(Operand("y_weights", Role.IN, chosen, f32, optional=True))
         weight = (self.weight_rows, self.k)
         return (
             Operand("weight", Role.WEIGHT, weight, self.element, quantization=self.quantization),
             *found,
         )
+
+
+def of_places(descriptor: GemmSparse24Descriptor, n: int) -> GemmSparse24Descriptor:
+    """The same product for other places, or tokens: a multiple of ``step``."""
+    rows = ("x_rows", "y_rows") if descriptor.group_tokens is GroupTokens.EXPERTS else ()
+    follow = {name: n // descriptor.step for name in rows if getattr(descriptor, name) is not None}
+    return descriptor.model_copy(update={"n": n, **follow})

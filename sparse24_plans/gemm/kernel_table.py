@@ -32,7 +32,7 @@ from ..vocab import (
 from ..weights.packed_layouts import QUANTIZED_LAYOUTS
 from . import guarantees, limits
 from .arithmetic.bf16_terms import MAX_TERMS
-from .descriptor import GemmSparse24Descriptor
+from .descriptor import GemmSparse24Descriptor, of_places
 from .limits import BF16, E4M3, F16, F32, S8
 from .routing import Regions
 
@@ -122,10 +122,10 @@ class GemmEntry(KernelEntry):
 
     def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         if descriptor.group_tokens is GroupTokens.COUNTS:
-            numbers: tuple[int, ...] = (descriptor.groups,)
+            numbers: tuple[int, ...] = (descriptor.step,)
         else:  # with 16 tokens the columns of a column-major X are multiples of 16 bytes
-            numbers = 1, 16
-        return min(self.needed_workspace(descriptor.model_copy(update={"n": n})) for n in numbers)
+            numbers = descriptor.step, 16 * descriptor.step
+        return min(self.needed_workspace(of_places(descriptor, n)) for n in numbers)
 
     def needed_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
         return self.min_workspace(descriptor) + (0 if self.on_host else sum(Regions.of(descriptor)))

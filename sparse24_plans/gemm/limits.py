@@ -17,6 +17,7 @@ from ..weights.inflate import BLOCK_BYTES
 from ..weights.packed_layouts import TILE_M
 from .arithmetic.bf16_terms import SPLIT_GROUP
 from .descriptor import GemmSparse24Descriptor
+from .group_checks import MOST_GROUPS
 
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 S8, E4M3, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
@@ -36,8 +37,6 @@ _BLOCKED_SUM_BYTES = 132 * 128 * 128 * 4
 DIRECT_TOKENS, _SECTOR = 64, 32
 """A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
 its columns begin at multiples of a memory sector, _SECTOR bytes."""
-MOST_GROUPS = 1024
-"""Groups whose table a CTA's shared memory holds beside the stages."""
 STRICT_SMALL_TILE = (32, 16)
 """Outputs x tokens of the strict kernel's smallest tile, which bounds its grid."""
 

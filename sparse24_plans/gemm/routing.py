@@ -22,12 +22,15 @@ VECTOR_BYTES = 16
 """Rows of places begin at multiples of this number of bytes."""
 _BLOCK = 1 << 20
 """Cells of Y that the host adds up at a time."""
-_OF_PLACES = ("x_index", "y_index", "y_weights")
+_OF_PLACES = ("experts", "x_index", "y_index", "y_weights")
 
 
 class Regions(NamedTuple):
-    """Bytes of the workspace for a product's places: rows of X, their scales, and results."""
+    """Bytes of the workspace for a product's places: where they are, rows of X, their scales, and results."""
 
+    offsets: int
+    x_index: int
+    y_index: int
     source: int
     scales: int
     results: int
@@ -36,8 +39,13 @@ class Regions(NamedTuple):
     def of(cls, desc: GemmSparse24Descriptor) -> Regions:
         """The regions of the problem's rows; 0 for what lies in the caller's operands."""
         gathers, adds = desc.x_rows is not None, desc.y_rows is not None
-        scaled = gathers and desc.scale_x is ScaleKind.ROW
+        scaled, i32 = gathers and desc.scale_x is ScaleKind.ROW, ElementKind.I32.itemsize
+        sorts = desc.group_tokens is GroupTokens.EXPERTS
+        index = align_up(desc.n * i32) if sorts else 0
         return cls(
+            align_up((desc.groups + 1) * i32) if sorts else 0,
+            index,
+            index,
             align_up(desc.n * gathered_bytes(desc)) if gathers else 0,
             align_up(desc.n * ElementKind.F32.itemsize) if scaled else 0,
             align_up(desc.n * row_bytes(desc.outputs, desc.out_element)) if adds else 0,
@@ -64,6 +72,24 @@ def placed_choice(choice: Choice) -> Choice:
 
 
 # On the host --------------------------------------------------------------------------------------
+
+
+def indexed_views(desc: GemmSparse24Descriptor, views: Views) -> Views:
+    """The operands of the ``indexed`` product: offsets and indices in place of ``experts``."""
+    if desc.group_tokens is not GroupTokens.EXPERTS:
+        return views
+    chosen = views["experts"].array().reshape(-1)
+    buckets = np.clip(chosen, -1, desc.groups)
+    order = np.argsort(buckets, kind="stable")
+    places = np.empty(len(order), np.int32)
+    places[order] = np.arange(len(order), dtype=np.int32)
+    found = {
+        "offsets": np.searchsorted(buckets[order], np.arange(desc.groups + 1)).astype(np.int32),
+        "x_index": (order // max(desc.top_k, 1)).astype(np.int32),
+        "y_index": places.reshape(-1, max(desc.top_k, 1)),
+    }
+    own = {name: TensorView.of(one, argument=name) for name, one in found.items()}
+    return {**{name: view for name, view in views.items() if name != "experts"}, **own}
 
 
 def placed_views(desc: GemmSparse24Descriptor, views: Views) -> Views:

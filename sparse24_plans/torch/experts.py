@@ -53,21 +53,23 @@ class ExpertsWeight(Sparse24Linear):
         groups = self.num_experts
         return {**super()._problem(n), "m": self.out_features // groups, "groups": groups}
 
-    def grouped(self, x: Tensor, offsets: Tensor, activation: str, **routing: Tensor) -> Tensor:
-        """The product of x by groups with the given offsets, int32 [E + 1], and its activation.
-
-        ``routing`` are the op's arguments for rows that are gathered or added up.
-        """
-        weight, meta = self.stored()
-        y: Tensor = _ops.grouped_mm(
-            *(x, weight, meta, offsets),
-            m=self.out_features,
-            activation=activation,
-            preference=self.wishes,
-            **self._quantized(),
-            **routing,
-        )
+    def grouped(self, x: Tensor, offsets: Tensor, activation: str) -> Tensor:
+        """The product of x [N, K] by groups with the given offsets, int32 [E + 1], and its activation."""
+        y: Tensor = _ops.grouped_mm(x, *self.stored(), offsets, **self._arguments(activation))
         return y
+
+    def of_experts(self, x: Tensor, experts: Tensor, activation: str, **routing: Any) -> Tensor:
+        """The product of x by the experts, int32 [T, top_k], that each row chose, and its activation.
+
+        ``routing`` are the op's ``gather``, ``add_up`` and ``y_weights``.
+        """
+        options = {**self._arguments(activation), **routing}
+        y: Tensor = _ops.experts_mm(x, *self.stored(), experts, self.num_experts, **options)
+        return y
+
+    def _arguments(self, activation: str) -> dict[str, Any]:
+        about = {"m": self.out_features, "activation": activation, "preference": self.wishes}
+        return {**about, **self._quantized()}
 
     def _quantized(self) -> dict[str, Any]:
         """The op's arguments for a quantized weight."""
@@ -249,32 +251,30 @@ class Sparse24Experts(nn.Module):
             with torch.autocast(kind, enabled=False):
                 own = hidden_states.to(self.gate_up_proj.weight.dtype)
                 return self.forward(own, top_k_index, top_k_weights).to(hidden_states.dtype)
-        experts, order = top_k_index.flatten().sort(stable=True)
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            return self._differentiable(hidden_states, top_k_index, top_k_weights)
+        experts = top_k_index.int()
+        rows = self.gate_up_proj.of_experts(hidden_states, experts, self.activation, gather=True)
+        weights = top_k_weights.float()
+        return self.down_proj.of_experts(rows, experts, "none", add_up=True, y_weights=weights)
+
+    def _differentiable(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The same bits, by operations that have gradients."""
+        experts, order = index.flatten().sort(stable=True)
         bounds = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
         offsets = torch.searchsorted(experts, bounds, out_int32=True)
-        tokens = order // top_k_index.shape[-1]
-        places = torch.empty_like(order, dtype=torch.int32)
-        places[order] = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
-        places = places.view_as(top_k_index)
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
-            elsewhere = (top_k_index < 0) | (top_k_index >= self.num_experts)
-            return self._differentiable(hidden_states[tokens], offsets, places, elsewhere, top_k_weights)
-        rows = self.gate_up_proj.grouped(hidden_states, offsets, self.activation, x_index=tokens.int())
-        weights = top_k_weights.float()
-        return self.down_proj.grouped(rows, offsets, "none", y_index=places, y_weights=weights)
-
-    def _differentiable(
-        self, rows: Tensor, offsets: Tensor, places: Tensor, elsewhere: Tensor, weights: Tensor
-    ) -> Tensor:
-        """The same bits, by operations that have gradients."""
-        y = _Product.apply(rows, self.gate_up_proj, offsets)
-        y = _Product.apply(y, self.down_proj, offsets)
+        rows = x[order // index.shape[-1]]
+        y = _Product.apply(_Product.apply(rows, self.gate_up_proj, offsets), self.down_proj, offsets)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.shape[0], device=order.device)
         # Rows of other ranks' experts were not written.
-        each = y[places].masked_fill(elsewhere.unsqueeze(-1), 0).float() * weights.float().unsqueeze(-1)
+        elsewhere = ((index < 0) | (index >= self.num_experts)).unsqueeze(-1)
+        each = y[places].view(*index.shape, -1).masked_fill(elsewhere, 0)
+        each = each.float() * weights.float().unsqueeze(-1)
         total = torch.zeros_like(each[:, 0])
         for one in each.unbind(1):
             total = total + one
-        return total.to(rows.dtype)
+        return total.to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, activation={self.activation}"

@@ -1,7 +1,7 @@
-"""The op ``grouped_mm``: groups of rows, each multiplied by a 2:4 weight of its own, as experts are.
+"""The ops ``grouped_mm`` and ``experts_mm``: rows in groups, each multiplied by a 2:4 weight of its own.
 
 A weight is that of all groups, stacked to [G*M, K], canonical or packed as elements.py describes, or
-canonical and quantized.
+canonical and quantized. The groups are given by offsets, or by the experts that each row chose.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
+from ..vocab import GroupTokens
 from . import stacked
 from .activations import epilogue_of
 from .elements import DTYPE_OF, element_of, weight_sizes
@@ -22,11 +23,14 @@ from .gemm_ops import stacked_autocast
 from .library import define
 from .plan_cache import descriptor, preference_of
 
-_ROUTING = "x_index", "y_index", "y_weights"
+_OPTIONS = (
+    "Tensor? bias=None, Tensor? scale_x=None, Tensor? scale_w=None, SymInt? m=None, "
+    'str activation="none", ScalarType? out_dtype=None, str preference="", Tensor? scales=None, int group=0'
+)
 
 
 class Grouped(NamedTuple):
-    """The operands and options of a grouped product, in the order of the op's arguments."""
+    """The operands and options of ``grouped_mm``, in the order of the op's arguments."""
 
     x: Tensor
     """X [N, K], with the rows of each group one after the other."""
@@ -45,29 +49,107 @@ class Grouped(NamedTuple):
     """Scales of a quantized weight's groups of columns."""
     group: int = 0
     """Columns of a quantized weight that share a scale; 0: the whole row."""
-    x_index: Tensor | None = None
-    """int32 [N]: the row of X of each place in the groups; None: place i has row i."""
-    y_index: Tensor | None = None
-    """int32 [T, top_k]: the places whose results are added up to each row of the result [T, M]."""
-    y_weights: Tensor | None = None
-    """float32 [T, top_k]: factors of these results."""
 
     @property
-    def places(self) -> Any:
-        """Number of rows of the groups."""
-        return (self.x if self.x_index is None else self.x_index).shape[0]
+    def group_count(self) -> int:
+        """G. Raises InvalidProblemError for other offsets."""
+        offsets = self.offsets
+        if offsets.dim() != 1 or offsets.shape[0] < 2 or offsets.dtype != torch.int32:
+            raise InvalidProblemError(
+                "offsets: expected torch.int32 [G + 1] with G from 1, "
+                f"got {offsets.dtype} {list(offsets.shape)}"
+            )
+        return offsets.shape[0] - 1
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """The fields of the descriptor that say which rows a group has."""
+        return {"n": self.x.shape[0]}
+
+    @property
+    def rows(self) -> Any:
+        """Rows of the result."""
+        return self.x.shape[0]
 
 
-def _sizes(call: Grouped) -> tuple[int, int, int]:
+class Chosen(NamedTuple):
+    """The operands and options of ``experts_mm``, in the order of the op's arguments."""
+
+    x: Tensor
+    """X [T, K] with ``gather``, else the rows of the sorted choices [T * top_k, K]."""
+    weight: Tensor
+    meta: Tensor | None
+    experts: Tensor
+    """int32 [T, top_k]: the groups that each of T rows chose. Any other number is no group."""
+    groups: int
+    """G."""
+    y_weights: Tensor | None = None
+    """float32 [T, top_k]: factors of the results that are added up."""
+    gather: bool = False
+    add_up: bool = False
+    """Whether a row of the result [T, M] is the sum of its choices' results. Else results are sorted."""
+    bias: Tensor | None = None
+    scale_x: Tensor | None = None
+    scale_w: Tensor | None = None
+    m: int | None = None
+    activation: str = "none"
+    out_dtype: torch.dtype | None = None
+    preference: str = ""
+    scales: Tensor | None = None
+    group: int = 0
+
+    @property
+    def group_count(self) -> int:
+        """G. Raises InvalidProblemError for other experts, or rows of x that don't fit them."""
+        experts, weights = self.experts, self.y_weights
+        if self.groups < 1:
+            raise InvalidProblemError(f"groups: expected a number of experts from 1, got {self.groups}")
+        if experts.dim() != 2 or experts.dtype != torch.int32:
+            raise InvalidProblemError(
+                f"experts: expected torch.int32 [T, top_k], got {experts.dtype} {list(experts.shape)}"
+            )
+        rows = experts.shape[0] if self.gather else experts.shape[0] * experts.shape[1]
+        if self.x.shape[0] != rows:
+            raise InvalidProblemError(f"x: expected {rows} rows, got {self.x.shape[0]}")
+        if weights is None:
+            return self.groups
+        if not self.add_up:
+            raise InvalidProblemError(f"y_weights: expected None without add_up, got {list(weights.shape)}")
+        if weights.shape != experts.shape or weights.dtype != torch.float32:
+            raise InvalidProblemError(
+                f"y_weights: expected torch.float32 {list(experts.shape)}, "
+                f"got {weights.dtype} {list(weights.shape)}"
+            )
+        return self.groups
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """The fields of the descriptor that say which rows a group has."""
+        rows, top_k = self.experts.shape
+        return {
+            "n": rows * top_k,
+            "top_k": top_k,
+            "group_tokens": GroupTokens.EXPERTS,
+            "x_rows": rows if self.gather else None,
+            "y_rows": rows if self.add_up else None,
+        }
+
+    @property
+    def rows(self) -> Any:
+        """Rows of the result."""
+        rows, top_k = self.experts.shape
+        return rows if self.add_up else rows * top_k
+
+
+_Call = Grouped | Chosen
+
+
+def _sizes(call: _Call) -> tuple[int, int, int]:
     """G, the rows of all weights, and K. Raises InvalidProblemError if the operands don't fit together."""
-    x, offsets = call.x, call.offsets
+    x = call.x
     if x.dim() != 2:
         raise InvalidProblemError(f"x: expected a matrix [N, K], got {list(x.shape)}")
-    if offsets.dim() != 1 or offsets.shape[0] < 2 or offsets.dtype != torch.int32:
-        raise InvalidProblemError(
-            f"offsets: expected torch.int32 [G + 1] with G from 1, got {offsets.dtype} {list(offsets.shape)}"
-        )
-    groups = offsets.shape[0] - 1
+    groups = call.group_count
     by = quantization_of(call.weight.dtype, call.scales, call.group)
     rows, k = weight_sizes(call.weight, call.meta, call.m, x.shape[1], by)
     if rows % groups:
@@ -78,29 +160,15 @@ def _sizes(call: Grouped) -> tuple[int, int, int]:
     for name, scale, count in (("scale_x", call.scale_x, x.shape[0]), ("scale_w", call.scale_w, rows)):
         if scale is not None:
             check_scale(scale, count, name)
-    _check_routing(call)
-    check_devices(call, "weight", "offsets", "bias", "scale_x", "scale_w", "scales", *_ROUTING)
+    own = ("offsets",) if isinstance(call, Grouped) else ("experts", "y_weights")
+    check_devices(call, "weight", *own, "bias", "scale_x", "scale_w", "scales")
     return groups, rows, k
 
 
-def _check_routing(call: Grouped) -> None:
-    for name, dtype, dim in zip(_ROUTING, (torch.int32, torch.int32, torch.float32), (1, 2, 2), strict=True):
-        one = getattr(call, name)
-        if one is not None and (one.dim() != dim or one.dtype != dtype):
-            wanted = f"{dtype} [{'N' if dim == 1 else 'T, top_k'}]"
-            raise InvalidProblemError(f"{name}: expected {wanted}, got {one.dtype} {list(one.shape)}")
-    if call.y_weights is not None and (call.y_index is None or call.y_weights.shape != call.y_index.shape):
-        wanted = "None without y_index" if call.y_index is None else str(list(call.y_index.shape))
-        raise InvalidProblemError(f"y_weights: expected {wanted}, got {list(call.y_weights.shape)}")
-
-
-def _describe(
-    call: Grouped, n: int, groups: int, rows: int, k: int, **routing: int
-) -> GemmSparse24Descriptor:
+def _describe(call: _Call, groups: int, rows: int, k: int, routing: dict[str, Any]) -> GemmSparse24Descriptor:
     by = quantization_of(call.weight.dtype, call.scales, call.group)
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
-        n=n,
         m=rows // groups,
         k=k,
         element=element_of((call.weight if by is None else call.x).dtype, "weight"),
@@ -117,29 +185,27 @@ def _describe(
     return found
 
 
-def _operands(call: Grouped) -> stacked.Operands:
+def _operands(call: _Call) -> stacked.Operands:
     scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
-    return stacked.given(
-        x=call.x.contiguous(),
-        bias=call.bias,
-        scale_x=scale_x,
-        scale_w=scale_w,
-        offsets=call.offsets,
-        **{name: one if one is None else one.contiguous() for name, one in _routing_of(call).items()},
-    )
+    common = {"x": call.x.contiguous(), "bias": call.bias, "scale_x": scale_x, "scale_w": scale_w}
+    if isinstance(call, Grouped):
+        return stacked.given(**common, offsets=call.offsets)
+    weights = None if call.y_weights is None else call.y_weights.contiguous()
+    return stacked.given(**common, experts=call.experts.contiguous(), y_weights=weights)
 
 
-def _routing_of(call: Grouped) -> dict[str, Tensor | None]:
-    return {name: getattr(call, name) for name in _ROUTING}
-
-
-def _checked(call: Grouped) -> stacked.CheckedStacked:
+def _checked(call: _Call) -> stacked.CheckedStacked:
     groups, rows, k = _sizes(call)
-    routing: dict[str, int] = {} if call.x_index is None else {"x_rows": call.x.shape[0]}
-    if call.y_index is not None:
-        routing |= {"y_rows": call.y_index.shape[0], "top_k": call.y_index.shape[1]}
-    desc = _describe(call, call.places, groups, rows, k, **routing)
+    desc = _describe(call, groups, rows, k, call.routing)
     return stacked.CheckedStacked(call, desc, (rows, k), _operands(call))
+
+
+def _fake(call: _Call) -> Tensor:
+    preference_of(call.preference)
+    groups, rows, _ = _sizes(call)
+    desc = _describe(call, 1, 16, 8, {"n": 1})  # any sizes do for the dtypes; x may have symbols
+    outputs = rows // groups // (2 if desc.epilogue.is_gated else 1)
+    return call.x.new_empty((call.rows, outputs), dtype=DTYPE_OF[desc.out_element])
 
 
 def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
@@ -147,21 +213,27 @@ def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _fake_grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
-    call = Grouped(*args, **kwargs)
-    preference_of(call.preference)
-    groups, rows, _ = _sizes(call)
-    desc = _describe(call, 1, 1, 16, 8)  # any sizes do for the dtypes; x may have symbols
-    outputs = rows // groups // (2 if desc.epilogue.is_gated else 1)
-    count = call.places if call.y_index is None else call.y_index.shape[0]
-    return call.x.new_empty((count, outputs), dtype=DTYPE_OF[desc.out_element])
+    return _fake(Grouped(*args, **kwargs))
+
+
+def _experts_mm(*args: Any, **kwargs: Any) -> Tensor:
+    return stacked.run(Chosen(*args, **kwargs), _operands, _checked)
+
+
+def _fake_experts_mm(*args: Any, **kwargs: Any) -> Tensor:
+    return _fake(Chosen(*args, **kwargs))
 
 
 define(
-    "grouped_mm(Tensor x, Tensor weight, Tensor? meta, Tensor offsets, Tensor? bias=None, "
-    "Tensor? scale_x=None, Tensor? scale_w=None, SymInt? m=None, "
-    'str activation="none", ScalarType? out_dtype=None, str preference="", Tensor? scales=None, int group=0, '
-    "Tensor? x_index=None, Tensor? y_index=None, Tensor? y_weights=None) -> Tensor",
+    f"grouped_mm(Tensor x, Tensor weight, Tensor? meta, Tensor offsets, {_OPTIONS}) -> Tensor",
     _grouped_mm,
     _fake_grouped_mm,
     autocast=stacked_autocast(Grouped),
+)
+define(
+    "experts_mm(Tensor x, Tensor weight, Tensor? meta, Tensor experts, int groups, Tensor? y_weights=None, "
+    f"bool gather=False, bool add_up=False, {_OPTIONS}) -> Tensor",
+    _experts_mm,
+    _fake_experts_mm,
+    autocast=stacked_autocast(Chosen),
 )

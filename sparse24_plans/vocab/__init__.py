@@ -46,9 +46,9 @@ class _Word(str, Enum):
     @classmethod
     def _readable(cls, value: object) -> object:
         """``value`` if it is a string. Enums would compare and print other values, which may be broken."""
-        if isinstance(value, str):
-            return value
-        raise ValueError(f"expected one of {', '.join(cls)}, got {shown(value)}")
+        if not isinstance(value, str):
+            raise ValueError(f"expected one of {', '.join(cls)}, got {shown(value)}")
+        return value
 
 
 class ElementKind(_Word):
@@ -269,10 +269,11 @@ class GemmOp(_Word):
 
 
 class GroupTokens(_Word):
-    """How groups' tokens are given: ``offsets`` into sorted rows, or ``counts`` of rows in padded places."""
+    """How groups' tokens are given: ``offsets`` of sorted rows, ``counts`` of places, or ``experts``."""
 
     OFFSETS = "offsets"
     COUNTS = "counts"
+    EXPERTS = "experts"
 
 
 class MatrixOrder(_Word):
@@ -393,8 +394,7 @@ class MaskLayout(_Word):
     TILES = "tiles"
 
 
-# Layouts of weights, with the modules that define them.
-CANONICAL_LAYOUT = "canonical"  # weights/weight.py
+CANONICAL_LAYOUT = "canonical"  # this layout of weights is defined in weights/weight.py
 TILE64X128_LAYOUT = "tile64x128_16bit_v1"  # weights/packing.py defines all tiled layouts
 TILE64X256_LAYOUT = "tile64x256_8bit_v1"
 TILE64X64_LAYOUT = "tile64x64_32bit_v1"

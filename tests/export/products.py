@@ -67,6 +67,7 @@ GROUPED: dict[str, dict[str, Any]] = {
     },
     "routed rows": {"element": "bf16", "groups": 5, "x_rows": 77, "y_rows": 31, "top_k": 3},
     "gathered rows and scales": {"element": "s8", "out_element": "bf16", "groups": 4, "x_rows": 9, **_SCALES},
+    "rows of experts": {"element": "bf16", "groups": 6, "group_tokens": "experts", "top_k": 2},
     "rows added up by counts": {
         "element": "f16",
         "out_element": "f32",
@@ -97,5 +98,9 @@ def random_problem(kind: str, seed: random.Random, most: int) -> GemmSparse24Des
     options = TYPES[kind]
     rows = 64 if "groups" in options else 16
     sizes = {"m": rows * seed.randrange(1, 1280 // rows), "k": 16 * seed.randrange(1, 120)}
-    step = options["groups"] if options.get("group_tokens") == "counts" else 1
-    return GemmSparse24Descriptor(n=most - most % step, **sizes, **options)
+    step = {"counts": options.get("groups"), "experts": options.get("top_k")}.get(
+        options.get("group_tokens"), 1
+    )
+    n = most - most % step
+    rows = {"x_rows": n // step, "y_rows": n // step} if options.get("group_tokens") == "experts" else {}
+    return GemmSparse24Descriptor(n=n, **sizes, **options, **rows)

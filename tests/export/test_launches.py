@@ -26,6 +26,7 @@ from sparse24_plans.export import export_plans
 from sparse24_plans.export.folder import tokens_of
 from sparse24_plans.export.recording import buffers_of, lines_of
 from sparse24_plans.export.tables import Tables
+from sparse24_plans.gemm.descriptor import of_places
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.vocab import MatrixOrder
 from tests.export import blocks, products
@@ -129,7 +130,7 @@ def test_products_launch_what_python_launches(c, tmp_path, named_cubins, kind, r
     export_plans({"product": descriptor}, tmp_path, preference=preference, device="h200")
     opened, ns = c.open(tmp_path), tokens_of(descriptor)
     for n in {*ns[:2], ns[-1], *(seed.choice(ns) for _ in range(6))}:
-        compare(c, opened, "product", descriptor.model_copy(update={"n": n}), preference, n, seed)
+        compare(c, opened, "product", of_places(descriptor, n), preference, n, seed)
     c.library.s24_close(opened)
 
 

@@ -28,6 +28,7 @@ from sparse24_plans.device.devices import described
 from sparse24_plans.export import export_plans
 from sparse24_plans.export.folder import tokens_of
 from sparse24_plans.export.recording import Buffer, buffers_of, lines_of
+from sparse24_plans.gemm.descriptor import of_places
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.families import plan_of
 from sparse24_plans.plan.operands import Role
@@ -163,6 +164,8 @@ class Problem:
             return tables_of(self.plan.descriptor.layout, self._rng)
         if operand.name == "metadata":
             return self._rng.choice(CODES, shape) | self._rng.choice(CODES, shape) << 4
+        if operand.name == GroupTokens.EXPERTS:
+            return self._rng.integers(-1, self.plan.descriptor.groups + 1, shape).astype(np.int32)
         if operand.name in tuple(GroupTokens):
             return group_tokens(self.plan.descriptor, self._rng)
         if operand.name in ("x_index", "y_index"):
@@ -201,7 +204,10 @@ class Problem:
 
 def differs(c: C, opened: Any, wish: Wish, n: int, seed: random.Random) -> str | None:
     """Return what differs between C and Python for one number of tokens."""
-    descriptor = wish.descriptor.model_copy(update={"n": n}) if n else wish.descriptor
+    descriptor = wish.descriptor
+    if n:
+        gemm = isinstance(descriptor, GemmSparse24Descriptor)
+        descriptor = of_places(descriptor, n) if gemm else descriptor.model_copy(update={"n": n})
     preference = {**wish.preference, "exportable": True}
     plan = plan_of(descriptor).select(descriptor, preference=preference, device=0)
     problem, found = Problem(plan, seed), c.find(opened, "problem", n)

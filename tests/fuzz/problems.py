@@ -81,8 +81,8 @@ class GroupedProduct:
 
     desc: GemmSparse24Descriptor
     preference: PlanPreference
-    tokens: tuple[int, ...]
-    """Offsets or counts, which may be hostile."""
+    tokens: tuple[Any, ...]
+    """Offsets, counts or, of each row, experts, which may be hostile."""
     pad: int
     data_seed: tuple[int, ...] = field(repr=False)
 
@@ -90,6 +90,10 @@ class GroupedProduct:
         """Indices, some of which name no row, and often weights."""
         rng, desc = np.random.default_rng((*self.data_seed, 1)), self.desc
         found = Routing()
+        if desc.group_tokens == "experts":
+            if desc.y_rows is not None and rng.random() < 0.7:
+                found.y_weights = rng.standard_normal((desc.y_rows, desc.top_k), np.float32)
+            return found
         if desc.x_rows is not None:
             found.x_index = rng.integers(-2, desc.x_rows + 2, desc.n, np.int32)
         if desc.y_rows is not None:
@@ -241,9 +245,26 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     if rng.random() < 0.3 and fields["out_element"] in ("f32", "f16", "bf16"):
         top_k = int(rng.integers(1, 10))
         fields |= {"y_rows": int(rng.integers(0, 2 * n // top_k + 2)), "top_k": top_k}
+    chosen = tuple(map(int, tokens))
+    if not counts and rng.random() < 0.3:
+        n, chosen = _by_experts(rng, groups, n, fields)
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, groups=groups, **fields)
     pad = 16 * int(rng.integers(0, 2))
-    return GroupedProduct(desc, preference_of(rng, host=host), tuple(map(int, tokens)), pad, data_seed)
+    return GroupedProduct(desc, preference_of(rng, host=host), chosen, pad, data_seed)
+
+
+def _by_experts(
+    rng: np.random.Generator, groups: int, n: int, fields: dict[str, Any]
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """About n choices of random experts, with a field for each thing that follows from them."""
+    top_k = int(rng.integers(1, 9))
+    rows = -(-n // top_k)
+    fields |= {"group_tokens": "experts", "top_k": top_k}
+    fields |= {name: rows for name in ("x_rows", "y_rows") if fields.get(name) is not None}
+    experts = rng.integers(-1, groups + 1, (rows, top_k))
+    if rng.random() < 0.2:
+        experts[rng.integers(rows)] = pick(rng, (-(2**31), 2**31 - 1, groups))
+    return rows * top_k, tuple(tuple(map(int, row)) for row in experts)
 
 
 def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str, Any]:

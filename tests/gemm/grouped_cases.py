@@ -49,12 +49,19 @@ class GroupedCase:
 
     def ranges(self) -> list[tuple[int, int]]:
         """The rows of each group, as the descriptor's docstring says."""
-        desc, given = self.plan.descriptor, self.inputs[-1].numpy().astype(int).tolist()
+        desc, given = self.plan.descriptor, self.given().tolist()
         if desc.group_tokens == "counts":
             places = desc.n // desc.groups
             return [(g * places, g * places + min(max(c, 0), places)) for g, c in enumerate(given)]
         begins = [min(max(at, 0), desc.n) for at in given[:-1]]
         return [(at, max(at, min(end, desc.n))) for at, end in zip(begins, given[1:], strict=True)]
+
+    def given(self) -> np.ndarray:
+        """The offsets, or the counts."""
+        given = self.inputs[-1].numpy().astype(int)
+        if self.plan.descriptor.group_tokens != "experts":
+            return given
+        return sorted_by(given, self.plan.descriptor.groups)[0].astype(int)
 
     def has_shared_rows(self) -> bool:
         """Whether a row is in two groups, so that it has the result of either."""
@@ -108,10 +115,10 @@ class GroupedCase:
 
     def has_result(self, place: int) -> bool:
         """Whether the place adds to rows of Y, as the descriptor's docstring says."""
-        desc, given = self.plan.descriptor, self.inputs[-1].numpy().astype(int)
+        desc, given = self.plan.descriptor, self.given()
         if not 0 <= place < desc.n:
             return False
-        if desc.group_tokens == "offsets":
+        if desc.group_tokens != "counts":
             return bool(given[0] <= place < given[-1])
         group, at = divmod(place, desc.n // desc.groups)
         return bool(at < given[group])
@@ -129,11 +136,25 @@ def _check_errors(got: np.ndarray, exact: np.ndarray, tolerance: np.ndarray) -> 
     assert (error <= tolerance).all(), f"{(error / tolerance).max():.2f} of what is allowed"
 
 
+def sorted_by(experts: np.ndarray, groups: int) -> tuple[np.ndarray, Routing]:
+    """Offsets and indices of the choices [T, top_k], some of which may name no group."""
+    buckets = np.clip(experts.reshape(-1).astype(np.int64), -1, groups)
+    order = np.argsort(buckets, kind="stable")
+    offsets = np.searchsorted(buckets[order], np.arange(groups + 1)).astype(np.int32)
+    places = np.empty(buckets.size, np.int32)
+    places[order] = np.arange(buckets.size)
+    rows = (order // experts.shape[1]).astype(np.int32)
+    return offsets, Routing(rows, places.reshape(experts.shape))
+
+
 def grouped_case(
     plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 0, routing: Routing | None = None
 ) -> GroupedCase:
-    """A case with random data. ``tokens`` are offsets or counts, ``pad`` elements lie between rows."""
+    """A case with random data. ``tokens`` are offsets, counts or experts, ``pad`` elements between rows."""
     desc = plan.descriptor
+    if desc.group_tokens == "experts":
+        weights = None if routing is None else routing.y_weights
+        routing = replace(sorted_by(np.asarray(tokens, np.int32), desc.groups)[1], y_weights=weights)
     rng = np.random.default_rng(seed)
     dense = random_values(rng, (desc.groups * desc.m, desc.k), desc.element)
     x_rows, y_rows = (desc.n if rows is None else rows for rows in (desc.x_rows, desc.y_rows))
@@ -176,7 +197,9 @@ def grouped_case(
     source = Guarded(x.shape, desc.x_element, device, desc.reduction + pad).fill(x)
     result = Guarded((y_rows, desc.outputs), desc.out_element, device, desc.outputs + pad)
     elements = {"bias": desc.bias_element}
-    named = {} if routing is None else {name: one for name, one in vars(routing).items() if one is not None}
+    taken = {operand.name for operand in desc.operands()}
+    named = {} if routing is None else vars(routing)
+    named = {name: one for name, one in named.items() if one is not None and name in taken}
     inputs = {
         name: Guarded(one.shape, ElementKind.F32 if one.dtype.kind == "f" else ElementKind.I32, device).fill(
             one

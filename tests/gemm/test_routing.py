@@ -27,7 +27,7 @@ from sparse24_plans import (
 from sparse24_plans.export.recording import record
 
 from ..support import device_of_row, place_name, plan_of_row, same_bits
-from .grouped_cases import GroupedCase, Routing, grouped_case
+from .grouped_cases import GroupedCase, Routing, grouped_case, sorted_by
 from .kernel_entries import gpu, marked, row_of
 from .test_grouped import DGRAD, ON_A_GPU, PLAIN, ROWS, elements_of
 
@@ -216,6 +216,65 @@ def test_empty_sums_of_gathered_rows_are_scaled(row):
     case.check(case.run())
 
 
+# Experts ------------------------------------------------------------------------------------------
+
+
+def check_experts(row: str, experts: np.ndarray, groups: int, seed: Any = 0, **fields: Any) -> None:
+    """The results of ``experts`` have the bits of the product by offsets and indices."""
+    tokens, top_k = experts.shape
+    offsets, routing = sorted_by(experts, groups)
+    routing.y_weights = np.random.default_rng(1).uniform(-1, 1, experts.shape).astype(np.float32)
+    problem = {"n": experts.size, "groups": groups, **out_of(row_of(row).elements[-1]), **fields}
+    both = {"x_rows": tokens, "y_rows": tokens, "top_k": top_k}
+    for rows in ({}, {"x_rows": tokens}, {"y_rows": tokens, "top_k": top_k}, both):
+        wanted = make(row, offsets, routing, seed, **problem, **rows).run()
+        chosen = {"group_tokens": "experts", "top_k": top_k, **rows}
+        case = make(row, experts, routing, seed, **problem, **chosen)
+        assert "choices sorted" in case.plan.explain().details
+        got = case.run()
+        case.check(got)
+        assert same_bits(got, wanted)
+
+
+@routed_rows
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_experts_are_sorted_into_groups(row, data):
+    if row == "host_blas":
+        return  # BLAS promises no bits
+    groups, top_k = data.draw(st.integers(1, 20), "groups"), data.draw(st.integers(1, 5), "top_k")
+    numbers = INT32 | st.integers(-2, groups + 1)
+    chosen = data.draw(st.lists(st.lists(numbers, min_size=top_k, max_size=top_k), max_size=40), "experts")
+    check_experts(row, np.array(chosen, np.int32).reshape(-1, top_k), groups)
+
+
+@gpu
+@pytest.mark.parametrize("row", ON_A_GPU)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "groups"), [(1, 8, 128), (31, 1, 3), (33, 2, 700), (900, 6, 703), (4000, 8, 1024)]
+)
+def test_many_experts_are_sorted(row, tokens, top_k, groups):
+    rng = np.random.default_rng()
+    experts = rng.integers(-1, groups + 1, (tokens, top_k), np.int32)
+    check_experts(row, experts, groups, int(rng.integers(2**32)))
+
+
+@pytest.mark.parametrize("row", [marked(name) for name in ROWS if name != "host_blas"])
+def test_products_by_experts_can_be_replayed(row):
+    experts = np.random.default_rng(2).integers(-1, 5, (9, 3), np.int32)
+    routing = sorted_by(experts, 4)[1]
+    rows = {"x_rows": 9, "y_rows": 9, "top_k": 3, "group_tokens": "experts"}
+    case = make(row, experts, routing, n=27, groups=4, **rows, **out_of(row_of(row).elements[-1]))
+    args = GemmSparse24Args(
+        Sparse24Weight.compress(np.concatenate([one.dense for one in case.data])),
+        case.inputs[0].numpy(),
+        np.ascontiguousarray(case.run()),
+        experts=experts,
+    )
+    found = case.plan.replay(args)
+    assert (found.equal, found.compared) == (True, 9 * case.plan.descriptor.outputs)
+
+
 # What is refused ----------------------------------------------------------------------------------
 
 GROUPED = {"n": 12, "groups": 4, "element": "bf16", **PLAIN}
@@ -234,6 +293,22 @@ GROUPED = {"n": 12, "groups": 4, "element": "bf16", **PLAIN}
         ({"y_rows": 3}, "top_k: expected 1 to 1024 with y_rows, got 0"),
         ({"y_rows": 3, "top_k": 1025}, "top_k: expected 1 to 1024 with y_rows, got 1025"),
         ({"y_rows": 3, "top_k": 2, "beta": 0.5}, "beta: expected 0 with y_rows, got 0.5"),
+        (
+            {"group_tokens": "experts"},
+            "top_k: expected 1 to 1024 with group_tokens experts, got 0",
+        ),
+        (
+            {"group_tokens": "experts", "top_k": 5},
+            "n: expected a multiple of top_k, 5, with group_tokens experts, got 12",
+        ),
+        (
+            {"group_tokens": "experts", "top_k": 2, "x_rows": 5},
+            "x_rows: expected None or n/top_k, 6, with group_tokens experts, got 5",
+        ),
+        (
+            {"group_tokens": "experts", "top_k": 2, "groups": 1025},
+            "groups: expected at most 1024 with group_tokens experts, got 1025",
+        ),
         (
             {"y_rows": 3, "top_k": 2, "element": "s8"},
             "out_element: expected f32, f16, bf16 with y_rows, got i32",

@@ -227,7 +227,7 @@ def routed_requests(row: GemmEntry, device: DeviceProperties) -> list[Request]:
     found: list[Request] = []
     for element in row.elements if row.groups else ():
         for out in dict.fromkeys(("f32", "bf16" if element.itemsize == 1 else element.value)):
-            rows = {"x_rows": 8, "y_rows": 8, "top_k": 2, "groups": 2}
+            rows = {"x_rows": 8, "y_rows": 8, "top_k": 2, "groups": 2, "group_tokens": "experts"}
             desc = GemmSparse24Descriptor(n=16, m=64, k=128, element=element, out_element=out, **rows)
             with recorded_loads(row.kernel), recorded_loads(row.kernel_for(desc)) as own:
                 row.kernel_for(desc)(Choice(desc, device, row, PlanPreference(), {}))

@@ -16,7 +16,7 @@ from sparse24_plans.torch.experts import ExpertsWeight, kernel_obstacle
 from ..support import HAS_GPU
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
-grouped_mm = torch.ops.sparse24.grouped_mm
+grouped_mm, experts_mm = torch.ops.sparse24.grouped_mm, torch.ops.sparse24.experts_mm
 
 
 class DenseExperts(nn.Module):
@@ -414,16 +414,6 @@ def test_each_group_is_multiplied_by_its_rows_of_the_weight(device, activation):
         ),
         ({"bias": torch.zeros(128, dtype=torch.bfloat16)}, r"bias: expected \[512\]"),
         ({"activation": "tanh"}, "activation: expected one of"),
-        (
-            {"x_index": torch.zeros(20, dtype=torch.int64)},
-            r"x_index: expected torch.int32 \[N\], got torch.int64",
-        ),
-        ({"y_index": torch.zeros(20, dtype=torch.int32)}, r"y_index: expected torch.int32 \[T, top_k\]"),
-        ({"y_weights": torch.zeros(5, 2)}, "y_weights: expected None without y_index"),
-        (
-            {"y_index": torch.zeros(5, 3, dtype=torch.int32), "y_weights": torch.zeros(5, 2)},
-            r"y_weights: expected \[5, 3\], got \[5, 2\]",
-        ),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(change, words):
@@ -441,30 +431,54 @@ def test_fake_results_have_the_shape_and_dtype():
     with FakeTensorMode() as mode:
         x, offsets, weight, meta = (mode.from_tensor(one) for one in plain)
         y = grouped_mm(x, weight, meta, offsets, m=512, activation="swiglu", out_dtype=torch.float32)
-        gathered, index = torch.empty(33, dtype=torch.int32), torch.empty(7, 2, dtype=torch.int32)
-        of_places = grouped_mm(x, weight, meta, offsets, m=512, x_index=gathered)
-        summed = grouped_mm(x, weight, meta, offsets, m=512, y_index=index)
+        chosen = torch.empty(10, 2, dtype=torch.int32)
+        sorted_rows = experts_mm(x, weight, meta, chosen, 4, m=512)
+        summed = experts_mm(x[:10], weight, meta, chosen, 4, gather=True, add_up=True, m=512)
     assert (tuple(y.shape), y.dtype) == ((20, 64), torch.float32)
-    assert (tuple(of_places.shape), tuple(summed.shape)) == ((33, 128), (7, 128))
+    assert (tuple(sorted_rows.shape), tuple(summed.shape)) == ((20, 128), (10, 128))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weighted", [True, False])
-def test_rows_are_gathered_and_results_added_up(device, weighted):
-    _, x, offsets, weight, meta = operands(device)
-    x_index = torch.arange(20, dtype=torch.int32, device=device).flip(0)
-    y_index = torch.tensor([[3, 7], [19, -1], [20, 0], [5, 5]], dtype=torch.int32, device=device)
+def test_rows_pass_the_experts_that_they_chose(device, weighted):
+    """A choice that names no expert has a place in no group, and adds nothing."""
+    _, x, _, weight, meta = operands(device)
+    x, chosen = x[:4], torch.tensor([[3, 0], [1, 4], [0, 0], [-1, 2]], dtype=torch.int32, device=device)
+    order = chosen.clamp(-1, 4).flatten().sort(stable=True).indices
+    offsets = torch.tensor([1, 4, 5, 6, 7], dtype=torch.int32, device=device)
+    y = grouped_mm(x[order // 2], weight, meta, offsets, m=512)
+    assert torch.equal(experts_mm(x, weight, meta, chosen, 4, gather=True, m=512)[1:7], y[1:7])
     factors = torch.rand(4, 2, device=device) if weighted else None
-    got = grouped_mm(
-        x.flip(0), weight, meta, offsets, m=512, x_index=x_index, y_index=y_index, y_weights=factors
-    )
-    y = grouped_mm(x, weight, meta, offsets, m=512).float()
-    wanted = torch.zeros(4, 128, device=device)
-    for j in range(2):
-        here = (y_index[:, j] >= 0) & (y_index[:, j] < 20)
-        terms = y[y_index[:, j].clamp(0, 19)] * (1 if factors is None else factors[:, j : j + 1])
-        wanted[here] += terms[here]
-    assert torch.equal(got, wanted.to(got.dtype))
+    got = experts_mm(x, weight, meta, chosen, 4, y_weights=factors, gather=True, add_up=True, m=512)
+    terms = torch.zeros(8, 128, device=device)
+    terms[order[1:7]] = y[1:7].float()
+    terms = terms.view(4, 2, 128)
+    if factors is not None:
+        terms = terms * factors.unsqueeze(-1)
+    assert torch.equal(got, (terms[:, 0] + terms[:, 1]).to(got.dtype))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"experts": torch.zeros(10, 2, dtype=torch.int64)}, r"experts: expected torch.int32 \[T, top_k\]"),
+        ({"experts": torch.zeros(20, dtype=torch.int32)}, r"experts: expected torch.int32 \[T, top_k\]"),
+        ({"groups": 0}, "groups: expected a number of experts from 1, got 0"),
+        ({"groups": 3}, "weight: expected rows in 3 groups of one size, got 512"),
+        ({"gather": True}, "x: expected 10 rows, got 20"),
+        ({"y_weights": torch.zeros(10, 2)}, "y_weights: expected None without add_up"),
+        (
+            {"add_up": True, "y_weights": torch.zeros(10, 3)},
+            r"y_weights: expected torch.float32 \[10, 2\], got torch.float32 \[10, 3\]",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(change, words):
+    _, x, _, weight, meta = operands("cpu")
+    given = {"x": x, "weight": weight, "meta": meta, "m": 512, "groups": 4}
+    given |= {"experts": torch.zeros(10, 2, dtype=torch.int32), **change}
+    with pytest.raises(InvalidProblemError, match=words):
+        experts_mm(**given)
 
 
 @pytest.mark.gpu

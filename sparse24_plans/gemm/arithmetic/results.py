@@ -15,7 +15,7 @@ from ...vocab import ScaleKind
 from ...weights.gates import GATE_ROWS
 from ..descriptor import GemmSparse24Descriptor
 from ..groups import one_group, part_of_tokens, token_ranges, views_of_part
-from ..routing import placed, placed_views, sums_of
+from ..routing import indexed_views, placed, placed_views, sums_of
 from .sums import AfterStep, Factors, sums
 
 Array = np.ndarray[Any, Any]
@@ -137,6 +137,7 @@ AnyResults: TypeAlias = Results | PartResults | SummedResults
 
 def results_of(desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> AnyResults:
     """What computes the results of a product of any kind."""
+    views, desc = indexed_views(desc, views), desc.indexed
     if desc.y_rows is not None:
         return SummedResults(desc, views, arithmetic)
     if desc.groups or desc.is_batched:

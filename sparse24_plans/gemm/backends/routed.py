@@ -1,8 +1,8 @@
-"""A product of groups between two launches: one gathers X's rows, the other adds up the results.
+"""A product of groups among other launches, which sort, gather and add up rows.
 
-``gemm/gather_rows.cu`` writes rows of X to the workspace, any kernel that serves groups multiplies them, and
-``gemm/combine_rows.cu`` adds up the results. Both are left out where the caller's rows are those of the
-places. The host does the same in NumPy.
+``gemm/route_rows.cu`` finds the places of a router's choices, and ``gemm/gather_rows.cu`` writes their rows
+of X to the workspace. Any kernel that serves groups multiplies these, and ``gemm/combine_rows.cu`` adds up
+the results. What the caller has done already is left out. The host does the same in NumPy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,37 @@ from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, align_up, launch_in_order, nothing
 from ...plan.operands import Alignment, Views
-from ...vocab import ElementKind
+from ...vocab import ElementKind, GroupTokens
 from ...weights.weight import CanonicalWeight, PackedWeight
 from ..kernel import GROUPS, GemmKernel, address, group_parameters
-from ..routing import VECTOR_BYTES, Regions, add_up, gathered_bytes, placed_choice, placed_views, row_bytes
+from ..routing import (
+    VECTOR_BYTES,
+    Regions,
+    add_up,
+    gathered_bytes,
+    indexed_views,
+    placed_choice,
+    placed_views,
+    row_bytes,
+)
 
-_GATHER, _COMBINE = "gemm/gather_rows.cu", "gemm/combine_rows.cu"
+_ROUTE, _GATHER, _COMBINE = "gemm/route_rows.cu", "gemm/gather_rows.cu", "gemm/combine_rows.cu"
 _THREADS, _CTAS_PER_SM = 256, 8
+_COUNTS_BYTES = 96 << 10
+"""Most shared memory for the counts of route_rows.cu, which every GPU has."""
+
+
+@kernel_params("gemm/params/route_rows.cuh")
+class RouteRowsParams(KernelParams):
+    """Parameters of ``gemm/route_rows.cu``."""
+
+    experts = field("const int*", "Groups that rows chose: [n]. Any other number is no group.")
+    offsets = field("int*", "Places where the groups begin, and the last one's end: [groups + 1].")
+    rows = field("int*", "The row whose choice has each place: [n].")
+    places = field("int*", "The place of each choice: [n].")
+    n = field("i64", "Number of choices, and of places.")
+    groups = field("u32", "Number of groups.")
+    top_k = field("u32", "Choices of a row.")
 
 
 @kernel_params("gemm/params/gather_rows.cuh")
@@ -61,22 +85,31 @@ class CombineRowsParams(KernelParams):
 
 
 class Kernel(GemmKernel):
-    sources = (_GATHER, _COMBINE)
+    sources = (_ROUTE, _GATHER, _COMBINE)
     workspace_alignment = 256
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device, inner = self.descriptor, choice.device, placed_choice(choice)
         self._product: GemmKernel = choice.entry.kernel(inner)
+        self._sorts = desc.group_tokens is GroupTokens.EXPERTS
         self._gathers, self._adds = desc.x_rows is not None, desc.y_rows is not None
-        parts = "rows gathered" * self._gathers, self._product.details, "results added up" * self._adds
+        before = "choices sorted" * self._sorts, "rows gathered" * self._gathers
+        parts = *before, self._product.details, "results added up" * self._adds
         self.details = ", ".join(filter(None, parts))  # an empty product has no details
         if self.entry.on_host:
             return
         self._regions, self._ctas = Regions.of(desc), device.multiprocessors * _CTAS_PER_SM
         self._rows_at = align_up(self._product.workspace_size)
         self.workspace_size = self._rows_at + sum(self._regions)
-        self.launches = self._product.launches + self._gathers + self._adds
+        self.launches = self._product.launches + self._sorts + self._gathers + self._adds
+        if self._sorts:
+            # A count of each warp for each group, and for the choices before and behind them.
+            warps = 32 if 32 * 4 * (desc.groups + 2) <= _COUNTS_BYTES else 16
+            shared = warps * 4 * (desc.groups + 2)
+            self._route = load(
+                _ROUTE, "route_rows", 32 * warps, device, {"WARPS": warps}, shared_bytes=shared
+            )
         if self._gathers:
             size = desc.x_element.itemsize
             self._gather = load(_GATHER, "gather_rows", _THREADS, device, {"BYTES": size})
@@ -112,14 +145,19 @@ class Kernel(GemmKernel):
         return launch_in_order(*self._launches(views, workspace))
 
     def _run(self, views: Views, stream: int) -> None:
-        inner = placed_views(self.descriptor, views)
+        desc, views = self.descriptor.indexed, indexed_views(self.descriptor, views)
+        inner = placed_views(desc, views)
         self._product.launcher(inner, 0)(stream)
         if self._adds:
-            add_up(self.descriptor, views, inner["result"].bits())
+            add_up(desc, views, inner["result"].bits())
 
     def _launches(self, views: Views, workspace: int) -> list[Launch]:
-        desc, inner, found = self.descriptor, dict(views), []
-        at = workspace + self._rows_at
+        desc, found, at = self.descriptor, [], workspace + self._rows_at
+        if self._sorts:
+            views, launch = self._sorted(views, at)
+            found.append(launch)
+        at += self._regions.offsets + self._regions.x_index + self._regions.y_index
+        inner = dict(views)
         rows = _room(at, (desc.n, desc.reduction), views["source"])
         scales = at + self._regions.source
         results = _room(scales + self._regions.scales, (desc.n, desc.outputs), views["result"])
@@ -135,6 +173,30 @@ class Kernel(GemmKernel):
             found.append(self._added(views, results))
         return found
 
+    def _sorted(self, views: Views, at: int) -> tuple[Views, Launch]:
+        """The operands with offsets and indices at an address, and the launch that writes these."""
+        desc, regions, home = self.descriptor, self._regions, views["source"].device
+        addresses = {
+            "offsets": at,
+            "x_index": at + regions.offsets,
+            "y_index": at + regions.offsets + regions.x_index,
+        }
+        shapes = {"offsets": (desc.groups + 1,), "x_index": (desc.n,), "y_index": (desc.n,)}
+        own = {
+            name: TensorView(address, shapes[name], ElementKind.I32, home)
+            for name, address in addresses.items()
+        }
+        parameters = RouteRowsParams(
+            experts=views["experts"].address,
+            offsets=own["offsets"].address,
+            rows=own["x_index"].address,
+            places=own["y_index"].address,
+            n=desc.n,
+            groups=desc.groups,
+            top_k=desc.top_k,
+        )
+        return {**views, **own}, self._route.bind(1, parameters, overlapping=True)
+
     def _gathered(self, views: Views, rows: TensorView, scales: int) -> Launch:
         desc, x = self.descriptor, views["source"]
         vectors = gathered_bytes(desc) // VECTOR_BYTES
@@ -149,7 +211,7 @@ class Kernel(GemmKernel):
             columns=desc.reduction,
             x_stride=x.strides[0],
             row_vectors=vectors,
-            **group_parameters(desc, views),
+            **group_parameters(desc.indexed, views),
         )
         return self._bound(self._gather, desc.n * vectors, parameters)
 
@@ -168,7 +230,7 @@ class Kernel(GemmKernel):
             y_stride=y.strides[0],
             result_stride=results.strides[0],
             row_vectors=vectors,
-            **group_parameters(desc, views),
+            **group_parameters(desc.indexed, views),
         )
         return self._bound(self._combine, y.shape[0] * vectors, parameters)
 
