@@ -21,7 +21,7 @@ from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
 from sparse24_plans.weights.quantized import STORED
 
 from .block_figures import fixed_blocks, patterned_blocks, random_blocks
-from .bound import Row, chosen, expert_ratios
+from .bound import FEW, MANY, MIDDLE, Row, chosen, expert_ratios
 from .guarantee_table import guarantee_table
 from .random_figures import random_summary, with_worst
 from .table_format import mean, ratio, table, with_range
@@ -384,6 +384,17 @@ def _experts(record: Record) -> list[str]:
     return table(head, rows) if rows else []
 
 
+def _expert_models(record: Record) -> list[str]:
+    """The same by model: means over numbers of tokens, and the worst cell; none without a record."""
+    found = record.get("records", {}).get(EXPERTS_RECORD, {}).get("layers", [])
+    spans, rows = (FEW, MIDDLE, MANY), []
+    for name in dict.fromkeys(row["model"] for row in found):
+        over = [(row["dense_us"] / row["us"], row["tokens"]) for row in found if row["model"] == name]
+        means = (mean([ratio for ratio, n in over if a <= n <= b]) for a, b in spans)
+        rows.append((name, *means, f"{min(over)[0]:.2f}"))
+    return table(("tokens", *(f"{a}-{b}" for a, b in spans), "worst"), rows) if rows else []
+
+
 def _export(record: Record) -> list[str]:
     """Host times of the exported C code, and the size of its folder; none without a record."""
     names = [name for name in record.get("records", {}) if name.endswith(EXPORT_RECORD)]
@@ -432,6 +443,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {
     "quantized": _quantized,
     "layers": _layers,
     "experts": _experts,
+    "expert_models": _expert_models,
     "export": _export,
     "guarantees": lambda record: guarantee_table(),  # from the table of kernels
 }
