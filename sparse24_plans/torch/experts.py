@@ -14,6 +14,7 @@ from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedEr
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, Tier
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
+from .library import autocasts
 from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
@@ -245,9 +246,9 @@ class Sparse24Experts(nn.Module):
         return {name: as_stack(name, getattr(self, name).dense_weight(), self.num_experts) for name in STACKS}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        _check_routing(hidden_states, top_k_index, top_k_weights)
+        _check_routing(hidden_states, self.gate_up_proj.in_features, top_k_index, top_k_weights)
         kind = hidden_states.device.type
-        if torch.is_autocast_enabled(kind):
+        if autocasts(kind):
             with torch.autocast(kind, enabled=False):
                 own = hidden_states.to(self.gate_up_proj.weight.dtype)
                 return self.forward(own, top_k_index, top_k_weights).to(hidden_states.dtype)
@@ -269,7 +270,7 @@ class Sparse24Experts(nn.Module):
         places[order] = torch.arange(order.shape[0], device=order.device)
         # Rows of other ranks' experts were not written.
         elsewhere = ((index < 0) | (index >= self.num_experts)).unsqueeze(-1)
-        each = y[places].view(*index.shape, -1).masked_fill(elsewhere, 0)
+        each = y[places].view(*index.shape, y.shape[1]).masked_fill(elsewhere, 0)
         each = each.float() * weights.float().unsqueeze(-1)
         total = torch.zeros_like(each[:, 0])
         for one in each.unbind(1):
@@ -280,14 +281,19 @@ class Sparse24Experts(nn.Module):
         return f"num_experts={self.num_experts}, activation={self.activation}"
 
 
-def _check_routing(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """Raise InvalidProblemError unless each token has its experts: kernels clamp numbers of tokens."""
-    tokens = hidden_states.shape[0]
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != tokens:
-        raise InvalidProblemError(f"top_k_index: expected [{tokens}, top_k], got {list(top_k_index.shape)}")
-    if top_k_weights.shape != top_k_index.shape:
+def _check_routing(x: Tensor, width: int, index: Tensor, weights: Tensor) -> None:
+    """Raise InvalidProblemError unless each token has experts and their weights."""
+    if x.dim() != 2 or x.shape[1] != width:
+        raise InvalidProblemError(f"hidden_states: expected [T, {width}], got {list(x.shape)}")
+    tokens = x.shape[0]
+    if index.dim() != 2 or index.shape[0] != tokens or index.dtype not in (torch.int32, torch.int64):
         raise InvalidProblemError(
-            f"top_k_weights: expected {list(top_k_index.shape)}, got {list(top_k_weights.shape)}"
+            f"top_k_index: expected int32 or int64 [{tokens}, top_k], got {index.dtype} {list(index.shape)}"
+        )
+    if weights.shape != index.shape or not weights.is_floating_point():
+        raise InvalidProblemError(
+            f"top_k_weights: expected floating point {list(index.shape)}, "
+            f"got {weights.dtype} {list(weights.shape)}"
         )
 
 

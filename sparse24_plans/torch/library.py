@@ -36,6 +36,11 @@ _transform = _C._functorch.maybe_current_level
 Kernel = Callable[..., Any]
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a type of device. The meta device has none."""
+    return device_type.upper() in _DEVICES and torch.is_autocast_enabled(device_type)
+
+
 def _some_wants_gradient(*args: Any) -> bool:
     return any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
 

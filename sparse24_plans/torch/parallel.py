@@ -21,6 +21,7 @@ from ..vocab import ElementKind, integer
 from ..weights.packed_layouts import TILE_M
 from .activations import FORWARD, check_rows, is_gated
 from .layer_state import META_KEY, VALUES_KEY, words_of
+from .library import autocasts
 from .linear import Sparse24Linear
 
 _linear: Any = torch.ops.sparse24.linear.default
@@ -187,7 +188,7 @@ class RowwiseSparse24Linear(_ShardedLinear):
     def _autocast_dtype(self) -> torch.dtype:
         """The weight's dtype when it is multiplied, which autocast gives a float32 weight."""
         dtype, kind = self._weight.dtype, self._weight.device.type
-        if dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        if dtype == torch.float32 and autocasts(kind):
             return torch.get_autocast_dtype(kind)
         return dtype
 

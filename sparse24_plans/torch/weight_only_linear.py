@@ -16,7 +16,7 @@ from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight, stored_
 from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, packed_weight, tensor_of
 from .gemm_dispatch import run, weight_only_call
 from .layer_state import VALUES_KEY, words_of
-from .library import only_dispatches
+from .library import autocasts, only_dispatches
 from .linear import Sparse24Linear
 from .quantized_linear import keeping_dtypes
 
@@ -273,7 +273,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
 
         Raises InvalidProblemError for another width or dtype. Under autocast x is converted to W's dtype.
         """
-        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        if autocasts(x.device.type) and x.is_floating_point():
             x = x.to(self.dtype)
         if x.dtype != self.dtype:
             raise InvalidProblemError(f"x: expected {self.dtype}, as the weight, got {x.dtype}")

@@ -127,30 +127,46 @@ def test_experts_of_other_ranks_add_nothing(device, elsewhere, stored, filled_me
     assert not sparse(x, torch.full_like(index, elsewhere), weights).any()
 
 
+X, INDEX, WEIGHTS = randn(4, 128), torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3)
+
+
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize(
-    ("shapes", "words"),
+    ("operands", "words"),
     [
-        (((5, 3), (5, 3)), r"top_k_index: expected \[4, top_k\], got \[5, 3\]"),
-        (((3, 3), (3, 3)), r"top_k_index: expected \[4, top_k\], got \[3, 3\]"),
-        (((4,), (4,)), r"top_k_index: expected \[4, top_k\], got \[4\]"),
-        (((4, 3), (4, 2)), r"top_k_weights: expected \[4, 3\], got \[4, 2\]"),
-        (((4, 3), (4, 1)), r"top_k_weights: expected \[4, 3\], got \[4, 1\]"),
+        ((X[None], INDEX, WEIGHTS), r"hidden_states: expected \[T, 128\], got \[1, 4, 128\]"),
+        ((X[:, :64], INDEX, WEIGHTS), r"hidden_states: expected \[T, 128\], got \[4, 64\]"),
+        ((X[:3], INDEX, WEIGHTS), r"top_k_index: expected int32 or int64 \[3, top_k\], got .* \[4, 3\]"),
+        ((X, INDEX[:3], WEIGHTS[:3]), r"top_k_index: expected .* \[4, top_k\], got torch.int64 \[3, 3\]"),
+        ((X, INDEX[:, 0], WEIGHTS[:, 0]), r"top_k_index: expected .* \[4, top_k\], got torch.int64 \[4\]"),
+        ((X, WEIGHTS, INDEX), r"top_k_index: expected .*, got torch.float32"),
+        ((X, INDEX > 0, WEIGHTS), r"top_k_index: expected .*, got torch.bool"),
+        ((X, INDEX, WEIGHTS[:, :2]), r"top_k_weights: expected floating point \[4, 3\], got .* \[4, 2\]"),
+        ((X, INDEX, WEIGHTS[:, :1]), r"top_k_weights: expected floating point \[4, 3\], got .* \[4, 1\]"),
+        ((X, INDEX, INDEX), r"top_k_weights: expected floating point .*, got torch.int64"),
     ],
 )
-def test_routing_of_other_tokens_is_refused(trains, shapes, words):
-    _, sparse, x = case("cpu", tokens=4)
-    index, weights = (
-        torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, (torch.int64, None), strict=True)
-    )
+def test_routing_that_does_not_fit_is_refused(trains, operands, words):
+    _, sparse, _ = case("cpu")
+    x, index, weights = operands
     with pytest.raises(InvalidProblemError, match=words):
-        sparse(x.requires_grad_(trains), index, weights)
+        sparse(x.clone().requires_grad_(trains), index, weights)
 
 
-def test_no_tokens_give_no_results():
+@pytest.mark.parametrize("trains", [False, True])
+def test_no_tokens_give_no_results(trains):
     _, sparse, x = case("cpu")
     index, weights = routed(1, 6, 2, "cpu")
-    assert sparse(x[:0], index[:0], weights[:0]).shape == (0, 128)
+    y = sparse(none := x[:0].requires_grad_(trains), index[:0], weights[:0])
+    assert y.shape == (0, 128)
+    if trains:
+        y.sum().backward()
+        assert none.grad.shape == (0, 128)
+
+
+def test_the_meta_device_gives_shapes():
+    sparse = Sparse24Experts(6, 128, 64, device="meta")
+    assert sparse(*(one.to("meta") for one in (X, INDEX, WEIGHTS))).shape == (4, 128)
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")])
