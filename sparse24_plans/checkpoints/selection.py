@@ -22,6 +22,7 @@ _KINDS = {
     "table of biases": ("*bias", "*relative_*bias*", "*.rel_pos*", "*scale_shift_table"),
     "table of rates": ("*.time_decay", "*.time_faaaa", "*.time_first"),
     "state matrix": ("*A_log", "*.D"),
+    "projection of time steps": ("*.dt_proj.weight",),  # Mamba's blocks read it instead of calling it
     "router": ("*.gate.weight", "*.gate.wg.*", "*router*", "*shared_expert_gate.*"),
     "output head": (
         *("*lm_head*", "*classif*", "*score.weight", "*qa_outputs.*", "*predictions.decoder.*"),

@@ -30,6 +30,7 @@ def mixed_model() -> dict[str, np.ndarray]:
         "lm_head.weight": random_array((64, 16)),
         "layer.0.gate.weight": random_array((8, 16)),
         "layer.0.lora_A.weight": random_array((8, 16)),
+        "layer.0.dt_proj.weight": random_array((32, 8)),
         "norm": random_array((16,)),
         "experts": random_array((4, 8, 16)),
         "conv": random_array((4, 2, 2, 8)),
@@ -66,10 +67,11 @@ BY_DEFAULT = {
     "lm_head.weight": "output head, excluded by default ('*lm_head*')",
     "layer.0.gate.weight": "router, excluded by default ('*.gate.weight')",
     "layer.0.lora_A.weight": "adapter, excluded by default ('*lora_*')",
+    "layer.0.dt_proj.weight": "projection of time steps, excluded by default ('*.dt_proj.weight')",
 }
 
 
-NAMED = dict.fromkeys(("lm_head.weight", "layer.0.gate.weight", "layer.0.lora_A.weight"))
+NAMED = dict.fromkeys(name for name in BY_DEFAULT if name.startswith(("lm_head", "layer.")))
 NOT_INCLUDED = dict.fromkeys(LAYERS, "not included")
 
 
