@@ -85,6 +85,8 @@ class _Parts(nn.Module):
     def __init__(self, original: Any, stored: Stored) -> None:
         super().__init__()
         self._original, self._stored = [original], stored  # in a list, so that it is no submodule
+        for name in ("in_features", "out_features"):  # some models' initialisation reads them
+            setattr(self, name, getattr(original, name, None))
         m, k = sizes_of(original)
         dtype = DTYPE_OF[stored.layer.element] if stored.scales else original.weight.dtype
         self.weight: Any = nn.Module()

@@ -150,6 +150,7 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
             "input_features": torch.randn(1, 8, 16, generator=generator),
             "decoder_input_ids": tokens,
         },
+        "input_values": {"input_values": torch.randn(2, 64, generator=generator)},
     }[case.inputs]
 
 
