@@ -69,17 +69,17 @@ class GemmSparse24Plan(Plan):
     ) -> GemmSparse24TokenPlans[Self]:
         """The plans of 1 to ``most_n`` tokens; the descriptor's own n doesn't matter.
 
-        Nothing is compiled yet. Other arguments are those of :meth:`select`. Raises what that raises for any
-        of the numbers, and InvalidProblemError for a ``most_n`` that is no number of tokens.
+        With ``group_tokens`` counts or experts, the numbers are the multiples of ``groups`` or ``top_k``, and
+        with experts ``x_rows`` and ``y_rows`` follow. Nothing is compiled yet. Other arguments are those of
+        :meth:`select`. Raises what that raises for any of the numbers, and InvalidProblemError for a
+        ``most_n`` that is no such number, or for rows that don't follow it.
         """
         cls._check_descriptor(descriptor)
-        if descriptor.is_routed:
+        given = descriptor.x_rows is not None or descriptor.y_rows is not None
+        if given and descriptor.group_tokens is not GroupTokens.EXPERTS:
             raise InvalidProblemError(
-                "descriptor: expected no x_rows and y_rows for any number of tokens, since they follow it"
-            )
-        if descriptor.group_tokens is GroupTokens.COUNTS:
-            raise InvalidProblemError(
-                "descriptor: expected group_tokens offsets for any number of tokens, got counts"
+                "descriptor: expected no x_rows and y_rows for any number of tokens, unless group_tokens is "
+                f"experts, got {descriptor.group_tokens}"
             )
         properties, absent = described(device)
         place = properties if absent else home_of(properties)

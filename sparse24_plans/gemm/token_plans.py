@@ -13,16 +13,18 @@ from ..plan.kernel_table import choose
 from ..plan.plan import Plan, considered_by
 from ..plan.preference import PlanPreference
 from ..vocab import INT64_MAX, DeviceProperties, integer
-from .descriptor import GemmSparse24Descriptor
+from .descriptor import GemmSparse24Descriptor, of_places
 from .tuned import TuningTable, shipped
 
 P = TypeVar("P", bound=Plan)
 _PERIOD = 16
-"""Limits of kernels look at n modulo this number at most."""
+"""Limits of kernels look at n modulo this number at most. So does a multiple of n."""
 
 
 class GemmSparse24TokenPlans(Generic[P]):
-    """The plans of one product for 1 to ``most_n`` tokens. Immutable; threads may share it.
+    """The plans of one product for 1 to ``most_n`` tokens, or the multiples of the descriptor's ``step``.
+
+    Immutable; threads may share it.
 
     ``plans[n]`` is what ``select`` gives for n tokens. It is selected when it is first asked for, and kept.
     ``GemmSparse24Plan.for_tokens`` makes one.
@@ -39,12 +41,11 @@ class GemmSparse24TokenPlans(Generic[P]):
         tuning: TuningTable,
     ) -> None:
         """``place`` is the device as ``select`` takes it."""
-        most = integer(most_n)
-        if most is None or not 1 <= most <= INT64_MAX:
-            raise InvalidProblemError(
-                f"most_n: expected a number of tokens from 1 to 2^63 - 1, got {shown(most_n)}"
-            )
-        self.descriptor, self.most_n = descriptor.model_copy(update={"n": most}), most
+        most, self._step = integer(most_n), descriptor.step
+        if most is None or not self._step <= most <= INT64_MAX or most % self._step:
+            wanted = f"{self._kind_of_number()} from {self._step} to 2^63 - 1"
+            raise InvalidProblemError(f"most_n: expected a {wanted}, got {shown(most_n)}")
+        self.descriptor, self.most_n = of_places(descriptor, most), most
         self._kind, self._preference, self._device, self._tuning = kind, preference, device, tuning
         self._options: dict[str, Any] = {"preference": preference, "device": place, "tuning": tuning}
         self._plans: dict[int, P] = {}
@@ -62,7 +63,7 @@ class GemmSparse24TokenPlans(Generic[P]):
 
     def __iter__(self) -> Iterator[P]:
         """The plans of 0 to ``most_n`` tokens, in order."""
-        return map(self.__getitem__, range(self.most_n + 1))
+        return map(self.__getitem__, range(0, self.most_n + 1, self._step))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold the arguments of ``for_tokens``. Reading them calls it again."""
@@ -104,7 +105,8 @@ class GemmSparse24TokenPlans(Generic[P]):
         minutes. Raises what ``GemmSparse24Plan.compile`` raises.
         """
         found: dict[Any, CompiledKernel] = {}
-        for n in range(1, self.most_n + 1) if ns is None else self._numbers(ns):
+        every = range(self._step, self.most_n + 1, self._step)
+        for n in every if ns is None else self._numbers(ns):
             for kernel in self._kind.compile(self._problem(n), **self._options):
                 found.setdefault(kernel.path, kernel)
         return tuple(found.values())
@@ -114,9 +116,13 @@ class GemmSparse24TokenPlans(Generic[P]):
 
     def _number(self, n: object) -> int:
         count = integer(n)
-        if count is None or not 0 <= count <= self.most_n:
-            raise InvalidProblemError(f"n: expected a number from 0 to {self.most_n}, got {shown(n)}")
+        if count is None or not 0 <= count <= self.most_n or count % self._step:
+            wanted = f"{self._kind_of_number()} from 0 to {self.most_n}"
+            raise InvalidProblemError(f"n: expected a {wanted}, got {shown(n)}")
         return count
+
+    def _kind_of_number(self) -> str:
+        return "number of tokens" if self._step == 1 else f"multiple of {self._step}"
 
     def _numbers(self, ns: Iterable[int]) -> list[int]:
         """The numbers, checked one at a time, because an iterable of other objects may have no end."""
@@ -126,7 +132,7 @@ class GemmSparse24TokenPlans(Generic[P]):
     # Which kernels serve ------------------------------------------------------------------------------
 
     def _problem(self, n: int) -> GemmSparse24Descriptor:
-        return self.descriptor.model_copy(update={"n": n})
+        return of_places(self.descriptor, n)
 
     def _find_kernels(self) -> None:
         """Find the kernels without a look at every n.
@@ -137,22 +143,23 @@ class GemmSparse24TokenPlans(Generic[P]):
         alone, which serves what no other kernel does.) One token has limits of its own. An arithmetic depends
         on each n's schedule, so if one is required, every n is looked at.
         """
-        named = self._preference.require.arithmetic is not None
-        for n in range(1, (self.most_n if named else 1) + 1):
-            self._note(n)
-        for first in range(2, min(_PERIOD + 1, 0 if named else self.most_n) + 1):
-            self._search(first, self.most_n - (self.most_n - first) % _PERIOD)
+        named, most = self._preference.require.arithmetic is not None, self.most_n // self._step
+        for number in range(1, (most if named else 1) + 1):
+            self._note(number)
+        for first in range(2, min(_PERIOD + 1, 0 if named else most) + 1):
+            self._search(first, most - (most - first) % _PERIOD)
 
     def _search(self, first: int, last: int) -> None:
-        """Note every kernel that serves some n from ``first`` to ``last`` in steps of _PERIOD."""
+        """Note every kernel that serves some n / step from ``first`` to ``last`` in steps of _PERIOD."""
         steps = (last - first) // _PERIOD
         if self._note(first) != self._note(last) and steps > 1:
             middle = first + steps // 2 * _PERIOD
             self._search(first, middle)
             self._search(middle, last)
 
-    def _note(self, n: int) -> str:
-        """The name of the kernel that serves n tokens. Raises what ``select`` raises."""
+    def _note(self, number: int) -> str:
+        """The name of the kernel that serves ``number`` steps of tokens. Raises what ``select`` raises."""
+        n = number * self._step
         problem = self._problem(n)
         try:
             wanted = self._preference, self._device, self._tuning

@@ -34,7 +34,14 @@ def problem(m: int = 4096, k: int = 4096, element: str = "bf16", **more: object)
 
 
 def selected(desc: GemmSparse24Descriptor, n: int, **options: object) -> GemmSparse24Plan:
-    return GemmSparse24Plan.select(desc.model_copy(update={"n": n}), **options)
+    rows = {name: n // desc.top_k for name in ("x_rows", "y_rows") if getattr(desc, name) is not None}
+    return GemmSparse24Plan.select(desc.model_copy(update={"n": n, **rows}), **options)
+
+
+def experts(top_k: int, **more: object) -> GemmSparse24Descriptor:
+    """A problem of rows that each choose so many of 8 groups."""
+    about = {"groups": 8, "group_tokens": "experts", "top_k": top_k, "n": top_k}
+    return problem(1024, 512, **{**about, **more})
 
 
 # The bound of the workspace -----------------------------------------------------------------------
@@ -57,6 +64,11 @@ CASES = {
     "Ampere, invariant": (problem(512, 512), A100, INVARIANT),
     "cuBLAS": (problem(512, 512, "f32", epilogue="bias"), H200, {"prefer_backend": "inflate_cublas"}),
     "an arithmetic": (problem(), H200, {"require": {"arithmetic": "hopper_tc/slices=8"}}),
+    "groups": (problem(1024, 512, groups=8), H200, {}),
+    "counts": (problem(1024, 512, groups=8, group_tokens="counts", n=8), H200, {}),
+    "experts, gathered": (experts(2, x_rows=1), H200, {}),
+    "experts, added up": (experts(6, y_rows=1), H200, {}),
+    "experts on the host": (experts(1, x_rows=1, y_rows=1, element="f32"), "host", {}),
 }
 
 
@@ -68,8 +80,9 @@ NUMBERS = sorted({*range(1, 81), *range(80, 1104, 32), *range(81, 1104, 59)})
 def test_kernels_and_bound_are_those_of_a_look_at_the_numbers(case):
     desc, device, preference = case
     options = {"preference": preference, "device": device}
-    plans = GemmSparse24Plan.for_tokens(desc, NUMBERS[-1], **options)
-    found = [selected(desc, n, **options) for n in NUMBERS]
+    numbers = [n for n in NUMBERS if n % desc.step == 0]
+    plans = GemmSparse24Plan.for_tokens(desc, numbers[-1], **options)
+    found = [selected(desc, n, **options) for n in numbers]
     assert sorted(plans.kernels) == sorted({plan.kernel for plan in found})
     assert sorted(plans.layouts) == sorted({plan.sku.layout for plan in found})
     assert max(plan.workspace_size() for plan in found) <= plans.workspace_size()
@@ -131,6 +144,30 @@ def test_iteration_gives_the_plans_of_all_numbers_of_tokens():
     found = list(plans)
     assert [plan.descriptor.n for plan in found] == [0, 1, 2, 3, 4, 5]
     assert all(plan is plans[n] for n, plan in enumerate(found))
+
+
+@pytest.mark.parametrize("rows", [{}, {"x_rows": 7}, {"x_rows": 7, "y_rows": 7}], ids=str)
+def test_rows_of_experts_follow_the_number_of_places(rows):
+    plans = GemmSparse24Plan.for_tokens(experts(3, n=21, **rows), 9, device="h200")
+    found = [plan.descriptor for plan in plans]
+    assert [one.n for one in found] == [0, 3, 6, 9]
+    for one in found:
+        assert {name: getattr(one, name) for name in rows} == dict.fromkeys(rows, one.n // 3)
+    for n in (4, 12, -3):
+        with pytest.raises(InvalidProblemError, match=f"n: expected a multiple of 3 from 0 to 9, got {n}"):
+            plans[n]
+    with pytest.raises(InvalidProblemError, match=r"most_n: expected a multiple of 3 from 3 to .*, got 10"):
+        GemmSparse24Plan.for_tokens(experts(3, **dict.fromkeys(rows, 1)), 10, device="h200")
+
+
+@pytest.mark.parametrize("rows", [{"x_rows": 5}, {"y_rows": 5, "top_k": 2}], ids=str)
+@pytest.mark.parametrize("group_tokens", ["offsets", "counts"])
+def test_rows_that_do_not_follow_the_number_of_tokens_are_refused(rows, group_tokens):
+    desc = problem(64, 128, groups=4, group_tokens=group_tokens, n=8, **rows)
+    with pytest.raises(
+        InvalidProblemError, match="descriptor: expected no x_rows and y_rows .*, got " + group_tokens
+    ):
+        GemmSparse24Plan.for_tokens(desc, 8, device="h200")
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["shipped table", "own table"])
@@ -214,9 +251,9 @@ def test_threads_get_the_same_plan():
 @pytest.mark.parametrize("n", [-1, 34, True, 1.0, "3", None, [4]], ids=repr)
 def test_a_number_of_tokens_beyond_the_range_is_refused(n):
     plans = GemmSparse24Plan.for_tokens(problem(64, 128), 33, device="host")
-    with pytest.raises(InvalidProblemError, match="n: expected a number from 0 to 33"):
+    with pytest.raises(InvalidProblemError, match="n: expected a number of tokens from 0 to 33"):
         plans[n]
-    with pytest.raises(InvalidProblemError, match="n: expected a number from 0 to 33"):
+    with pytest.raises(InvalidProblemError, match="n: expected a number of tokens from 0 to 33"):
         plans.compile([n])
 
 
