@@ -109,10 +109,10 @@ class Source:
     def tensor(self, name: str) -> Tensor:
         """A tensor or compressed weight as a dense tensor; a quantized one as what it stands for."""
         if name in self.weights:
-            dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
+            layer = self.weights[name]
+            dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))[:, : layer.columns]
             if self.scales(name):
                 dense = self._dequantized(name, dense)
-            layer = self.weights[name]
             return dense.T if layer.transposed else dense.reshape(layer.dense_shape)
         stored = self._stored(name)
         return self._dequantized(name, stored) if name in self.quantized else stored

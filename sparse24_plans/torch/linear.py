@@ -77,6 +77,8 @@ class Sparse24Linear(nn.Module):
     """Names of the layer's scales by their keys in a state_dict."""
     transposed = False
     """Whether the layer stands for one that holds its weight as [in, out], transformers' Conv1D."""
+    origin: Mapping[str, Any] = {}
+    """How the weight was made, in a checkpoint's words. A saved model says it of the weight again."""
 
     def __init__(
         self,
