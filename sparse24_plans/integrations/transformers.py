@@ -51,7 +51,7 @@ from ..torch.elements import DTYPE_OF
 from ..torch.experts import STACKS, ExpertsWeight, Sparse24Experts
 from ..torch.layer_state import META_KEY, VALUES_KEY, check_metadata
 from ..torch.linear import DTYPES, Sparse24Linear
-from ..torch.loading import check_orientation, fuse_blocks, in_order_of, layer_like, sizes_of
+from ..torch.loading import check_dtype, check_orientation, fuse_blocks, in_order_of, layer_like, sizes_of
 from ..torch.quantized_linear import SCALES, Sparse24QuantizedLinear
 from ..torch.saved_experts import StoredExperts, state_of
 from ..torch.saved_form import SavedForm, SavedLayer, form_of, modules_of, saved_state
@@ -91,6 +91,7 @@ class _Parts(nn.Module):
         self.weight: Any = nn.Module()
         width, by = k // 2, stored.layer.quantization
         if by is not None:
+            check_dtype(stored.layer, original.weight.dtype)
             made: Any = layer_like(original, stored.layer, {}, {"device": "meta"})
             width, dtype = made.values.shape[1], made.values.dtype
             self.weight.register_buffer("scales24", made.scales)
@@ -292,7 +293,9 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 converters.append(_decompressing(renamed, layers[name]))
                 self._originals[id(converters[-1])] = None
         for name in experts.sources:
-            model.set_submodule(name, _ExpertParts(name, model.get_submodule(name), experts))
+            module: Any = model.get_submodule(name)
+            check_dtype(layers[experts.names_of(name)[0]], module.down_proj.dtype)
+            model.set_submodule(name, _ExpertParts(name, module, experts))
         others = [one for one in merged if one.target not in experts.targets]
         changed = {id(one.converter): _with_parts(one.converter) for one in others if _is_stored(one, layers)}
         for one in weight_conversions:

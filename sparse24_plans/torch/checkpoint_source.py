@@ -62,6 +62,9 @@ class Source:
             check_groups(entry if isinstance(entry, Mapping) else {})
         parts = {part for layer in layers for part in layer.sources}
         self.form = form_in(config)
+        known = {str(one).removeprefix("torch."): one for one in DTYPES}
+        self.model_dtype = known.get(str(config.get("dtype", config.get("torch_dtype"))))
+        """The dtype of the model's parameters by its configuration, if that tells."""
         marked = any(FORMAT_KEY in shard.reader.metadata for shard in reader.shards)
         self.is_state = name == SPARSE24 and not marked
         """Whether this is a layer's state_dict in a file: rows have the layer's order, not the model's."""
@@ -99,8 +102,13 @@ class Source:
         return dict(zip((VALUES_KEY, META_KEY, SCALES_KEY), parts, strict=True))
 
     def canonical(self, name: str) -> tuple[Tensor, Tensor]:
-        """Values and metadata of a compressed weight, dequantized if it has scales of groups."""
-        return tensors_of(self._format.read(self.reader, self.weights[name]))
+        """Values and metadata of a compressed weight, dequantized if it has scales of groups.
+
+        A weight of float32 is quantized as one of bfloat16, so its values are float32 again for its model.
+        """
+        values, meta = tensors_of(self._format.read(self.reader, self.weights[name]))
+        is_quantized = self.weights[name].quantization is not None
+        return values.to(self.model_dtype) if is_quantized and self.model_dtype else values, meta
 
     def canonical_parts(self, name: str) -> dict[str, Tensor]:
         """The tensors that :meth:`canonical` gives, by the names in a layer."""

@@ -223,6 +223,7 @@ class Load:
             layer = layer_like(module, weight, shapes, options)
             device = self._device or linear_of(module).weight.device
             if self._dequantize is False or kernel_obstacle(layer, device) is None:
+                self._check_dtype(name, linear_of(module).weight)
                 return layer
         return sparse_like(module, options)
 
@@ -233,7 +234,17 @@ class Load:
             device = self._device or module.down_proj.device
             if no_kernel(module, device, **form, **wishes) is not None:
                 return {}
+        if form:
+            self._check_dtype(self._experts.names_of(place)[0], module.down_proj)
         return form
+
+    def _check_dtype(self, name: str, held: Tensor) -> None:
+        """Raise InvalidProblemError for a layer that keeps stored values in a model of another dtype.
+
+        A parameter on the meta device has the checkpoint's dtype, unless another is asked for.
+        """
+        dtype = (self._dtype or self._source.model_dtype) if held.is_meta else held.dtype
+        check_dtype(self._source.weights[name], dtype, "or dequantize=True")
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -329,6 +340,19 @@ def _check_form(name: str, layer: Sparse24WeightOnlyLinear, got: Quantization | 
         raise InvalidProblemError(
             f"{name}: expected {layer.quantization}, as the layer stores, "
             f"got {got or 'values that are not quantized'}"
+        )
+
+
+def check_dtype(stored: Layer, dtype: torch.dtype | None, otherwise: str = "") -> None:
+    """Raise InvalidProblemError for a quantized weight that isn't multiplied in the model's dtype.
+
+    ``otherwise`` ends the error's advice.
+    """
+    wanted = DTYPE_OF[stored.element]
+    if stored.quantization is not None and dtype not in (None, wanted):
+        raise InvalidProblemError(
+            f"{stored.name}: dtype: expected a model of {wanted}, in which weights of {stored.quantization} "
+            f"are multiplied, got {dtype}; pass dtype={wanted} {otherwise}".rstrip()
         )
 
 
