@@ -16,7 +16,7 @@ from ..plan.preference import PlanPreference
 from ..vocab import TileRule, checked_flag, integer
 from . import layer_state
 from .activations import check_activation, check_rows, epilogue_of, is_gated, row_order
-from .elements import element_of, plan_device
+from .elements import device_of, element_of, plan_device
 from .gemm_dispatch import linear
 from .layer_state import VALUES_KEY, bytes_of, words_of
 from .layer_weight import LayerWeight
@@ -111,6 +111,7 @@ class Sparse24Linear(nn.Module):
         self.k = k = in_features + self._padding
         """Columns of W with its padding."""
         self._choose_options()
+        device_of(device)
         self.values = nn.Parameter(
             torch.zeros(out_features, k // 2, device=device, dtype=dtype), requires_grad=trainable
         )
