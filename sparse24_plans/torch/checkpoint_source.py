@@ -62,8 +62,8 @@ class Source:
             check_groups(entry if isinstance(entry, Mapping) else {})
         parts = {part for layer in layers for part in layer.sources}
         self.form = form_in(config)
-        known = {str(one).removeprefix("torch."): one for one in DTYPES}
-        self.model_dtype = known.get(str(config.get("dtype", config.get("torch_dtype"))))
+        dtypes = {str(one).removeprefix("torch."): one for one in DTYPES}
+        self.model_dtype = dtypes.get(str(config.get("dtype", config.get("torch_dtype"))))
         """The dtype of the model's parameters by its configuration, if that tells."""
         marked = any(FORMAT_KEY in shard.reader.metadata for shard in reader.shards)
         self.is_state = name == SPARSE24 and not marked

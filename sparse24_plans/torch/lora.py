@@ -20,8 +20,8 @@ def lora_config(config: Any) -> Any:
     The adapters train and the 2:4 weight stays frozen. PEFT doesn't store this: do it also to a configuration
     that was read for ``PeftModel.from_pretrained(model, folder, config=)``. Merging raises UnsupportedError,
     because the sum is not 2:4; so do variants that read or change the dense weight (DoRA, PiSSA) or are made
-    for merging (QA-LoRA), ``target_parameters`` of 2:4 layers, and layers with an activation, whose result isn't
-    the product's.
+    for merging (QA-LoRA), ``target_parameters`` of 2:4 layers, and layers with an activation, whose result
+    isn't the product's.
 
     Raises BackendUnavailableError without PEFT, InvalidProblemError for anything but a LoraConfig.
     """

@@ -29,7 +29,7 @@ class Repeated(Tensor):
     """Copies [..., K, M] of a ``matrix``, as ``expand`` gives them to PyTorch's own matmul."""
 
     matrix: Sparse24Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: type[Repeated], matrix: Sparse24Tensor, leading: Sequence[int]) -> Repeated:
@@ -44,7 +44,7 @@ class Repeated(Tensor):
         found.matrix = matrix
         return found
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Repeated(shape={list(self.shape)}, matrix={self.matrix!r})"
 
     @classmethod
