@@ -96,11 +96,10 @@ def calibrate(
     _check_arguments(model, batches, method)
     folder = None if resume is None else Path(path_of("resume", resume))
     form = compressed_form(None, weights, group, scale_rule)
-    home = None if device is None else device_of(device)
     blocks, chosen, left = _chosen(model, include, exclude, 4 if weights is None else 8)
     layers: list[CalibratedLayer] = []
     with _evaluated(model), progress_bar(len(blocks), progress) as advance:
-        calls = recorded(model, blocks, batches, home)
+        calls = recorded(model, blocks, batches, None if device is None else device_of(device))
         seed = digest(f"{method}{form}".encode(), *tensors_in(batches))
         for index, (place, block) in enumerate(blocks.items()):
             own = {name: one for name, one in chosen.items() if f"{name}.".startswith(f"{place}.")}
