@@ -25,6 +25,7 @@ from ..weights.weight import Sparse24Weight
 from .checkpoint_base import NUMPY_TYPES, CheckpointFormat, array_of, checked, dense_weight, parts_in
 from .folder import CONFIG_NAME, DTYPES, ELEMENTS, ModelReader
 from .layers import (
+    CALIBRATED,
     FORMAT_KEY,
     FORMAT_VERSION,
     SPARSE24,
@@ -116,12 +117,12 @@ class DenseCheckpoint(CheckpointFormat):
         return dense_weight(model, layer)
 
     def stored(self, layer: Layer) -> list[TensorInfo]:
-        nbytes = layer.m * layer.k * layer.element.itemsize
+        nbytes = layer.m * layer.columns * layer.element.itemsize
         return [TensorInfo(layer.name, DTYPES[layer.element], layer.dense_shape, nbytes)]
 
     def arrays(self, layer: Layer, weight: Sparse24Weight) -> Iterator[tuple[str, Any]]:
-        dense = weight.decompress()
-        yield layer.name, np.ascontiguousarray(dense.T) if layer.transposed else dense
+        dense = weight.decompress()[:, : layer.columns]
+        yield layer.name, np.ascontiguousarray(dense.T if layer.transposed else dense)
 
 
 def _why_not(model: ModelReader, reasons: Mapping[str, str]) -> str:
@@ -197,7 +198,8 @@ class ForeignCheckpoint(CheckpointFormat):
     def read(self, model: ModelReader, layer: Layer) -> Sparse24Weight:
         parts = {name.rpartition(".")[2]: array_of(model, name) for name in layer.sources}
         sizes = (layer.m, layer.k) if "shape" in self._known.options else None
-        return from_foreign(self.name, parts, shape=sizes, **layer.options)
+        options = {name: one for name, one in layer.options.items() if name != CALIBRATED}
+        return from_foreign(self.name, parts, shape=sizes, **options)
 
     def stored(self, layer: Layer) -> list[TensorInfo]:
         infos = []
@@ -213,8 +215,10 @@ class ForeignCheckpoint(CheckpointFormat):
             yield f"{self.prefix_of(layer.name)}.{part}", array
 
     def check(self, layer: Layer) -> None:
-        if layer.transposed or layer.stack:
+        if layer.transposed or layer.stack or layer.padding:
             got = "a stack of them" if layer.stack else "one of [in, out]"
+            if layer.padding:
+                got = f"one of K={layer.columns}, which is padded to {layer.k}"
             raise UnsupportedError(
                 f"{shown(layer.name)}: expected a matrix that the model holds as [out, in], got {got}, for "
                 f"which {self.name} has no word"
@@ -266,6 +270,8 @@ class ForeignCheckpoint(CheckpointFormat):
             options["tile_k"] = note.get("tile_k", self._tile_k)
         if "word_bytes" in self._known.options:
             options["word_bytes"] = _WORD_BYTES.get(model.tensors[names["meta"]].dtype, 1)
+        if CALIBRATED in note:
+            options[CALIBRATED] = note[CALIBRATED]
         return options
 
 

@@ -16,7 +16,8 @@ A stack [E, M, K] of matrices, such as experts, is stored alike, with E before e
 The metadata of each file has ``sparse24_format = "1"`` and, for every compressed tensor in it, a note:
 ``sparse24.NAME`` with the JSON ``{"shape": [M, K], "element": "bf16"}``. All other tensors and metadata stay
 unchanged. The note of a weight that the model holds as [K, M], like transformers' Conv1D, also has
-``"transposed": true``; that of a calibrated weight has ``"calibrated"`` with the method. The note of a
+``"transposed": true``; that of a calibrated weight has ``"calibrated"`` with the method. A weight whose K was
+filled up with columns of zeros has their number in ``"padding"``: the dense tensor lacks them. The note of a
 quantized weight also has ``"stored"``, ``"group"`` and ``"scale_element"``, and ``"scale_rule"`` if that rule
 gives its scales for the pruned weight; its ``"element"`` is the type of the weight when it is multiplied. The
 note of a weight in a foreign format also has ``"format"`` and its options.
@@ -25,7 +26,7 @@ note of a weight in a foreign format also has ``"format"`` and its options.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +47,8 @@ CALIBRATED = "calibrated"
 """The option of a layer with the method that has pruned it, unless that was by magnitude."""
 SCALE_RULE = "scale_rule"
 """The option of a quantized layer with the rule that made its scales, unless calibration made them."""
+PADDING = "padding"
+_MOST_PADDING = 7
 VALUES_SUFFIX, META_SUFFIX, SCALES_SUFFIX = SUFFIXES = ".values24", ".meta24", ".scales24"
 _QUANTIZED_DTYPES = {ElementKind.S4: "U8", ElementKind.S8: "I8", ElementKind.FP8_E4M3: "F8_E4M3"}
 """The safetensors types of quantized values."""
@@ -57,7 +60,8 @@ class Layer:
 
     ``transposed`` says that the model's dense tensor is [K, M], as transformers' Conv1D holds it. ``stack``
     is the number E of matrices of a dense tensor [E, M/E, K], or 0 for a single matrix. ``quantization`` is
-    that of a quantized weight, whose ``element`` is its type when it is multiplied.
+    that of a quantized weight, whose ``element`` is its type when it is multiplied. The last ``padding``
+    columns are zeros that the dense tensor lacks.
     """
 
     name: str
@@ -69,15 +73,39 @@ class Layer:
     transposed: bool = False
     stack: int = 0
     quantization: Quantization | None = None
+    padding: int = 0
+
+    @property
+    def columns(self) -> int:
+        """The columns of the dense matrix: K without its padding."""
+        return self.k - self.padding
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
         """The shape of the dense tensor."""
-        return (self.k, self.m) if self.transposed else self.shape_with(self.k)
+        return (self.columns, self.m) if self.transposed else self.shape_with(self.columns)
 
     def shape_with(self, columns: int) -> tuple[int, ...]:
         """The shape of a tensor that has ``columns`` in each of the weight's rows."""
         return (self.stack, self.m // self.stack, columns) if self.stack else (self.m, columns)
+
+
+def origin_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, or entries of a note, that say how the values of a weight were made."""
+    return {key: options[key] for key in (CALIBRATED, SCALE_RULE) if key in options}
+
+
+def origin_of_all(weights: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How the values of a weight were made that has the rows of several, by what each says of its own.
+
+    It is calibrated if one of them is. A rule gives its scales only if that gave all of them.
+    """
+    found = {key: value for one in weights for key, value in one.items()}
+    return {
+        key: value
+        for key, value in found.items()
+        if key == CALIBRATED or all(one.get(key) == value for one in weights)
+    }
 
 
 def dense_blocks(model: ModelReader, layer: Layer) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
@@ -85,15 +113,21 @@ def dense_blocks(model: ModelReader, layer: Layer) -> Iterator[tuple[slice, np.n
     if layer.transposed:
         yield slice(0, layer.m), read_dense(model, layer)
     else:
-        yield from row_blocks(model, layer.name)
+        for rows, block in row_blocks(model, layer.name):
+            yield rows, _padded(block, layer)
 
 
 def read_dense(model: ModelReader, layer: Layer) -> np.ndarray[Any, Any]:
     """A whole weight [M, K] of a dense model."""
     stored = model.read(layer.name).view(layer.element.dtype)
     if layer.transposed:
-        return np.ascontiguousarray(stored.reshape(layer.dense_shape).T)
-    return stored.reshape(layer.m, layer.k)
+        return _padded(np.ascontiguousarray(stored.reshape(layer.dense_shape).T), layer)
+    return _padded(stored.reshape(layer.m, layer.columns), layer)
+
+
+def _padded(rows: np.ndarray[Any, Any], layer: Layer) -> np.ndarray[Any, Any]:
+    """Rows of the dense matrix with the layer's padding."""
+    return np.pad(rows, ((0, 0), (0, layer.padding))) if layer.padding else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +149,11 @@ def write_note(metadata: dict[str, str], layer: Layer, **more: Any) -> None:
     note = {"shape": list(layer.shape_with(layer.k)), "element": layer.element.value, **more}
     if layer.transposed:
         note["transposed"] = True
+    if layer.padding:
+        note[PADDING] = layer.padding
     if (by := layer.quantization) is not None:
         note |= by.arguments
-    note |= {key: layer.options[key] for key in (CALIBRATED, SCALE_RULE) if key in layer.options}
+    note |= origin_in(layer.options)
     metadata[LAYER_KEY_PREFIX + layer.name] = json.dumps(note)
 
 
@@ -249,9 +285,11 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
     transposed = note.options.get("transposed", False)
     if type(transposed) is not bool:
         raise broken(shard, name, f"transposed: expected true or false, got {transposed!r:.80}")
-    options = {key: note.options[key] for key in (CALIBRATED, SCALE_RULE) if key in note.options}
-    by = _quantization(shard, name, note)
-    layer = Layer(name, note.m, note.k, note.element, (), options, transposed, note.stack, by)
+    padding = note.options.get(PADDING, 0)
+    if type(padding) is not int or not 0 <= padding <= min(_MOST_PADDING, note.k):
+        raise broken(shard, name, f"{PADDING}: expected 0 to {_MOST_PADDING} columns, got {padding!r:.80}")
+    options, by = origin_in(note.options), _quantization(shard, name, note)
+    layer = Layer(name, note.m, note.k, note.element, (), options, transposed, note.stack, by, padding)
     wanted = stored_tensors(layer)
     for expected in wanted:
         info = model.tensors.get(expected.name)

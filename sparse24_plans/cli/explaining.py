@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import platform
@@ -103,26 +104,6 @@ Tuning = Annotated[
     Path | None,
     typer.Option("--tuning", metavar="FILE", help="A table of sparse24 tune, instead of the package's."),
 ]
-_WITH_OPTIONS = (
-    *("n", "m", "k", "element", "out_element", "bias_element", "epilogue", "op", "alpha", "beta"),
-    *("c_element", "relu_threshold", "relu_upper_bound", "scale_x", "scale_w", "x_order", "y_order"),
-    *("groups", "max_workspace_bytes", "allow_sm90a", "prefer_backend", "tier", "require"),
-)
-_OTHER_FIELDS = {
-    kind: tuple(name for name in kind.model_fields if name not in _WITH_OPTIONS)
-    for kind in (GemmSparse24Descriptor, PlanPreference)
-}
-"""The fields of a problem and of a preference that have no option of their own."""
-Fields = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--field",
-        metavar="NAME=VALUE",
-        help="Any other field of a problem or a preference; repeatable. Names: "
-        + ", ".join(name for names in _OTHER_FIELDS.values() for name in names)
-        + ".",
-    ),
-]
 
 
 def info(as_json: AsJson = False) -> None:
@@ -154,10 +135,10 @@ def explain(
     device: DeviceOption = "auto",
     arch: Arch = None,
     require: RequireOption = None,
-    backend: BackendOption = None,
+    prefer_backend: BackendOption = None,
     tier: TierOption = None,
-    max_workspace: MaxWorkspace = None,
-    sm90a: Sm90a = True,
+    max_workspace_bytes: MaxWorkspace = None,
+    allow_sm90a: Sm90a = True,
     tuning: Tuning = None,
     as_json: AsJson = False,
 ) -> None:
@@ -176,13 +157,35 @@ def explain(
     fields, wishes = (_fields_of(kind, field) for kind in _OTHER_FIELDS)
     with reported(as_json):
         preference = preference_of(
-            require, backend, tier=tier, max_workspace_bytes=max_workspace, allow_sm90a=sm90a, **wishes
+            require,
+            prefer_backend,
+            tier=tier,
+            max_workspace_bytes=max_workspace_bytes,
+            allow_sm90a=allow_sm90a,
+            **wishes,
         )
         table = None if tuning is None else TuningTable.load(tuning)
         place = device if arch is None else absent_gpu(arch)
         answer = _explain_problem(GemmSparse24Descriptor(**problem, **fields), preference, place, table)
         emit(answer, _show_explanation, as_json=as_json)
     raise typer.Exit(0 if answer["chosen"] else 1)
+
+
+_OTHER_FIELDS = {
+    kind: tuple(name for name in kind.model_fields if name not in inspect.signature(explain).parameters)
+    for kind in (GemmSparse24Descriptor, PlanPreference)
+}
+"""The fields of a problem and of a preference that have no option of their own in ``explain``."""
+Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        metavar="NAME=VALUE",
+        help="Any other field of a problem or a preference; repeatable. Names: "
+        + ", ".join(name for names in _OTHER_FIELDS.values() for name in names)
+        + ".",
+    ),
+]
 
 
 def _fields_of(

@@ -33,6 +33,7 @@ from ..checkpoints.layers import (
     Layer,
     compressed_layer,
     compressed_names,
+    origin_in,
 )
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..torch.checkpoint_names import (
@@ -50,7 +51,7 @@ from ..torch.elements import DTYPE_OF
 from ..torch.experts import STACKS, ExpertsWeight, Sparse24Experts
 from ..torch.layer_state import META_KEY, VALUES_KEY, check_metadata
 from ..torch.linear import DTYPES, Sparse24Linear
-from ..torch.loading import check_orientation, fuse_blocks, in_order_of, layer_like, sizes_of
+from ..torch.loading import check_dtype, check_orientation, fuse_blocks, in_order_of, layer_like, sizes_of
 from ..torch.quantized_linear import SCALES, Sparse24QuantizedLinear
 from ..torch.saved_experts import StoredExperts, state_of
 from ..torch.saved_form import SavedForm, SavedLayer, form_of, modules_of, saved_state
@@ -87,11 +88,12 @@ class _Parts(nn.Module):
         self._original, self._stored = [original], stored  # in a list, so that it is no submodule
         for name in ("in_features", "out_features"):  # some models' initialisation reads them
             setattr(self, name, getattr(original, name, None))
-        m, k = sizes_of(original)
+        m, k = stored.layer.m, stored.layer.k
         dtype = DTYPE_OF[stored.layer.element] if stored.scales else original.weight.dtype
         self.weight: Any = nn.Module()
         width, by = k // 2, stored.layer.quantization
         if by is not None:
+            check_dtype(stored.layer, original.weight.dtype)
             made: Any = layer_like(original, stored.layer, {}, {"device": "meta"})
             width, dtype = made.values.shape[1], made.values.dtype
             self.weight.register_buffer("scales24", made.scales)
@@ -114,6 +116,7 @@ class _Parts(nn.Module):
         if isinstance(layer, Sparse24QuantizedLinear):
             state[VALUES_KEY], state[META_KEY] = layer.padded(state[VALUES_KEY], state[META_KEY])
         _fill(layer, state)
+        layer.origin = origin_in(self._stored.layer.options)
         _move_hook(self, layer)
         layer.train(self.training)
         return layer
@@ -126,6 +129,7 @@ class _ExpertParts(nn.Module):
         super().__init__()
         made = stored.like(name, original, device="meta", **stored.form_of(name))
         self._made = [made]  # in a list, so that it is no submodule
+        self._origins = {stack: stored.origin_of(name, stack) for stack in STACKS}
         for stack in STACKS:
             setattr(self, stack, _parts_of(getattr(made, stack)))
 
@@ -135,6 +139,7 @@ class _ExpertParts(nn.Module):
         for stack in STACKS:
             parts = getattr(self, stack)
             _fill(getattr(experts, stack), state_of(stack, parts.state_dict(prefix="weight.")))
+            getattr(experts, stack).origin = self._origins[stack]
         _move_hook(self, experts)
         experts.train(self.training)
         return experts
@@ -177,10 +182,13 @@ def _on_meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Decompress(ConversionOps):  # type: ignore[misc]
-    """Makes dense matrices of compressed ones that the model holds dense, or stacked by a converter."""
+    """Makes dense matrices of compressed ones that the model holds dense, or stacked by a converter.
 
-    def __init__(self, *, alone: bool = False, transposed: bool = False) -> None:
-        self._alone, self._transposed = alone, transposed
+    A converter of one matrix ``alone`` is made for its weight.
+    """
+
+    def __init__(self, alone: Layer | None = None) -> None:
+        self._alone = alone
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **more: Any
@@ -191,7 +199,9 @@ class _Decompress(ConversionOps):  # type: ignore[misc]
             base, is_values, _ = pattern.partition(_VALUES)
             if pattern in input_dict and is_values:
                 parts = zip(input_dict[pattern], input_dict[base + _META], strict=True)
-                found[more["full_layer_name"] if self._alone else base] = [self._dense(*one) for one in parts]
+                found[base if self._alone is None else more["full_layer_name"]] = [
+                    self._dense(*one) for one in parts
+                ]
             elif pattern in input_dict and not pattern.endswith(_META):
                 found[pattern] = input_dict[pattern]
         return found
@@ -201,7 +211,10 @@ class _Decompress(ConversionOps):  # type: ignore[misc]
         values, meta = values.flatten(0, -2), meta.flatten(0, -2)
         check_metadata(values, meta)
         dense: Tensor = torch.ops.sparse24.decompress(values, meta).reshape(*stack, -1)
-        return dense.T.contiguous() if self._transposed else dense
+        if self._alone is None:
+            return dense
+        dense = dense[..., : self._alone.columns]
+        return (dense.T if self._alone.transposed else dense).contiguous()
 
 
 @register_quantizer(SPARSE24)
@@ -282,7 +295,9 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 converters.append(_decompressing(renamed, layers[name]))
                 self._originals[id(converters[-1])] = None
         for name in experts.sources:
-            model.set_submodule(name, _ExpertParts(name, model.get_submodule(name), experts))
+            module: Any = model.get_submodule(name)
+            check_dtype(layers[experts.names_of(name)[0]], module.down_proj.dtype)
+            model.set_submodule(name, _ExpertParts(name, module, experts))
         others = [one for one in merged if one.target not in experts.targets]
         changed = {id(one.converter): _with_parts(one.converter) for one in others if _is_stored(one, layers)}
         for one in weight_conversions:
@@ -338,10 +353,8 @@ def _take_apart(model: Any, own: str, stored: Stored) -> bool:
     check_orientation(layer, model.get_submodule(own.rpartition(".")[0]))
     if place == own or not is_swappable(module := model.get_submodule(place)):
         return False
-    if (layer.m, layer.k) != sizes_of(module):
-        raise InvalidProblemError(
-            f"{layer.name}: expected shape {list(sizes_of(module))}, got {[layer.m, layer.k]}"
-        )
+    if (got := (layer.m, layer.columns)) != (wanted := sizes_of(module, layer)):
+        raise InvalidProblemError(f"{layer.name}: expected shape {list(wanted)}, got {list(got)}")
     model.set_submodule(place, _Parts(module, stored))
     return True
 
@@ -349,7 +362,7 @@ def _take_apart(model: Any, own: str, stored: Stored) -> bool:
 def _decompressing(name: str, layer: Layer) -> Any:
     """The converter of one compressed matrix that the model holds dense."""
     sources = [f"^{re.escape(name)}{suffix}" for suffix in (_VALUES, _META)]
-    return WeightConverter(sources, name, [_Decompress(alone=True, transposed=layer.transposed)])
+    return WeightConverter(sources, name, [_Decompress(layer)])
 
 
 def _with_parts(converter: Any) -> Any:

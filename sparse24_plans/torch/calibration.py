@@ -23,6 +23,7 @@ from ..weights.calibrated import METHODS
 from .calibrated_block import Block, CalibratedLayer, digest
 from .calibration_inputs import recorded, tensors_in
 from .conv1d import is_linear, linear_of
+from .elements import device_of
 from .experts import STACKS, holds_stacks
 from .swap import Choice, progress_bar
 
@@ -98,7 +99,7 @@ def calibrate(
     blocks, chosen, left = _chosen(model, include, exclude, 4 if weights is None else 8)
     layers: list[CalibratedLayer] = []
     with _evaluated(model), progress_bar(len(blocks), progress) as advance:
-        calls = recorded(model, blocks, batches, None if device is None else torch.device(device))
+        calls = recorded(model, blocks, batches, None if device is None else device_of(device))
         seed = digest(f"{method}{form}".encode(), *tensors_in(batches))
         for index, (place, block) in enumerate(blocks.items()):
             own = {name: one for name, one in chosen.items() if f"{name}.".startswith(f"{place}.")}

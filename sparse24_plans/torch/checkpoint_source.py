@@ -62,6 +62,9 @@ class Source:
             check_groups(entry if isinstance(entry, Mapping) else {})
         parts = {part for layer in layers for part in layer.sources}
         self.form = form_in(config)
+        dtypes = {str(one).removeprefix("torch."): one for one in DTYPES}
+        self.model_dtype = dtypes.get(str(config.get("dtype", config.get("torch_dtype"))))
+        """The dtype of the model's parameters by its configuration, if that tells."""
         marked = any(FORMAT_KEY in shard.reader.metadata for shard in reader.shards)
         self.is_state = name == SPARSE24 and not marked
         """Whether this is a layer's state_dict in a file: rows have the layer's order, not the model's."""
@@ -99,8 +102,13 @@ class Source:
         return dict(zip((VALUES_KEY, META_KEY, SCALES_KEY), parts, strict=True))
 
     def canonical(self, name: str) -> tuple[Tensor, Tensor]:
-        """Values and metadata of a compressed weight, dequantized if it has scales of groups."""
-        return tensors_of(self._format.read(self.reader, self.weights[name]))
+        """Values and metadata of a compressed weight, dequantized if it has scales of groups.
+
+        A weight of float32 is quantized as one of bfloat16, so its values are float32 again for its model.
+        """
+        values, meta = tensors_of(self._format.read(self.reader, self.weights[name]))
+        is_quantized = self.weights[name].quantization is not None
+        return values.to(self.model_dtype) if is_quantized and self.model_dtype else values, meta
 
     def canonical_parts(self, name: str) -> dict[str, Tensor]:
         """The tensors that :meth:`canonical` gives, by the names in a layer."""
@@ -109,10 +117,10 @@ class Source:
     def tensor(self, name: str) -> Tensor:
         """A tensor or compressed weight as a dense tensor; a quantized one as what it stands for."""
         if name in self.weights:
-            dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))
+            layer = self.weights[name]
+            dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))[:, : layer.columns]
             if self.scales(name):
                 dense = self._dequantized(name, dense)
-            layer = self.weights[name]
             return dense.T if layer.transposed else dense.reshape(layer.dense_shape)
         stored = self._stored(name)
         return self._dequantized(name, stored) if name in self.quantized else stored

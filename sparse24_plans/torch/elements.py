@@ -17,7 +17,7 @@ import torch
 import torch.utils.dlpack
 
 from ..device.tensors import TensorView
-from ..errors import InvalidProblemError, UnsupportedError
+from ..errors import InvalidProblemError, UnsupportedError, shown
 from ..vocab import ElementKind
 from ..weights.packed_layouts import Quantization, TileLayout, layout_of, quantized_tiles
 from ..weights.quantized import Sparse24QuantizedWeight
@@ -49,6 +49,20 @@ def element_of(dtype: torch.dtype, argument: str) -> ElementKind:
         names = ", ".join(str(known) for known in _ELEMENT_OF)
         raise InvalidProblemError(f"{argument}: expected one of {names}, got {dtype}")
     return _ELEMENT_OF[dtype]
+
+
+def device_of(device: Any) -> torch.device:
+    """The device that an argument names; PyTorch's default for None.
+
+    Raises InvalidProblemError for what is no device, and for one that PyTorch doesn't find.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise InvalidProblemError(
+            f"device: expected one that PyTorch finds, such as cpu or cuda:0, got {shown(device)}: {why:.200}"
+        ) from error
 
 
 def plan_device(tensor: torch.Tensor) -> int | str:

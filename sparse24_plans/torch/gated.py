@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layers import origin_of_all
 from ..errors import FormatError, InvalidProblemError
 from .activations import FORWARD, GATED_BY, called, is_gated, movable, name_of, row_order, rows_in_order
 from .linear import Sparse24Linear
@@ -174,6 +175,7 @@ def fuse_saved(model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
     state = _joined_state(name, [one.state_dict() for one in plain], first.out_features)
     order = row_order(whole.activation, rows, first.weight.device)
     whole.load_state_dict(rows_in_order(state, order, rows), assign=True)
+    whole.origin = origin_of_all([one.origin for one in plain])
     fused = Sparse24GatedMLP(whole, block.down_proj, parts)
     put(model, aliases_of(model)[name], fused.train(block.training))
 

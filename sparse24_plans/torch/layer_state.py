@@ -91,6 +91,8 @@ def _load_tensors(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None
         elif key not in scales:
             layer._check_loaded(key, given.dtype)
         held[key] = given if assign else given.to(own.device, own.dtype, copy=layer.values is None)
+    if VALUES_KEY in found:
+        layer.origin = {}  # a state_dict doesn't say how its values were made
     values, meta, bias, *new = held.values()
     if META_KEY in found and meta.device.type != "meta":
         check_metadata(values, meta)

@@ -16,7 +16,7 @@ from ..plan.preference import PlanPreference
 from ..vocab import TileRule, checked_flag, integer
 from . import layer_state
 from .activations import check_activation, check_rows, epilogue_of, is_gated, row_order
-from .elements import element_of, plan_device
+from .elements import device_of, element_of, plan_device
 from .gemm_dispatch import linear
 from .layer_state import VALUES_KEY, bytes_of, words_of
 from .layer_weight import LayerWeight
@@ -77,6 +77,8 @@ class Sparse24Linear(nn.Module):
     """Names of the layer's scales by their keys in a state_dict."""
     transposed = False
     """Whether the layer stands for one that holds its weight as [in, out], transformers' Conv1D."""
+    origin: Mapping[str, Any] = {}
+    """How the weight was made, in a checkpoint's words. A saved model says it of the weight again."""
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class Sparse24Linear(nn.Module):
         self.k = k = in_features + self._padding
         """Columns of W with its padding."""
         self._choose_options()
+        device_of(device)
         self.values = nn.Parameter(
             torch.zeros(out_features, k // 2, device=device, dtype=dtype), requires_grad=trainable
         )

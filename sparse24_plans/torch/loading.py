@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.layers import Layer
+from ..checkpoints.layers import Layer, origin_in
 from ..checkpoints.quantization import scale_obstacle
 from ..checkpoints.selection import families_of
 from ..device.log import LOAD
@@ -184,8 +184,8 @@ class Load:
         if isinstance(module, Sparse24WeightOnlyLinear):
             _check_form(name, module, None if weight is None else weight.quantization)
         if weight is not None and module is not None:
-            wanted: tuple[int, ...] = sizes_of(module)
-            got: tuple[int, ...] = (weight.m, weight.k)
+            wanted: tuple[int, ...] = sizes_of(module, weight)
+            got: tuple[int, ...] = (weight.m, weight.columns)
             if self._source.is_state and weight.k == wanted[1] + 8 and self._source.scales(name):
                 got = weight.m, wanted[1]  # it has the layer's padding to 16 columns
         else:
@@ -223,6 +223,7 @@ class Load:
             layer = layer_like(module, weight, shapes, options)
             device = self._device or linear_of(module).weight.device
             if self._dequantize is False or kernel_obstacle(layer, device) is None:
+                self._check_dtype(name, linear_of(module).weight)
                 return layer
         return sparse_like(module, options)
 
@@ -233,7 +234,17 @@ class Load:
             device = self._device or module.down_proj.device
             if no_kernel(module, device, **form, **wishes) is not None:
                 return {}
+        if form:
+            self._check_dtype(self._experts.names_of(place)[0], module.down_proj)
         return form
+
+    def _check_dtype(self, name: str, held: Tensor) -> None:
+        """Raise InvalidProblemError for a layer that keeps stored values in a model of another dtype.
+
+        A parameter on the meta device has the checkpoint's dtype, unless another is asked for.
+        """
+        dtype = (self._dtype or self._source.model_dtype) if held.is_meta else held.dtype
+        check_dtype(self._source.weights[name], dtype, "or dequantize=True")
 
     def fill(self) -> None:
         """Read one tensor after the other and load it into its module."""
@@ -244,15 +255,9 @@ class Load:
             if own in self._experts.targets:
                 continue
             module = self._module(own)
-            if name in self._source.weights and isinstance(module, Sparse24WeightOnlyLinear):
-                self._give(own.removesuffix(_WEIGHT), self._source.stored(name))
-            elif name in self._source.weights and isinstance(module, Sparse24Linear):
-                values, meta = self._source.canonical(name)
-                if isinstance(module, Sparse24QuantizedLinear):
-                    values, meta = module.padded(values, meta)
-                values = self._converted(values, self._parts(own)[0])
-                scales = {key: self._source.tensor(one) for key, one in self._source.scales(name).items()}
-                self._give(own.removesuffix(_WEIGHT), {VALUES_KEY: values, META_KEY: meta, **scales})
+            if name in self._source.weights and isinstance(module, Sparse24Linear):
+                self._give(own.removesuffix(_WEIGHT), self._tensors_for(module, name, own))
+                module.origin = origin_in(self._source.weights[name].options)
             else:
                 self._fill_dense(own, self._source.tensor(name))
         for one in self._merged:
@@ -277,6 +282,17 @@ class Load:
         if wide:
             LOAD.warning("quantized, but loaded as 2:4 weights of 16 bits: %s", ", ".join(families_of(wide)))
 
+    def _tensors_for(self, module: Sparse24Linear, name: str, own: str) -> dict[str, Tensor]:
+        """The tensors of a compressed weight by their names in its layer."""
+        if isinstance(module, Sparse24WeightOnlyLinear):
+            return self._source.stored(name)
+        values, meta = self._source.canonical(name)
+        if isinstance(module, Sparse24QuantizedLinear):
+            values, meta = module.padded(values, meta)
+        values = self._converted(values, self._parts(own)[0])
+        scales = {key: self._source.tensor(one) for key, one in self._source.scales(name).items()}
+        return {VALUES_KEY: values, META_KEY: meta, **scales}
+
     def _fill_stack(self, place: str, stack: str, source: ExpertsSource) -> None:
         """Load one of the two weights of experts."""
         layer: Any = self._model.get_submodule(f"{place}.{stack}")
@@ -290,6 +306,7 @@ class Load:
         if not is_stored:
             parts[VALUES_KEY] = self._converted(parts[VALUES_KEY], layer.stored()[0])
         self._give(f"{place}.{stack}", state_of(stack, parts))
+        layer.origin = self._experts.origin_of(place, stack)
 
     def _fill_dense(self, own: str, tensor: Tensor) -> None:
         home, _, attribute = own.rpartition(".")
@@ -326,6 +343,19 @@ def _check_form(name: str, layer: Sparse24WeightOnlyLinear, got: Quantization | 
         )
 
 
+def check_dtype(stored: Layer, dtype: torch.dtype | None, otherwise: str = "") -> None:
+    """Raise InvalidProblemError for a quantized weight that isn't multiplied in the model's dtype.
+
+    ``otherwise`` ends the error's advice.
+    """
+    wanted = DTYPE_OF[stored.element]
+    if stored.quantization is not None and dtype not in (None, wanted):
+        raise InvalidProblemError(
+            f"{stored.name}: dtype: expected a model of {wanted}, in which weights of {stored.quantization} "
+            f"are multiplied, got {dtype}; pass dtype={wanted} {otherwise}".rstrip()
+        )
+
+
 def check_orientation(weight: Layer, module: Any) -> None:
     """Raise InvalidProblemError for a weight along whose outputs 2:4 goes, as the module holds it."""
     holds = is_conv1d(module) or getattr(module, "transposed", False)
@@ -336,8 +366,11 @@ def check_orientation(weight: Layer, module: Any) -> None:
         )
 
 
-def sizes_of(module: Any) -> tuple[int, int]:
-    """M and the padded K of a layer's weight."""
+def sizes_of(module: Any, stored: Layer) -> tuple[int, int]:
+    """M and K of a layer's weight, with its padding unless the stored weight says what it has itself."""
+    if stored.padding:
+        linear = module if isinstance(module, Sparse24Linear) else linear_of(module)
+        return linear.out_features, linear.in_features
     if isinstance(module, Sparse24Linear) and not isinstance(module, Sparse24QuantizedLinear):
         return module.out_features, module.k
     linear = module if isinstance(module, Sparse24Linear) else linear_of(module)

@@ -19,8 +19,9 @@ def lora_config(config: Any) -> Any:
 
     The adapters train and the 2:4 weight stays frozen. PEFT doesn't store this: do it also to a configuration
     that was read for ``PeftModel.from_pretrained(model, folder, config=)``. Merging raises UnsupportedError,
-    because the sum is not 2:4; so do variants that read or change the dense weight (DoRA, PiSSA), and layers
-    with an activation, whose result isn't the product's.
+    because the sum is not 2:4; so do variants that read or change the dense weight (DoRA, PiSSA) or are made
+    for merging (QA-LoRA), ``target_parameters`` of 2:4 layers, and layers with an activation, whose result
+    isn't the product's.
 
     Raises BackendUnavailableError without PEFT, InvalidProblemError for anything but a LoraConfig.
     """
@@ -44,6 +45,11 @@ def _adapter() -> type[Any]:
 
         def __init__(self, base_layer: Any, adapter_name: str, config: Any, **options: Any) -> None:
             layer = getattr(base_layer, "base_layer", base_layer)
+            if (part := options.get("parameter_name")) is not None:
+                raise UnsupportedError(
+                    f"target_parameters: expected parameters of dense modules, got {part} of a "
+                    f"{type(layer).__name__}; name the layer in target_modules"
+                )
             if isinstance(layer, ExpertsWeight):
                 raise UnsupportedError(
                     "target_modules: expected linear layers, got a weight of Sparse24Experts; name it in "
@@ -61,6 +67,10 @@ def _adapter() -> type[Any]:
             self, adapter_name: str, r: int, lora_alpha: int, config: Any, **options: Any
         ) -> None:
             """Add an adapter. Raises UnsupportedError for one that needs the dense weight."""
+            if config.use_qalora:
+                raise UnsupportedError(
+                    "use_qalora: expected False, as no adapter is merged into a 2:4 weight, got True"
+                )
             variant = self.resolve_lora_variant(config=config)
             if variant is not None or config.init_lora_weights not in _STARTS:
                 raise UnsupportedError(

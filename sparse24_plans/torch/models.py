@@ -24,7 +24,7 @@ from ..errors import BackendUnavailableError, InvalidProblemError, Sparse24Error
 from ..vocab import checked_flag
 from .checkpoint_names import is_transformers_model
 from .checkpoint_source import DTYPES_BY_NAME, Source
-from .elements import host_bytes
+from .elements import device_of, host_bytes
 from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
 from .loading import Load
 from .saved_form import form_of, modules_of, saved_state
@@ -240,6 +240,7 @@ def from_pretrained(
     except ImportError as error:
         raise BackendUnavailableError("transformers is not installed: pip install transformers") from error
     path = path_of("path", path)
+    place = None if device is None else device_of(device)
     with ModelReader(path) as reader:
         stored = reader.config()
     if stored is None:
@@ -248,8 +249,8 @@ def from_pretrained(
     with _errors_of_transformers(CONFIG_NAME), _parameters_on_meta():
         model = _built(transformers, stored, model_class)
     options: dict[str, Any] = {"dequantize": dequantize, **_wishes(require, preference)}
-    if device is not None:
-        options["device"] = torch.device(device)
+    if place is not None:
+        options["device"] = place
     _load(model, path, format, dtype, options)
     if model.can_generate() and (Path(path) / _GENERATION).exists():
         with _errors_of_transformers(_GENERATION):

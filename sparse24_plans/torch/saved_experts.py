@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoints.layers import Layer
+from ..checkpoints.layers import Layer, origin_in, origin_of_all
 from ..errors import InvalidProblemError
 from ..weights.packed_layouts import Quantization
 from .activations import GATED_ACTIVATIONS
@@ -114,6 +114,12 @@ class StoredExperts:
         if by is None:
             return {}
         return stored_form(by, self._weights[self.names_of(name)[0]].element)
+
+    def origin_of(self, name: str, stack: str) -> dict[str, Any]:
+        """How the values of a stack were made, by what the checkpoint says of its matrices."""
+        source = self.sources[name][stack]
+        names = [source] if isinstance(source, str) else dict(source.sources)
+        return origin_of_all([origin_in(self._weights[one].options) for one in names])
 
     def like(self, name: str, module: nn.Module, **options: Any) -> Sparse24Experts:
         """The experts of zeros in place of a module. ``options`` win over those that were saved."""

@@ -9,7 +9,7 @@ don't: which blocks were fused, and what layers have besides their weights.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -123,19 +123,22 @@ def saved_state(
                 f"{name}: expected a tensor that is on one device, got one that is cut over ranks; save the "
                 "model's state_dict with torch.distributed.checkpoint"
             )
-    turned = {f"{name}.weight" for name, layer in modules_of(model, Sparse24Linear) if layer.transposed}
-    return tensors, [_with_quantization(model, one) for one in _layers_in(tensors, turned)]
+    return tensors, list(_layers_in(model, tensors))
 
 
-def _with_quantization(model: nn.Module, layer: Layer) -> Layer:
-    """The weight with its size and quantization, if its values are stored by a Sparse24WeightOnlyLinear."""
+def _of_module(model: nn.Module, layer: Layer) -> Layer:
+    """The weight with what its tensors don't tell: its orientation, origin, padding and quantization."""
     home, _, part = layer.name.removesuffix(".weight").rpartition(".")
     holder: Any = model.get_submodule(home)
     own = holder.gate_up_proj if isinstance(holder, Sparse24GatedMLP) and part != "down_proj" else None
     own = own or getattr(holder, part, None)
-    if not isinstance(own, Sparse24WeightOnlyLinear):
+    if not isinstance(own, Sparse24Linear):
         return layer
-    return replace(layer, k=own.k, element=element_of(own.dtype, layer.name), quantization=own.quantization)
+    found = replace(layer, transposed=own.transposed, options=dict(own.origin))
+    if isinstance(own, Sparse24WeightOnlyLinear):
+        element = element_of(own.dtype, layer.name)
+        found = replace(found, k=own.k, element=element, quantization=own.quantization)
+    return replace(found, padding=found.k - own.in_features)
 
 
 def _stack_experts(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -149,14 +152,14 @@ def _stack_experts(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                     tensors[f"{name}.{stack}{key.removeprefix('weight')}"] = found
 
 
-def _layers_in(tensors: Mapping[str, Tensor], turned: Container[str]) -> Iterator[Layer]:
+def _layers_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Layer]:
     """The compressed weights among a checkpoint's tensors."""
     for key, values in tensors.items():
         if key.endswith(_SUFFIX):
             name, shape = key.removesuffix(_SUFFIX), values.shape
             stack = shape[0] if len(shape) == 3 else 0
             m, k, element = shape[:-1].numel(), 2 * shape[-1], element_of(values.dtype, name)
-            yield Layer(name, m, k, element, (), transposed=name in turned, stack=stack)
+            yield _of_module(model, Layer(name, m, k, element, (), stack=stack))
 
 
 def _as_stored(layer: Sparse24Linear, own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .prepare_ops import kept_values
+from .repeated import Repeated, as_view_of
 from .tensor import FP8, PARTS, SemiStructuredError, Sparse24Tensor
 
 _ops: Any = torch.ops.sparse24
@@ -34,10 +35,8 @@ def _rebuilt(tensor: Sparse24Tensor, change: Callable[[Tensor], Tensor], **optio
 
 
 def _view_of(tensor: Sparse24Tensor, shape: Any, parts: Any) -> Sparse24Tensor:
-    """A tensor of views of the parts. PyTorch wants an inference tensor here only if ``tensor`` is one."""
-    if tensor.is_inference() or not torch.is_inference_mode_enabled():
-        return _with(tensor, shape, parts)
-    with torch.inference_mode(False):
+    """A tensor of views of the parts."""
+    with as_view_of(tensor):
         return _with(tensor, shape, parts)
 
 
@@ -102,6 +101,16 @@ def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
             f"(shape={shape})"
         )
     return _detach(func, types, (tensor,), kwargs)
+
+
+def _expand(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    """A batch of copies, which PyTorch's matmul asks for where x can't be folded without a copy."""
+    tensor, sizes, *_ = args
+    *leading, rows, columns = sizes
+    if any(given not in (-1, own) for given, own in zip((rows, columns), tensor.shape, strict=True)):
+        raise UnsupportedError(f"expand: expected sizes that end with {list(tensor.shape)}, got {sizes}")
+    with as_view_of(tensor):
+        return Repeated(tensor, leading)
 
 
 def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
@@ -315,6 +324,7 @@ Sparse24Tensor.SPARSE_DISPATCH = {
     _aten.swapdims: _permute,
     _aten.view: _view,
     _aten.reshape: _view,
+    _aten.expand: _expand,
     _aten.mm: _mm,
     _aten.matmul: _matmul,
     _aten.addmm: _addmm,

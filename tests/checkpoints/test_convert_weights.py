@@ -29,6 +29,7 @@ from .models import (
     library_load,
     needs_real,
     random_array,
+    rewrite,
     stored_in,
     tiled,
 )
@@ -191,3 +192,34 @@ def test_one_of_two_is_not_two_of_four(files):
     reports = {report.name: report.reason for report in convert(source, out, "dense", "torch_cutlass")}
     assert "expected one non-zero in each pair" in reports["w"]
     assert reports["v"] is None
+
+
+def noted(path, **more) -> None:
+    """Add entries to the notes of a file's weights."""
+
+    def change(arrays, metadata):
+        for key in [key for key in metadata if key.startswith("sparse24.")]:
+            metadata[key] = json.dumps({**json.loads(metadata[key]), **more})
+
+    rewrite(path, change)
+
+
+@pytest.mark.parametrize("padding", [8, -1, "4", True, None, 1.0], ids=str)
+def test_padding_that_no_weight_has_is_refused(files, padding):
+    dense, out = files
+    dense_file(dense, {"w": random_array((8, 16))})
+    compress_checkpoint(dense, out)
+    noted(out, padding=padding)
+    with pytest.raises(FormatError, match=f"padding: expected 0 to 7 columns, got {padding!r}"):
+        convert(out, out.parent / "back", "sparse24", "dense")
+
+
+@pytest.mark.parametrize("name", ["baracuda", "tilelang"])
+def test_a_calibrated_weight_is_known_as_one_after_another_format(files, name):
+    dense, out = files
+    dense_file(dense, {"w": random_array((32, 64), "bf16")})
+    compress_checkpoint(dense, out)
+    noted(out, calibrated="wanda")
+    convert(out, out.parent / "other", "sparse24", name)
+    convert(out.parent / "other", out.parent / "back", name, "sparse24")
+    assert library_load(out.parent / "back")[1]["sparse24.w"] == library_load(out)[1]["sparse24.w"]

@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import Sparse24Linear, Sparse24QuantizedLinear, Sparse24WeightOnlyLinear
+from sparse24_plans.torch import (
+    Sparse24Experts,
+    Sparse24Linear,
+    Sparse24QuantizedLinear,
+    Sparse24WeightOnlyLinear,
+    blocksparse,
+    calibrate,
+    from_pretrained,
+)
 
 from .cases import DEVICE, FLOATS, S, close, pruned, randn
 from .test_ops import ACTIVATIONS
@@ -489,3 +498,39 @@ def test_it_compiles_in_one_graph():
     for n in (5, 3, 17):
         x = randn(n, 60)
         assert torch.equal(compiled(x), layer(x))
+
+
+PLACES = {
+    "Sparse24Linear": lambda _, device: Sparse24Linear(16, 16, device=device),
+    "Sparse24QuantizedLinear": lambda _, device: Sparse24QuantizedLinear(16, 16, device=device),
+    "Sparse24WeightOnlyLinear": lambda _, device: Sparse24WeightOnlyLinear(16, 16, device=device),
+    "Sparse24Experts": lambda _, device: Sparse24Experts(2, 64, 64, device=device),
+    "from_pretrained": lambda folder, device: from_pretrained(folder, device=device),
+    "calibrate": lambda _, device: calibrate(
+        nn.Sequential(nn.ModuleList([nn.Linear(16, 16)])), [torch.ones(1, 16)], device=device
+    ),
+    "Layout": lambda _, device: blocksparse.Layout(torch.ones(1, 2, 2, dtype=torch.bool), 16, device=device),
+    "tables_on": lambda _, device: blocksparse.Layout(torch.ones(1, 2, 2, dtype=torch.bool), 16).tables_on(
+        device
+    ),
+    "blocks": lambda _, device: blocksparse.Linear(
+        32, 32, 16, torch.ones(1, 2, 2, dtype=torch.bool), device=device
+    ),
+    "blocks of a layout": lambda _, device: blocksparse.Linear(
+        32, 32, 16, blocksparse.Layout(torch.ones(1, 2, 2, dtype=torch.bool), 16), device=device
+    ),
+    "attention": lambda _, device: blocksparse.MultiheadAttention(
+        32, 2, blocksparse.SparsityInfo("dense", 16), device=device
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("device", ["nope", "cuda:99", "cpu:x", 1.5, []], ids=str)
+def test_a_device_that_pytorch_does_not_find_is_named(tmp_path, place, device):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        InvalidProblemError, match=re.escape(f"such as cpu or cuda:0, got {device!r}")
+    ) as found:
+        PLACES[place](tmp_path, device)
+    assert str(found.value).startswith("device: expected one that PyTorch finds")

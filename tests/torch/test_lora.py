@@ -182,6 +182,39 @@ def test_variants_that_need_the_dense_weight_are_refused(options, words):
         peft.get_peft_model(model, lora_config(plain(**options)))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_qalora": True}, "use_qalora: expected False"),
+        (
+            {"target_parameters": ["k_proj.values"]},
+            "target_parameters: expected parameters of dense modules, got ",
+        ),
+        (
+            {"target_modules": [], "target_parameters": ["k_proj.values"]},
+            "target_parameters: .* of a Sparse24L",
+        ),
+    ],
+    ids=str,
+)
+def test_options_without_a_meaning_for_24_layers_are_refused(options, words):
+    model = llama()
+    to_sparse24(model)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **options})
+    with pytest.raises(UnsupportedError, match=words):
+        peft.get_peft_model(model, lora_config(config))
+
+
+def test_parameters_of_dense_modules_have_adapters_beside_24_layers():
+    model = llama()
+    to_sparse24(model, exclude=["*v_proj"])
+    config = lora_config(plain(target_parameters=["v_proj.weight"]))
+    adapted = peft.get_peft_model(model, config)
+    assert {"q_proj", "v_proj"} <= {
+        name.split(".")[6] for name, _ in adapted.named_parameters() if "lora_" in name
+    }
+
+
 def test_a_layer_with_an_activation_is_refused():
     model = llama()
     fuse_gated(model)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -14,15 +16,27 @@ from torch import nn
 
 from sparse24_plans import (
     InvalidProblemError,
+    Sparse24QuantizedWeight,
+    Sparse24Weight,
     UnsupportedError,
     compress_checkpoint,
     convert_checkpoint,
     verify_checkpoint,
 )
-from sparse24_plans.torch import from_pretrained, fuse_gated, load_sparse24, to_sparse24
+from sparse24_plans.checkpoints.compress import CalibratedWeights
+from sparse24_plans.checkpoints.folder import ELEMENTS, ModelReader
+from sparse24_plans.torch import (
+    Sparse24GatedMLP,
+    Sparse24Linear,
+    from_pretrained,
+    fuse_gated,
+    load_sparse24,
+    to_sparse24,
+)
 from sparse24_plans.torch.elements import element_of
 
 from .cases import DEVICE
+from .saved_models import changed, metadata_of
 
 transformers = pytest.importorskip("transformers", minversion="5.8")
 from .architectures import (  # noqa: E402
@@ -226,6 +240,76 @@ def check_stored_zeros(folder: Path, saved: Saved) -> None:
             assert all(torch.equal(bits(own[key]), bits(wanted[key])) for key in own)
     wanted = result(saved.model, saved.case).cpu()
     torch.testing.assert_close(result(loaded, saved.case), wanted, rtol=5e-2, atol=5e-2)
+
+
+def notes_of(folder: Path) -> dict[str, Any]:
+    """What the files of a folder say about each of their compressed weights."""
+    metadata = [metadata_of(path) for path in folder.glob("*.safetensors")]
+    return {key: json.loads(one) for file in metadata for key, one in file.items() if key[:9] == "sparse24."}
+
+
+def calibrated_weights(folder: Path, include: tuple[str, ...], stored: str | None) -> CalibratedWeights:
+    """The folder's matrices without their first two of every four columns, as some method left them."""
+
+    def read(name: str) -> Any:
+        with ModelReader(folder) as reader:
+            info = reader.tensors[name]
+            dense = reader.read(name).view(ELEMENTS[info.dtype].dtype).reshape(-1, info.shape[-1])
+        pruned = np.where(np.arange(dense.shape[1]) % 4 > 1, dense, np.zeros((), dense.dtype))
+        if stored is None:
+            return pruned
+        return Sparse24QuantizedWeight.quantize(Sparse24Weight.compress(pruned), stored=stored, group=32)
+
+    reports = compress_checkpoint(folder, folder.parent / "none", include=include, dry_run=True)
+    names = [one.name for one in reports if one.action == "compressed"]
+    return CalibratedWeights("sparsegpt", {name: partial(read, name) for name in names})
+
+
+@pytest.mark.parametrize("loader", ["transformers", "from_pretrained"])
+@pytest.mark.parametrize(
+    ("calibrated", "stored"), [(True, None), (True, "s4"), (False, "s4")], ids=["16 bits", "s4", "by a rule"]
+)
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("Llama, tied", False), ("Llama, tied", True), ("Mixtral", False), ("Granite-MoE", False)],
+)
+def test_a_loaded_model_says_again_how_its_weights_were_made(
+    tmp_path, name, fused, calibrated, stored, loader
+):
+    case, dense, ours = CASES[name], tmp_path / "dense", tmp_path / "ours"
+    dense_model(case).save_pretrained(dense)
+    how: dict[str, Any] = {"include": case.include, "device": "host"}
+    if stored is not None:
+        how |= {"weights": stored, "group": 32}
+    if calibrated:
+        how["calibrated"] = calibrated_weights(dense, case.include, stored)
+    elif stored is not None:
+        how["scale_rule"] = "largest"
+    compress_checkpoint(dense, ours, **how)
+    notes = notes_of(ours)
+    kept = {key: {"calibrated", "scale_rule"} & note.keys() for key, note in notes.items()}
+    assert all(kept.values())
+    if fused:
+        blocks = {f"model.layers.{i}.mlp": {"activation": "swiglu"} for i in range(case.fused)}
+        entry = {"quant_method": "sparse24", "gated_blocks": blocks}
+        ours = changed(ours, tmp_path, quantization_config=entry)
+    load = from_pretrained if loader == "from_pretrained" else case.auto.from_pretrained
+    model = load(ours)
+    assert sum(type(one) is Sparse24GatedMLP for one in model.modules()) == fused * case.fused
+    model.save_pretrained(tmp_path / "again")
+    assert notes_of(tmp_path / "again") == notes
+    found = verify_checkpoint(tmp_path / "again", dense, device="host")
+    assert found.passed, found
+    assert all(layer.calibrated is calibrated for layer in found.layers)
+
+
+def test_values_of_a_state_dict_are_not_said_to_be_calibrated(tmp_path):
+    layer = Sparse24Linear(32, 16)
+    layer.origin = {"calibrated": "wanda"}
+    layer.load_state_dict({"bias": torch.ones(16)}, strict=False)
+    assert layer.origin
+    layer.load_state_dict(Sparse24Linear(32, 16).state_dict())
+    assert not layer.origin
 
 
 @EVERY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ RECIPES = pytest.mark.parametrize(
 def llama(tied: bool = False):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def mixtral():
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -125,6 +132,41 @@ def test_what_compress_stores_is_loaded_as_it_is(tmp_path, loader):
         assert bits(layer.scales) == stored.views[2].bits().tobytes()
         dense = layer.dense_weight()
         assert bits(dense) == stored.dequantize().decompress().tobytes()
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("kind", ["llama", "experts"])
+def test_stored_values_are_refused_in_a_model_of_another_dtype(tmp_path, loader, kind):
+    """Weights of float32 are quantized as bfloat16, in which x has to be, too."""
+    dense = (llama() if kind == "llama" else mixtral()).float()
+    dense.save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "new", weights="s4", group=32)
+    load = partial(load_into, dense) if loader == "load_sparse24" else LOADERS[loader]
+    words = r"weight: dtype: expected a model of torch\.bfloat16.*, got torch\.float32; pass dtype=torch\.bf"
+    with pytest.raises(InvalidProblemError, match=words):
+        load(tmp_path / "new")
+    assert not any(isinstance(one, Sparse24Linear) for one in dense.modules())
+    if loader == "load_sparse24":
+        load = partial(load_into, dense.bfloat16())
+    else:
+        load = partial(load, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert load(tmp_path / "new")(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "load_sparse24", "trainable"])
+@pytest.mark.parametrize("kind", ["llama", "experts"])
+def test_dequantized_weights_have_the_dtype_of_their_model(tmp_path, how, kind):
+    dense = (llama() if kind == "llama" else mixtral()).float()
+    dense.save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "new", weights="s4", group=32)
+    if how == "from_pretrained":
+        dense = from_pretrained(tmp_path / "new", dequantize=True)
+    else:
+        load_sparse24(dense, tmp_path / "new", **{"dequantize" if how == "load_sparse24" else how: True})
+    assert {one.weight.dtype for one in dense.modules() if isinstance(one, Sparse24Linear)} == {torch.float32}
+    with torch.no_grad():
+        assert dense(IDS).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("how", ["dequantize", "trainable", "16-bit layers"])

@@ -23,6 +23,7 @@ from sparse24_plans import (
     compress_checkpoint,
     convert_checkpoint,
     load_weight,
+    verify_checkpoint,
 )
 from sparse24_plans.torch import (
     Sparse24GatedMLP,
@@ -287,6 +288,7 @@ def test_any_module_is_saved_and_loaded(tmp_path, max_shard_bytes, files):
     recipes = {"0": Sparse24Recipe(activation="swiglu", require=INVARIANT), "*": "prune"}
     model = small()
     model[2] = nn.Linear(48, 32, bias=False)
+    save_file(model.state_dict(), tmp_path / "unpruned.safetensors")
     to_sparse24(model, recipe=recipes)
     save_sparse24(model.to(DEVICE), tmp_path / "saved", max_shard_bytes=max_shard_bytes)
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) == files
@@ -303,7 +305,85 @@ def test_any_module_is_saved_and_loaded(tmp_path, max_shard_bytes, files):
     stored = {
         name: one for file in (tmp_path / "dense").glob("*.s*s") for name, one in load_file(file).items()
     }
-    assert torch.equal(stored["0.weight"][:, :60], model[0].dense_weight().cpu())
+    assert torch.equal(stored["0.weight"], model[0].dense_weight().cpu())
+    found = verify_checkpoint(tmp_path / "saved", tmp_path / "unpruned.safetensors", device="host")
+    assert found.passed, found
+
+
+PADDED = [
+    {},
+    {"weight_dtype": torch.int8},
+    {"weight_dtype": torch.float8_e4m3fn},
+    {"stored": "s4", "group": 32},
+]
+
+
+@pytest.mark.parametrize("recipe", PADDED, ids=str)
+@pytest.mark.parametrize("k", [58, 60, 63, 64])
+def test_files_say_which_columns_are_padding(tmp_path, recipe, k):
+    """The model's own K is that of dense tensors, in every direction."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(k, 16), nn.Linear(16, 8)).to(torch.bfloat16)
+
+    model = build()
+    save_file(model.state_dict(), tmp_path / "unpruned.safetensors")
+    to_sparse24(model, recipe=Sparse24Recipe(**recipe))
+    save_sparse24(model, tmp_path / "saved")
+    found = verify_checkpoint(tmp_path / "saved", tmp_path / "unpruned.safetensors", device="host")
+    assert found.passed, found
+    assert [layer.shape for layer in found.layers] == [(16, k), (8, 16)]
+    convert_checkpoint(tmp_path / "saved", tmp_path / "dense", from_format="sparse24", to_format="dense")
+    stored = load_file(tmp_path / "dense" / "model.safetensors")
+    wide = stored["0.weight"].float() * stored.get("0.weight_scale", 1.0)
+    assert torch.equal(wide, model[0].dense_weight().float())
+    loaded, narrow = build(), nn.Sequential(nn.Linear(57, 16), nn.Linear(16, 8)).to(torch.bfloat16)
+    load_sparse24(loaded, tmp_path / "saved")
+    assert same_state(loaded, model)
+    if k != 64:
+        with pytest.raises(
+            InvalidProblemError, match=rf"0.weight: expected shape \[16, 57\], got \[16, {k}\]"
+        ):
+            load_sparse24(narrow, tmp_path / "saved")
+        with pytest.raises(UnsupportedError, match=f"0.weight.*got one of K={k}, which is padded to 64"):
+            convert_checkpoint(
+                tmp_path / "saved", tmp_path / "other", from_format="sparse24", to_format="compressed_tensors"
+            )
+
+
+def odd() -> Any:
+    torch.manual_seed(0)
+    model = llama(intermediate_size=44, tie_word_embeddings=True)
+    model.model.layers[1].mlp.up_proj.weight.data[:, 3] = 0
+    return model
+
+
+@pytest.mark.parametrize("loader", [from_pretrained, AutoModelForCausalLM.from_pretrained])
+@pytest.mark.parametrize("subclass", [False, True])
+def test_padded_layers_of_a_transformer_make_the_whole_trip(tmp_path, monkeypatch, loader, subclass):
+    """Its down projections have K = 44. A subclass of nn.Linear takes them dense."""
+    model = odd()
+    model.save_pretrained(tmp_path / "unpruned")
+    to_sparse24(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert verify_checkpoint(tmp_path / "saved", tmp_path / "unpruned", device="host").passed
+    if subclass:
+        mlp = sys.modules["transformers.models.llama.modeling_llama"].LlamaMLP
+        build = mlp.__init__
+
+        def with_subclass(self: Any, *args: Any) -> None:
+            build(self, *args)
+            self.down_proj = type("Other", (nn.Linear,), {})(44, 32, bias=False)
+
+        monkeypatch.setattr(mlp, "__init__", with_subclass)
+    loaded = loader(tmp_path / "saved")
+    assert isinstance(loaded.model.layers[0].mlp.down_proj, nn.Linear) is subclass
+    torch.testing.assert_close(logits(loaded), logits(model))
+    monkeypatch.undo()
+    convert_checkpoint(tmp_path / "saved", tmp_path / "dense", from_format="sparse24", to_format="dense")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(logits(dense), logits(model))
 
 
 @pytest.mark.parametrize(

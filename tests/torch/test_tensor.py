@@ -220,9 +220,7 @@ UNSERVED = {
     "not supported by the hardware": lambda a: a @ a.t(),
     "specific set of operations, can't perform requested op \\(mv": lambda a: a @ randn(128),
     "specific set of operations, can't perform requested op \\(sub": lambda a: a - a,
-    "specific set of operations, can't perform requested op \\(expand": lambda a: torch.bmm(
-        randn(2, 5, 128), a.t().expand(2, 128, 64)
-    ),
+    "specific set of operations, can't perform requested op \\(sum": lambda a: a.sum(),
     "same data type": lambda a: a @ randn(128, 8).half(),
     "only operand B": lambda a: torch.addmm(randn(8), a, randn(128, 8)),
     "expected alpha 1, got 2": lambda a: torch.addmm(randn(64), randn(5, 128), a.t(), alpha=2),
@@ -234,6 +232,8 @@ UNSERVED = {
     "isn't a transpose": lambda a: a.t().values(),
     "not supported, expected 128 summands": lambda a: a @ randn(64, 8),
     "not supported, expected 64 summands": lambda a: randn(5, 128) @ a,
+    "Broadcasting is not implemented": lambda a: a @ randn(3, 128, 5),
+    "expand: expected sizes that end with": lambda a: a.expand(3, 64, 64),
 }
 
 
@@ -322,6 +322,52 @@ def test_products_with_a_transpose_in_inference_mode(leading):
         close(x @ a.t(), x.double() @ a.to_dense().double().t())
         if len(leading) == 2:
             close(torch.addmm(bias, x, a.t()), bias.double() + x.double() @ a.to_dense().double().t())
+
+
+UNFOLDED = {
+    "transposed": lambda: randn(4, 3, 128).transpose(0, 1),
+    "permuted": lambda: randn(2, 3, 4, 128).permute(2, 0, 1, 3),
+    "expanded": lambda: randn(1, 3, 128).expand(4, 3, 128),
+    "of one row": lambda: randn(3, 1, 128).transpose(0, 1),
+    "empty": lambda: randn(3, 0, 128).transpose(0, 1),
+}
+"""Values x [..., 128] that can't all be viewed as a matrix."""
+PRODUCTS = {
+    "matmul": lambda x, a, _: x @ a.t(),
+    "linear": lambda x, a, _: nn.functional.linear(x, a),
+    "linear with a bias": nn.functional.linear,
+    "of a transpose": lambda x, a, _: (x @ a.t()) @ a,
+}
+
+
+@pytest.mark.parametrize("how", PRODUCTS)
+@pytest.mark.parametrize(
+    ("made", "compiled"), [*((made, False) for made in UNFOLDED), ("transposed", True)], ids=str
+)
+@pytest.mark.parametrize("mode", ["gradients", "no_grad", "inference_mode"])
+def test_an_x_that_cannot_be_folded_without_a_copy_is_multiplied(how, made, mode, compiled):
+    """PyTorch's matmul asks for a batch of copies of a weight without gradients then."""
+    torch._dynamo.reset()
+    product = PRODUCTS[how]
+    call = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled else product
+    a, x, bias = sparse(), UNFOLDED[made](), randn(64)
+    if mode == "gradients":
+        x.requires_grad_()
+        y = call(x, a, bias)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        (wanted,) = torch.autograd.grad(product(x, a.to_dense(), bias), x, torch.ones_like(y))
+        close(dx, wanted.double())
+    else:
+        with torch.inference_mode() if mode == "inference_mode" else torch.no_grad():
+            y = call(x, a, bias)
+    close(y, product(x.double(), a.to_dense().double(), bias.double()))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_batch_of_one_weight_is_multiplied_as_one(inference):
+    a, x = sparse(), randn(2, 5, 128)
+    with torch.inference_mode(inference):
+        close(torch.bmm(x, a.t().expand(2, 128, 64)), x.double() @ a.to_dense().double().t())
 
 
 MOVES = {

@@ -15,7 +15,7 @@ from ...blocksparse.lookup_tables import BlockSparseTables, longest_panel
 from ...blocksparse.shape import BlockSparseShape
 from ...device.devices import cuda_properties
 from ...errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
-from ..elements import current_stream
+from ..elements import current_stream, device_of
 from .plan_dispatch import check_dims, numbers_of, shape_of, table
 
 # Conversions by PyTorch's own operations, on any device ---------------------------------------------
@@ -105,6 +105,7 @@ class Layout(nn.Module):
         self, layout: Any, block: int | None = None, *, persistent: bool = True, device: Any = None
     ) -> None:
         super().__init__()
+        device_of(device)
         self._is_captured = False
         self._take(_layout_of(layout, block))
         self.sizes = numbers_of(self._layout.shape)
@@ -144,7 +145,7 @@ class Layout(nn.Module):
         A copy is made at the first call and kept until the layout moves. Threads may share the layout. Raises
         UnsupportedError while a CUDA graph is captured, whose replays would copy again: call it before.
         """
-        place = torch.empty(0, device=device).device if type(device) is not torch.device else device
+        place = device if type(device) is torch.device else device_of(device)
         return self.tables if place == self.tables.device else self._copy_on(place)
 
     def _copy_on(self, place: torch.device) -> Tensor:
@@ -339,6 +340,7 @@ def _layout_of(given: Any, block: int | None) -> BlockSparseLayout:
 def layout_of(given: Any, block: int | None, device: Any = None) -> Layout:
     """``given`` itself if it is a Layout, which modules may share; else a Layout made from it."""
     if isinstance(given, Layout):
+        device_of(device)
         _layout_of(given, block)
         return given
     return Layout(given, block, device=device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...blocksparse.dropout import MOST_DROPOUT
 from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError
+from ..elements import device_of
 from .extra_keys import Masks, widened, with_extra_keys
 from .functional import attention, matmul, softmax
 from .layout_buffers import Layout, layout_of
@@ -159,6 +160,7 @@ class MultiheadAttention(nn.Module):
     def _take_sparsity(self, sparsity: Any, block: int | None, device: Any) -> None:
         self.sparsity = sparsity if isinstance(sparsity, _RULES) else None
         self.layouts = nn.ModuleDict()
+        device_of(device)
         if self.sparsity is not None:
             if block not in (None, self.sparsity.block):
                 raise InvalidProblemError(
