@@ -12,9 +12,10 @@ from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
 from ..formats.cutlass_sm90 import CutlassSm90
 from ..formats.table import QUANTIZED_FORMATS
 from .checkpoint_base import CheckpointFormat
-from .checkpoint_format import DENSE, checkpoint_format, checkpoint_formats
+from .checkpoint_format import CONFIG_KEY, DENSE, checkpoint_format, checkpoint_formats
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
+from .quantization import config_entry
 from .rewrite import Rewrite
 from .safetensors_file import SafetensorsWriter
 from .selection import Selection
@@ -121,7 +122,11 @@ class _Conversion(Rewrite[ConversionReport]):
     def _new_config(self, config: dict[str, Any]) -> dict[str, Any]:
         if self._source.name in QUANTIZED_FORMATS:  # no tensor is quantized in that format any more
             config = {name: value for name, value in config.items() if name not in CONFIG_KEYS}
-        return super()._new_config(config)
+        new = super()._new_config(config)
+        if self.target.name == DENSE and CONFIG_KEY not in new:
+            entry = config_entry(self.model, self.layers.values())  # values of 8 bits would lose their scales
+            new |= {} if entry is None else {CONFIG_KEY: entry}
+        return new
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> ConversionReport:
         try:

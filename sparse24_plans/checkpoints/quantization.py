@@ -7,13 +7,14 @@ for each row. The zeros of a 2:4 matrix are stored, unless ``sparse-24-bitmask``
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from .._vendor import compressed_tensors
 from ..errors import FormatError, UnsupportedError
+from ..vocab import ElementKind
 from ..weights import canonical
 from ..weights.quantize import LARGEST, SCALE_SUFFIX
 from .folder import ELEMENTS, ModelReader
@@ -63,6 +64,33 @@ def parts_of(name: str) -> tuple[str, ...]:
     """The tensors that belong to a quantized matrix."""
     home = name.removesuffix(compressed_tensors.WEIGHT_SUFFIX)
     return name + SCALE_SUFFIX, name + _ZERO_POINT, f"{home}.input_scale", f"{home}.input_zero_point"
+
+
+def config_entry(model: ModelReader, layers: Iterable[Layer]) -> dict[str, Any] | None:
+    """compressed-tensors' entry of ``config.json`` for the quantized matrices; None without any."""
+    groups: dict[tuple[str, str, bool], list[str]] = {}
+    for layer in layers:
+        scale, _, given, _ = (model.tensors.get(name) for name in parts_of(layer.name))
+        if scale is not None and layer.element in LARGEST:
+            kind = "int" if layer.element is ElementKind.S8 else "float"
+            strategy = "tensor" if math.prod(scale.shape) == 1 else "channel"
+            home = layer.name.removesuffix(compressed_tensors.WEIGHT_SUFFIX)
+            groups.setdefault((kind, strategy, given is not None), []).append(home)
+    if not groups:
+        return None
+    entries: dict[str, Any] = {}
+    for (kind, strategy, is_static), names in groups.items():
+        common = {"num_bits": 8, "type": kind, "symmetric": True}
+        inputs = {"strategy": "tensor" if is_static else "token", "dynamic": not is_static}
+        entries[f"group_{len(entries)}"] = {
+            "targets": sorted(names),
+            "weights": {**common, "strategy": strategy, "dynamic": False},
+            "input_activations": {**common, **inputs},
+        }
+    kinds = {kind for kind, _, _ in groups}
+    form = f"{kinds.pop()}-quantized" if len(kinds) == 1 else "mixed-precision"
+    about = {"quant_method": compressed_tensors.METHOD, "quantization_status": "compressed", "format": form}
+    return {**about, _GROUPS: entries}
 
 
 def _not_sparse(model: ModelReader, layer: Layer) -> str | None:

@@ -227,7 +227,15 @@ def test_the_command_line_knows_a_saved_model(saved, tmp_path):
 
 
 def check_stored_zeros(folder: Path, saved: Saved) -> None:
-    """Quantized matrices whose zeros are stored become the same layers, unless they are [in, out]."""
+    """Quantized matrices whose zeros are stored become the same layers, unless they are [in, out].
+
+    config.json has compressed-tensors' entry for them, so that no loader takes them without their scales.
+    """
+    entry = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert entry["quant_method"] == "compressed-tensors"
+    assert entry["format"] == ("int" if saved.case.weight_dtype == torch.int8 else "float") + "-quantized"
+    named = [f"{one}.weight_scale" for group in entry["config_groups"].values() for one in group["targets"]]
+    assert sorted(named) == sorted(name for name in contents(folder) if name.endswith("weight_scale"))
     if saved.case.config == "GPT2Config":
         with pytest.raises(InvalidProblemError, match="expected a checkpoint with 2:4 weights"):
             from_pretrained(folder)
