@@ -25,9 +25,13 @@ HUNG = 300
 """Seconds after which a command hangs: many times what a busy machine makes it wait."""
 
 _SERVER = """
-import json, os, runpy, signal, socket, sys
+import gc, json, os, runpy, signal, socket, sys
+import numpy
 import sparse24_plans.cli.app
+from sparse24_plans import Sparse24Weight
 
+Sparse24Weight.prune_compress(numpy.zeros((256, 4096), "f4"))  # where numba is, it compiles once
+gc.freeze()  # otherwise each fork's end goes through, and so copies, all of this process's memory
 channel = socket.socket(fileno=int(sys.argv[1]))
 while True:
     request, streams, _, _ = socket.recv_fds(channel, 1 << 20, 3)
@@ -60,6 +64,9 @@ for number in default:  # Python handles SIGINT by itself where the process does
 if arguments[0] == "-m":
     sys.argv = arguments[1:]
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+elif arguments[0] == "-c":
+    sys.argv = ["-c", *arguments[2:]]
+    exec(arguments[1], {"__name__": "__main__"})
 else:
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
@@ -73,7 +80,7 @@ class Done(NamedTuple):
 
 
 class Fork:
-    """``python ARGUMENTS``, where the first argument is a script or ``-m``. Only one runs at a time."""
+    """``python ARGUMENTS``, which begin with a script, ``-c`` or ``-m``. Only one runs at a time."""
 
     def __init__(
         self,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from sparse24_plans.device import install
+
+from ..forks import Fork
 
 ROOT = Path(__file__).parents[2]
 METADATA = [
@@ -92,8 +92,8 @@ assert searches == ["cupy"], searches
 )
 def test_an_import_of_cupy_that_failed_is_not_tried_again(error, said):
     script = WITHOUT_CUPY.format(error=error)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = Fork("-c", script).wait()
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = done.stdout.decode().splitlines()
     assert len(lines) == 3
     assert all(line == f"{said}{install.install_advice('cuda')}" for line in lines)
