@@ -140,7 +140,7 @@ def unpacked(sdist, tmp_path_factory) -> Path:
 def installed(wheel, tmp_path_factory) -> Path:
     """A folder with nothing but the installed wheel in it."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index")
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile")
     run(*pip, "--target", folder, wheel, cwd=folder)
     return folder
 
