@@ -27,8 +27,8 @@ HUNG = 300
 _SERVER = """
 import gc, json, os, runpy, signal, socket, sys
 import numpy
-import sparse24_plans.cli.app
 from sparse24_plans import Sparse24Weight
+from sparse24_plans.cli import compressing, explaining, exporting, measuring, replaying, verifying, warmup
 
 Sparse24Weight.prune_compress(numpy.zeros((256, 4096), "f4"))  # where numba is, it compiles once
 gc.freeze()  # otherwise each fork's end goes through, and so copies, all of this process's memory
