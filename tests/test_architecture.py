@@ -113,8 +113,8 @@ def test_the_root_holds_few_modules():
 
 
 ELSEWHERE = {"sys.path", "os.getcwd", "Path.cwd", "runpy.run_path"}
-LOADERS = {"__init__.py", "plan/families.py", "plan/kernel_table.py", "torch/late_import.py"}
-"""They load public names, families, kernels and integrations by names relative to the package."""
+LOADERS = {"__init__.py", "cli/app.py", "plan/families.py", "plan/kernel_table.py", "torch/late_import.py"}
+"""They load public names, commands, families, kernels and integrations by names relative to the package."""
 
 
 @every_module

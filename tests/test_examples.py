@@ -8,10 +8,7 @@ share one namespace, in order.
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
@@ -25,6 +22,7 @@ from sparse24_plans.formats.table import FORMATS
 from sparse24_plans.gemm.kernel_table import ENTRIES
 
 from .documents import DOCUMENTS, EXAMPLES, FENCE, PAGES, ROOT, blocks
+from .forks import Fork
 from .support import HAS_GPU
 
 MARKS = {"python", "python gpu-only", "python torch", "python peft", "bash", "c", "console", "text"}
@@ -42,16 +40,8 @@ def test_the_ladder_is_numbered_and_listed():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = Fork(path, cwd=ROOT).wait()
+    assert done.returncode == 0, (done.stdout[-2000:] + done.stderr[-4000:]).decode()
     assert done.stdout.strip()
 
 

@@ -84,11 +84,16 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
+def linked(tree: Path, copy: Path) -> None:
+    """A copy that shares the files, which no build writes to; what a build adds is not shared."""
+    shutil.copytree(tree, copy, symlinks=True, copy_function=os.link)
+
+
 @pytest.fixture(scope="module")
 def unzipped(clone, tmp_path_factory) -> Path:
     """Unpack a download without links, which become text files, and without git."""
     folder = tmp_path_factory.mktemp("unzipped") / "tree"
-    shutil.copytree(clone, folder, symlinks=True)
+    linked(clone, folder)
     for link, target in LINKS.items():
         assert os.readlink(folder / link) == target
         (folder / link).unlink()
@@ -99,7 +104,7 @@ def unzipped(clone, tmp_path_factory) -> Path:
 def built(kind: str, tree: Path, out: Path) -> Path:
     """A distribution, made where no build folder appears in the tree of another test."""
     copy = out / "tree"
-    shutil.copytree(tree, copy, symlinks=True)
+    linked(tree, copy)
     # A deprecation in our own configuration is an error; what Python deprecates in setuptools is not ours.
     strict = "-Werror:::setuptools"
     done = subprocess.run(
@@ -140,7 +145,7 @@ def unpacked(sdist, tmp_path_factory) -> Path:
 def installed(wheel, tmp_path_factory) -> Path:
     """A folder with nothing but the installed wheel in it."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index")
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile")
     run(*pip, "--target", folder, wheel, cwd=folder)
     return folder
 
@@ -199,7 +204,7 @@ def dependencies(folder: Path) -> Path:
 @pytest.mark.parametrize("tree", ["clone", "unzipped"])
 def test_an_editable_install_works_on_the_tree_itself(tree, request, tmp_path):
     source = tmp_path / "source"
-    shutil.copytree(request.getfixturevalue(tree), source, symlinks=True)
+    linked(request.getfixturevalue(tree), source)
     run(sys.executable, "-c", BUILD, "editable", tmp_path, cwd=source)
     (made,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"

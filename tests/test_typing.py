@@ -6,9 +6,11 @@ CI runs pyright's rules over the same modules (.ci/run).
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -32,32 +34,44 @@ allow_redefinition = true
 check_untyped_defs = true
 follow_imports = silent
 ignore_missing_imports = true
-[mypy-torch.*,transformers.*]
+[mypy-torch.*,transformers.*,rich.*]
 follow_imports = skip
 """
 
 
+@dataclass(frozen=True)
+class Checked:
+    modules: set[str]
+    """The names of the modules of what is shown, beside ``forms.py``."""
+
+    errors: dict[str, list[str]]
+    """mypy's lines about errors, by the module's name."""
+
+
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    """The folder of what mypy keeps of the package and of NumPy from one test to the next."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def mypy(cache: Path, folder: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
+def checked(tmp_path_factory) -> Checked:
+    """What mypy says of all that these tests ask, in one run: it mostly reads the package and NumPy."""
     pytest.importorskip("mypy")
+    folder = tmp_path_factory.mktemp("mypy")
+    modules = write_modules(folder / "shown")
+    forms = folder / "forms.py"
+    forms.write_text(FORMS + "\n".join(REFUSED) + "\n")
     (folder / "mypy.ini").write_text(CONFIGURATION)
-    options = (f"--config-file={folder / 'mypy.ini'}", f"--cache-dir={cache}")
-    command = [sys.executable, "-m", "mypy", *options, *map(str, paths)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    options = (f"--config-file={folder / 'mypy.ini'}", f"--cache-dir={os.devnull}")
+    command = [sys.executable, "-m", "mypy", *options, *map(str, [*modules, forms])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    count = len({*modules, forms})
+    assert f"(checked {count} source files)" in done.stdout, done.stdout + done.stderr
+    errors: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if ": error:" in line:
+            errors.setdefault(Path(line.partition(":")[0]).name, []).append(line)
+    return Checked({module.name for module in modules}, errors)
 
 
-def test_every_documented_form_type_checks(cache, tmp_path):
-    modules = write_modules(tmp_path / "shown")
-    assert {"readme_page.py", "concepts_page.py", "example_01_first_plan_on_the_host.py"} <= {
-        module.name for module in modules
-    }
-    done = mypy(cache, tmp_path, *modules)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_every_documented_form_type_checks(checked):
+    assert {"readme_page.py", "concepts_page.py", "example_01_first_plan_on_the_host.py"} <= checked.modules
+    assert {name: lines for name, lines in checked.errors.items() if name != "forms.py"} == {}
 
 
 def test_pages_are_checked_line_for_line():
@@ -101,13 +115,10 @@ REFUSED = (
 )
 
 
-def test_what_callers_have_type_checks_and_mistakes_do_not(cache, tmp_path):
-    module = tmp_path / "forms.py"
-    module.write_text(FORMS + "\n".join(REFUSED) + "\n")
-    found = mypy(cache, tmp_path, module).stdout
+def test_what_callers_have_type_checks_and_mistakes_do_not(checked):
     first = FORMS.count("\n") + 1
-    wrong = {int(line.split(":")[1]) for line in found.splitlines() if ": error:" in line}
-    assert wrong == set(range(first, first + len(REFUSED))), found
+    wrong = {int(line.split(":")[1]) for line in checked.errors["forms.py"]}
+    assert wrong == set(range(first, first + len(REFUSED))), checked.errors["forms.py"]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)

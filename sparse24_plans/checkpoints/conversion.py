@@ -12,7 +12,14 @@ from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
 from ..formats.cutlass_sm90 import CutlassSm90
 from ..formats.table import QUANTIZED_FORMATS
 from .checkpoint_base import CheckpointFormat
-from .checkpoint_format import CONFIG_KEY, DENSE, checkpoint_format, checkpoint_formats
+from .checkpoint_format import (
+    CHECKPOINT_FORMATS,
+    CONFIG_KEY,
+    DENSE,
+    READ_FORMATS,
+    checkpoint_format,
+    checkpoint_formats,
+)
 from .folder import ModelReader, check_destination
 from .layers import Layer, located
 from .quantization import config_entry
@@ -138,7 +145,12 @@ class _Conversion(Rewrite[ConversionReport]):
 
 
 def _check_formats(from_format: str, to_format: str, selection: Selection, tile_k: int | None) -> None:
-    for argument, name in (("from_format", from_format), ("to_format", to_format)):
+    for argument, name, own in (
+        ("from_format", from_format, READ_FORMATS),
+        ("to_format", to_format, CHECKPOINT_FORMATS),
+    ):
+        if isinstance(name, str) and name in own:
+            continue  # looking for formats of installed packages takes longer than a small file's conversion
         known = checkpoint_formats(read=argument == "from_format")
         if not isinstance(name, str) or name not in known:
             raise InvalidProblemError(f"{argument}: expected one of {', '.join(known)}, got {shown(name)}")

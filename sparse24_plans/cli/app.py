@@ -17,20 +17,46 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from .._version import __version__
-from . import compressing, explaining, exporting, measuring, replaying, verifying, warmup
-from .output import print_json, show_warning
 
 _UsageError: Any = typer.BadParameter.__base__  # Typer exports it under no name of its own
 
+_MODULE_OF = {
+    "info": "explaining",
+    "compress": "compressing",
+    "convert": "compressing",
+    "verify": "verifying",
+    "explain": "explaining",
+    "replay": "replaying",
+    "demo": "verifying",
+    "bench": "measuring",
+    "tune": "measuring",
+    "warmup": "warmup",
+    "export": "exporting",
+}
+"""The commands, in the order of the help, and the modules of the functions with their names."""
+
 
 class _Commands(TyperGroup):
-    """The commands. With --json, wrong usage is reported as a JSON document on stdout too."""
+    """The commands. With --json, wrong usage is reported as a JSON document on stdout too.
+
+    A command is made when it is asked for, because to import and make all takes longer than most take to run.
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = dict.fromkeys(_MODULE_OF)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.commands and self.commands[cmd_name] is None:
+            self.commands[cmd_name] = _command(cmd_name)
+        return self.commands.get(cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         as_json = "--json" in ctx.args
@@ -39,6 +65,8 @@ class _Commands(TyperGroup):
         except _UsageError as error:
             if not as_json:
                 raise
+            from .output import print_json  # Rich comes with it, which --version needn't wait for
+
             print_json({"error": {"type": "UsageError", "message": error.format_message()}})
             raise typer.Exit(2) from error
 
@@ -65,20 +93,16 @@ def _root(
         raise typer.Exit
 
 
-for command in (
-    explaining.info,
-    compressing.compress,
-    compressing.convert,
-    verifying.verify,
-    explaining.explain,
-    replaying.replay,
-    verifying.demo,
-    measuring.bench,
-    measuring.tune,
-    warmup.warmup,
-    exporting.export,
-):
-    app.command()(command)
+def _command(name: str) -> Any:
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name)(getattr(import_module(f".{_MODULE_OF[name]}", __package__), name))
+    return typer.main.get_command(single)
+
+
+def _show_warning(message: Warning | str, *about: object, **more: object) -> None:
+    from .output import show_warning
+
+    show_warning(message)
 
 
 _FATAL = (
@@ -134,7 +158,7 @@ def main() -> None:
     """Entry point of the ``sparse24`` command."""
     _catch_signals()
     _open_streams()
-    warnings.showwarning = show_warning
+    warnings.showwarning = _show_warning
     try:
         try:
             app()

@@ -60,8 +60,8 @@ def _message(error: Exception) -> str:
     return str(error) if isinstance(error, Sparse24Error) else f"out of memory: {error}".rstrip(": ")
 
 
-def show_warning(message: Warning | str, *about: object, **more: object) -> None:
-    """Print a warning as one line on stderr; for ``warnings.showwarning``."""
+def show_warning(message: Warning | str) -> None:
+    """Print a warning as one line on stderr."""
     console(stderr=True).print(Text(f"warning: {printable(str(message))}"), soft_wrap=True)
 
 

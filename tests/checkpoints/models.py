@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ from sparse24_plans.checkpoints.conversion import convert_checkpoint
 from sparse24_plans.checkpoints.folder import DTYPES
 from sparse24_plans.checkpoints.safetensors_file import SafetensorsReader
 from sparse24_plans.cli.verifying import packaged_checkpoint
+
+from ..forks import Fork
 
 ELEMENTS = ("f32", "f16", "bf16")
 
@@ -61,16 +61,10 @@ def swap(name: str, array: np.ndarray) -> Any:
 
 
 def run_python(code: str, *arguments: object) -> str:
-    """Run a script in a fresh process; its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    """Run a script in a process of its own; its output."""
+    done = Fork("-c", textwrap.dedent(code), *arguments).wait()
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.decode().strip()
 
 
 INTEROP = Path(__file__).parents[1] / "formats" / "interop"

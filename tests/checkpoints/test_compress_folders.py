@@ -212,7 +212,7 @@ def test_memory_does_not_grow_with_the_folder(tmp_path):
     (tmp_path / "model").mkdir()
     weight_map = {f"w{i}": f"{i}.safetensors" for i in range(count)}
     for name, file in weight_map.items():
-        entry = {"dtype": "BF16", "shape": [nbytes // 8192, 4096], "data_offsets": [0, nbytes]}
+        entry = {"dtype": "F32", "shape": [nbytes // 16384, 4096], "data_offsets": [0, nbytes]}
         header = json.dumps({name: entry}).encode()
         (tmp_path / "model" / file).write_bytes(len(header).to_bytes(8, "little") + header)
         os.truncate(tmp_path / "model" / file, 8 + len(header) + nbytes)
@@ -221,7 +221,7 @@ def test_memory_does_not_grow_with_the_folder(tmp_path):
         import re, sys, numpy
         from sparse24_plans import Sparse24Weight
         from sparse24_plans.checkpoints.compress import compress_checkpoint
-        Sparse24Weight.prune_compress(numpy.zeros((256, 4096), "f2"))  # where numba is, its compiler's memory
+        Sparse24Weight.prune_compress(numpy.zeros((256, 4096), "f4"))  # where numba is, its compiler's memory
         peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
         before = peak()
         compress_checkpoint(sys.argv[1], sys.argv[2], device="host")

@@ -13,8 +13,7 @@ import safetensors.numpy
 
 from sparse24_plans.checkpoints.checkpoint_format import CHECKPOINT_FORMATS
 from sparse24_plans.checkpoints.verify import MAX_TOKENS
-from sparse24_plans.cli import compressing, verifying
-from sparse24_plans.cli.output import show_warning
+from sparse24_plans.cli import app, compressing, verifying
 from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.plan.families import backends
 from sparse24_plans.plan.guarantee import GuaranteeRequirement
@@ -229,7 +228,7 @@ def test_a_lack_of_memory_is_an_error_like_others(checkpoint, monkeypatch, as_js
 
 
 def test_a_warning_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(warnings, "showwarning", show_warning)
+    monkeypatch.setattr(warnings, "showwarning", app._show_warning)
     warnings.warn("look\x1b[2J\nout", UserWarning, stacklevel=1)
     assert capsys.readouterr().err == "warning: look\\x1b[2J\\nout\n"
 

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,10 @@ import safetensors.numpy
 from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import app
 
+from ..forks import HUNG, Fork
 from . import page
 
 SPARSE24 = (sys.executable, "-m", "sparse24_plans")
-HUNG = 300
-"""Seconds after which a command hangs: many times what a busy machine makes it wait."""
 EXPLAIN = ("explain", "--n", "16", "--m", "4096", "--k", "4096", "--arch", "sm90a")
 
 
@@ -40,31 +40,26 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def spawn(*arguments: object, before: Callable[[], object] | None = None) -> subprocess.Popen[str]:
-    command = [*SPARSE24, *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before
-    )
+def sparse24(*arguments: object, **options: Any) -> Fork:
+    """The command in a process of its own, for tests of anything but Python's start."""
+    return Fork("-m", "sparse24_plans", *arguments, **options)
 
 
 def test_the_module_runs_as_a_command():
-    process = spawn(*EXPLAIN, "--json")
-    out, err = process.communicate(timeout=HUNG)
-    assert (process.returncode, err) == (0, "")
-    assert json.loads(out)["chosen"] == "wgmma_sp"
+    done = subprocess.run([*SPARSE24, *EXPLAIN, "--json"], capture_output=True, text=True, timeout=HUNG)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["chosen"] == "wgmma_sp"
 
 
 # Streams ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("words", [("info",), ("info", "--json"), ("--help",)])
+@pytest.mark.parametrize("words", [EXPLAIN, (*EXPLAIN, "--json"), ("--help",)])
 def test_a_full_disk_behind_stdout_is_one_line(words):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*SPARSE24, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=HUNG
-        )
-    assert (done.returncode, done.stderr) == (1, "error: standard output: No space left on device\n")
+        done = sparse24(*words, stdout=full).wait()
+    assert (done.returncode, done.stderr) == (1, b"error: standard output: No space left on device\n")
 
 
 def test_a_closed_stdout_takes_nothing_from_the_work(checkpoint):
@@ -78,17 +73,14 @@ def test_a_reader_that_has_read_enough_is_no_error():
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as pipe:
-        done = subprocess.run(
-            [*SPARSE24, *EXPLAIN], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=HUNG
-        )
-    assert done.stderr == ""
+        done = sparse24(*EXPLAIN, stdout=pipe).wait()
+    assert done.stderr == b""
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
 def test_any_name_can_be_written_in_any_encoding(checkpoint, encoding):
-    command = [*SPARSE24, "compress", checkpoint.name, "-o", "out", "--device", "host"]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, capture_output=True, env=environment, cwd=checkpoint.parent, timeout=HUNG)
+    command = ("compress", checkpoint.name, "-o", "out", "--device", "host")
+    done = sparse24(*command, cwd=checkpoint.parent, encoding=encoding).wait()
     assert (done.returncode, done.stderr) == (0, b"")
     name = "encoder.é.weight".encode(encoding, errors="backslashreplace")
     assert name in done.stdout
@@ -100,17 +92,20 @@ def test_any_name_can_be_written_in_any_encoding(checkpoint, encoding):
 class Terminal:
     """A command in a terminal of its own; what it shows."""
 
-    def __init__(self, *arguments: object, folder: Path, columns: int = 80) -> None:
+    def __init__(
+        self, *arguments: object, folder: Path, columns: int = 80, ignored: Collection[int] = ()
+    ) -> None:
         self._mine, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            [*SPARSE24, *map(str, arguments)],
+        self.process = sparse24(
+            *arguments,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             cwd=folder,
             env={**environment, "TERM": "xterm"},
+            ignored=ignored,
         )
         os.close(theirs)
         self._shown = b""
@@ -144,7 +139,7 @@ class Terminal:
         """The exit code and all that was shown."""
         self.read()
         os.close(self._mine)
-        return self.process.wait(timeout=HUNG), self.text
+        return self.process.wait().returncode, self.text
 
 
 def test_a_real_terminal_shows_what_the_page_shows(tmp_path):
@@ -190,9 +185,9 @@ def test_an_answer_in_json_is_never_a_question(checkpoint):
 FATAL = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGXCPU"]
 
 
-def zeros(path: Path, gigabytes: float) -> Path:
+def zeros(path: Path, gigabytes: int) -> Path:
     """A model of one matrix that takes no room on the disk."""
-    columns, nbytes = 4096, int(gigabytes * 2**30)
+    columns, nbytes = 4096, gigabytes * 2**30
     entry = {"dtype": "F32", "shape": [nbytes // columns // 4, columns], "data_offsets": [0, nbytes]}
     header = json.dumps({"w": entry}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -200,7 +195,7 @@ def zeros(path: Path, gigabytes: float) -> Path:
     return path
 
 
-def wait_for_a_temporary_file(folder: Path, process: subprocess.Popen) -> None:
+def wait_for_a_temporary_file(folder: Path, process: Fork) -> None:
     deadline = time.monotonic() + HUNG
     while not list(folder.glob(".sparse24-*.tmp")):
         assert process.poll() is None, "the run has ended"
@@ -221,14 +216,11 @@ def test_every_signal_that_would_end_the_run_is_caught(monkeypatch):
 def test_a_killed_run_leaves_nothing(tmp_path, name, times):
     """Also where this process ignores the signal, as one in the background does; also if it comes again."""
     number, source = getattr(signal, name), zeros(tmp_path / "source", 4)
-    process = spawn(
-        "compress", source, "-o", tmp_path / "out", before=lambda: signal.signal(number, signal.SIG_DFL)
-    )
+    process = sparse24("compress", source, "-o", tmp_path / "out", default=[number])
     wait_for_a_temporary_file(tmp_path, process)
     for _ in range(times):
         process.send_signal(number)
-    process.communicate(timeout=HUNG)
-    assert process.returncode not in (0, -number)
+    assert process.wait().returncode not in (0, -number)
     assert list(tmp_path.iterdir()) == [source]
 
 
@@ -259,25 +251,28 @@ def test_a_signal_at_pythons_own_end_leaves_the_exit_status():
 @pytest.mark.parametrize("names", [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGALRM", "SIGINT")])
 def test_two_signals_at_once_are_no_traceback(tmp_path, names):
     source = zeros(tmp_path / "source", 4)
-    process = spawn("compress", source, "-o", tmp_path / "out")
+    process = sparse24("compress", source, "-o", tmp_path / "out")
     wait_for_a_temporary_file(tmp_path, process)
     os.kill(process.pid, signal.SIGSTOP)  # so that both arrive before Python looks
     for name in names:
         process.send_signal(getattr(signal, name))
     os.kill(process.pid, signal.SIGCONT)
-    _, err = process.communicate(timeout=HUNG)
-    assert process.returncode != 0
-    assert "Traceback" not in err
-    assert "Error" not in err
+    done = process.wait()
+    assert done.returncode != 0
+    assert b"Traceback" not in done.stderr
+    assert b"Error" not in done.stderr
     assert list(tmp_path.iterdir()) == [source]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
-def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path, name):
-    number, source = getattr(signal, name), zeros(tmp_path / "source", 1 / 32)
-    out = tmp_path / "out"
-    process = spawn("compress", source, "-o", out, before=lambda: signal.signal(number, signal.SIG_IGN))
-    wait_for_a_temporary_file(tmp_path, process)
-    process.send_signal(number)
-    assert process.wait(timeout=HUNG) == 0
-    assert sorted(tmp_path.iterdir()) == [out, source]
+def test_a_signal_that_the_caller_ignores_stays_ignored(checkpoint, name):
+    """The signal comes while the run waits for an answer, so it can't come too late."""
+    number, out = getattr(signal, name), checkpoint.with_name("out")
+    out.write_bytes(b"precious")
+    command = ("compress", checkpoint.name, "-o", out.name, "--device", "host")
+    terminal = Terminal(*command, folder=checkpoint.parent, ignored=[number])
+    terminal.read(until="out exists. Replace it? [y/N]")
+    terminal.process.send_signal(number)
+    terminal.answer("y\n")
+    assert terminal.end()[0] == 0
+    assert load_weight(out, "encoder.é.weight").m == 24

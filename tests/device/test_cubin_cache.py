@@ -225,25 +225,19 @@ import os, pathlib
 def home(): raise RuntimeError("Could not determine home directory.")
 pathlib.Path.home = home
 from sparse24_plans.device.jit.cache import cache_folder
+for variable in ("SPARSE24_CACHE_DIR", "XDG_CACHE_HOME"):
+    os.environ[variable] = "/chosen"
+    print(cache_folder())
+    del os.environ[variable]
 print(cache_folder())
 """
 
 
-def homeless(**environment: str) -> subprocess.CompletedProcess[str]:
+def test_a_home_is_needed_only_where_no_folder_is_named():
     kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    return subprocess.run(
-        [sys.executable, "-c", HOMELESS], env={**kept, **environment}, capture_output=True, text=True
-    )
-
-
-def test_no_home_is_needed_where_a_folder_is_named():
-    assert homeless(SPARSE24_CACHE_DIR="/chosen").stdout.strip() == "/chosen"
-    assert homeless(XDG_CACHE_HOME="/xdg").stdout.strip() == "/xdg/sparse24_plans"
-
-
-def test_without_a_home_and_a_folder_the_error_is_typed():
-    answer = homeless()
-    assert "StorageError: [Errno 2] kernel cache: no home folder; set SPARSE24_CACHE_DIR" in answer.stderr
+    done = subprocess.run([sys.executable, "-c", HOMELESS], env=kept, capture_output=True, text=True)
+    assert done.stdout.split() == ["/chosen", "/chosen/sparse24_plans"]
+    assert "StorageError: [Errno 2] kernel cache: no home folder; set SPARSE24_CACHE_DIR" in done.stderr
 
 
 # The key ------------------------------------------------------------------------------------------

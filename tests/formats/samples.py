@@ -36,23 +36,15 @@ def allowed_positions(name: str, element: ElementKind) -> list[tuple[int, ...]]:
 def lawful(weight: Sparse24Weight) -> bool:
     """Spare slots (those whose bits are zero) are at the lowest free positions: docs/formats.md's table."""
     weight.validate()
-    bits = weight.decompress().view(weight.element.bits_dtype).reshape(-1, 4)
-    codes = weight.metadata.reshape(-1).view(np.uint8)
-    for group, code in zip(bits, codes, strict=True):
-        used = [i for i in range(4) if group[i]]
-        spare = [i for i in range(4) if not group[i]]
-        first, second = sorted((used + spare)[:2])
-        if code != first | second << 2:
-            return False
-    return True
+    bits = weight.decompress().view(weight.element.bits_dtype)
+    return bool((weight_of(bits, weight.element).metadata == weight.metadata).all())
 
 
 def random_bits(rng: np.random.Generator, m: int, k: int, name: str, element: ElementKind) -> np.ndarray:
     """Dense bits of any kind (NaN payloads, infinities, -0.0) that the format can hold."""
     subsets = allowed_positions(name, element)
-    keep = np.zeros((m * k // 4, 4), bool)
-    for row, choice in zip(keep, rng.integers(len(subsets), size=len(keep)), strict=True):
-        row[list(subsets[choice])] = True
+    masks = np.array([[i in subset for i in range(4)] for subset in subsets])
+    keep = masks[rng.integers(len(subsets), size=m * k // 4)]
     size = element.itemsize
     bits = rng.integers(0, 256, (m * k // 4, 4, size), np.uint8).view(element.bits_dtype)[..., 0]
     specials = {4: [0x80000000, 0x7F800000, 0xFFC12345], 2: [0x8000, 0x7C00, 0x7F80, 0xFE01], 1: [0x80, 0x7F]}
@@ -64,15 +56,18 @@ def random_bits(rng: np.random.Generator, m: int, k: int, name: str, element: El
     return np.where(keep, bits, 0).reshape(m, k).astype(element.bits_dtype)
 
 
+def _slots(used: list[int]) -> list[int]:
+    """The positions of a group's two slots: spare ones are at the lowest free positions."""
+    return sorted((used + [i for i in range(4) if i not in used])[:2])
+
+
 def weight_of(bits: np.ndarray, element: ElementKind) -> Sparse24Weight:
     """The lawful weight of dense bits, where any bits count as occupied: made by the definition."""
     groups = bits.reshape(-1, 4)
-    values = np.zeros((len(groups), 2), bits.dtype)
-    codes = np.zeros(len(groups), np.uint8)
-    for at, group in enumerate(groups):
-        used = [i for i in range(4) if group[i]]
-        first, second = sorted((used + [i for i in range(4) if not group[i]])[:2])
-        values[at], codes[at] = group[[first, second]], first | second << 2
+    which = (groups != 0) @ (1 << np.arange(4))  # bit i of this number: position i is occupied
+    slots = np.array([_slots([i for i in range(4) if number >> i & 1]) for number in range(16)])[which]
+    values = np.take_along_axis(groups, slots, 1)
+    codes = (slots[:, 0] | slots[:, 1] << 2).astype(np.uint8)
     m, k = bits.shape
     metadata = codes.view("<u2").reshape(m, k // 8)
     return Sparse24Weight(values.reshape(m, k // 2), metadata, element=element)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -31,6 +29,7 @@ from sparse24_plans.cli.app import app
 from sparse24_plans.formats import table
 from sparse24_plans.formats.table import FORMATS
 
+from ..forks import Fork
 from ..support import HAS_GPU, same_bits
 from .samples import f16_weight, random_bits, weight_of
 
@@ -230,9 +229,9 @@ def test_formats_of_installed_packages_are_found_by_name(tmp_path, name, answer)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-plugin\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(ENTRY_POINTS)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USE}"
-    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True)
+    done = Fork("-c", code, name).wait()
     assert done.returncode == 0, done.stderr
-    assert answer in done.stdout
+    assert answer in done.stdout.decode()
 
 
 def test_nothing_is_loaded_for_a_name_that_is_known(monkeypatch):

@@ -15,7 +15,8 @@ from .cases import H200
 PLAYED = """
 import json, os, sys, time
 state = sys.argv[1]
-# Algorithm 0 is wrong, 2 ends the process, 4 hangs, 5 is the best; of n=32 the final timing dies too.
+# Algorithm 0 is wrong, 2 and 4 end the process, 5 is the best; of n=32 the final timing dies too.
+# A second argument makes 4 hang instead.
 def say(**m): print(json.dumps(m), flush=True)
 with open(state, "a") as log:
     log.write("started\\n")
@@ -40,7 +41,8 @@ for line in sys.stdin:
         if c.get("algorithm") == 2:
             os._exit(70)
         if c.get("algorithm") == 4:
-            time.sleep(60)
+            time.sleep(60 if sys.argv[2:] else 0)
+            os._exit(70)
         us = None if c.get("algorithm") == 0 else 9.0 - c.get("algorithm", 0)
         known[json.dumps(c)] = us
         say(event="tried", configuration=c, us=us)
@@ -57,7 +59,6 @@ def played(tmp_path, monkeypatch):
     script, log = tmp_path / "worker.py", tmp_path / "log"
     script.write_text(PLAYED)
     monkeypatch.setattr(search, "resolve", lambda device: H200)
-    monkeypatch.setattr(search, "_SILENCE_S", 2.0)
     command = [sys.executable, str(script), str(log)]
     monkeypatch.setattr(search, "Worker", partial(search.Worker, command=command))
 
@@ -65,3 +66,12 @@ def played(tmp_path, monkeypatch):
         return [line if line == "started" else json.loads(line) for line in log.read_text().splitlines()]
 
     return requests
+
+
+@pytest.fixture
+def hanging(played, monkeypatch):
+    """``played``, whose workers hang where they otherwise end for the second time."""
+    monkeypatch.setattr(search, "_SILENCE_S", 2.0)
+    command = [*search.Worker.keywords["command"], "hang"]
+    monkeypatch.setattr(search, "Worker", partial(search.Worker, command=command))
+    return played

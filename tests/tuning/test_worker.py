@@ -24,7 +24,7 @@ from sparse24_plans.tuning.process import python_command
 from .cases import of_n
 
 
-def test_the_search_survives_dying_and_hanging_workers(played):
+def test_the_search_survives_dying_and_hanging_workers(hanging):
     trials: list = []
     found = tune(of_n(16, 128), kernels=["cusparselt"], on_trials=trials.append)
     assert [dict(one.configuration) for one in found.entries] == [{"algorithm": 5}] * 2
@@ -36,7 +36,7 @@ def test_the_search_survives_dying_and_hanging_workers(played):
     assert (first.right, first.refused_or_wrong, first.fatal) == (4, 1, fatal)
     assert second.fatal == fatal
     # Three workers for the first problem, none more for the second: it leaves out what was fatal before.
-    log = played()
+    log = hanging()
     assert log.count("started") == 4, "the last one confirms"
     assert [request for request in log if request[0] == "search"][-1] == ["search", 128, fatal]
 

@@ -19,6 +19,9 @@ from sparse24_plans.weights.packing import pack
 every_element = pytest.mark.parametrize("element", ["f16", "bf16"])
 VALID = (0x4, 0x8, 0xC, 0x9, 0xD, 0xE)
 LANES = [(lane, lane // 4, lane % 4) for lane in range(32)]
+LANE = np.arange(32)[:, None]
+G, T = LANE // 4, LANE % 4
+"""The g and t of :data:`LANES`, for all lanes at once."""
 N_TILE = 8
 TILE_K, TILE_BYTES, LAYOUT_ID = TILES_16BIT.tile_k, TILES_16BIT.tile_bytes, TILES_16BIT.layout_id
 
@@ -53,17 +56,13 @@ def load_a(tiles: np.ndarray, w: int, step: int, element: ElementKind) -> np.nda
 
 def load_metadata(tiles: np.ndarray, w: int, j: int) -> np.ndarray:
     """The metadata register of every lane of block w for the steps 2j and 2j+1: [..., 32]."""
-    words = tiles.view(np.uint32)
-    return np.stack([words[..., (8192 + (w * 32 + lane) * 8 + 4 * j) // 4] for lane in range(32)], -1)
+    return tiles.view(np.uint32)[..., (8192 + (w * 32 + np.arange(32)) * 8 + 4 * j) // 4]
 
 
 def load_b(x: np.ndarray) -> np.ndarray:
     """The B registers for X [..., 8, 32], rows are tokens: [..., 32, 8]."""
-    b = np.zeros((*x.shape[:-2], 32, 8))
-    for lane, g, t in LANES:
-        for i in range(8):
-            b[..., lane, i] = x[..., g, 2 * t + (i & 1) + 8 * (i >> 1)]
-    return b
+    i = np.arange(8)
+    return x[..., G, 2 * T + (i & 1) + 8 * (i >> 1)]
 
 
 # The instruction's side: a product from registers -------------------------------------------------
@@ -86,13 +85,10 @@ def positions_to_dense(values: np.ndarray, nibbles: np.ndarray) -> np.ndarray:
 def nibbles_of_block(metadata: np.ndarray, selector: int) -> np.ndarray:
     """The nibbles [..., 16, 8] of a 16-row block for one step, from the words of one pair of lanes."""
     nibbles = np.zeros((*metadata.shape[:-1], 16, 8), np.uint32)
-    for lane, g, t in LANES:
-        if t // 2 != selector:
-            continue
-        for half in range(2):
-            for i in range(4):
-                group = 4 * (t & 1) + i
-                nibbles[..., g + 8 * half, group] = metadata[..., lane] >> (16 * half + 4 * i) & 0xF
+    lanes = LANE[selector == T // 2][:, None]
+    g, t, i = lanes // 4, lanes % 4, np.arange(4)
+    for half in range(2):
+        nibbles[..., g + 8 * half, 4 * (t & 1) + i] = metadata[..., lanes] >> (16 * half + 4 * i) & 0xF
     return nibbles
 
 
@@ -102,17 +98,12 @@ def mma_sp_m16n8k32(
     """D = A * B + C in registers: a [..., 32, 8], b [..., 32, 8], c and the result [..., 32, 4]."""
     compressed = np.zeros((*a.shape[:-2], 16, 16))
     dense_b = np.zeros((*b.shape[:-2], 32, 8))
-    for lane, g, t in LANES:
-        for i in range(8):
-            row = g + 8 * (i >> 1 & 1)
-            compressed[..., row, 2 * t + (i & 1) + 8 * (i >> 2)] = a[..., lane, i]
-            dense_b[..., 2 * t + (i & 1) + 8 * (i >> 1), g] = b[..., lane, i]
+    i = np.arange(8)
+    compressed[..., G + 8 * (i >> 1 & 1), 2 * T + (i & 1) + 8 * (i >> 2)] = a
+    dense_b[..., 2 * T + (i & 1) + 8 * (i >> 1), G] = b
     product = positions_to_dense(compressed, nibbles_of_block(metadata, selector)) @ dense_b
-    d = np.array(np.broadcast_to(c, (*product.shape[:-2], 32, 4)))
-    for lane, g, t in LANES:
-        for i in range(4):
-            d[..., lane, i] += product[..., g + 8 * (i >> 1), 2 * t + (i & 1)]
-    return d
+    i = np.arange(4)
+    return c + product[..., G + 8 * (i >> 1), 2 * T + (i & 1)]
 
 
 def wgmma_sp_m64n8k32(
@@ -126,22 +117,19 @@ def wgmma_sp_m64n8k32(
 ) -> np.ndarray:
     """D += A * B. A: descriptor to swizzled shared memory (``start``: its first byte in the 1024-byte-aligned
     tile; 8-row groups 1024 bytes apart). b [..., 32, 8] is B itself, d [..., 128, 4], metadata [..., 128]."""
-    table = np.zeros((64, 16), int)
-    for row in range(64):
-        for column in range(16):
-            linear = start + (row // 8) * 1024 + (row % 8) * 128 + 2 * column
-            # Swizzle<3,4,3> of the address: bits 4-6 ^= bits 7-9.
-            table[row, column] = (linear ^ (linear >> 7 & 7) << 4) // 2
+    row, column = np.arange(64)[:, None], np.arange(16)
+    linear = start + (row // 8) * 1024 + (row % 8) * 128 + 2 * column
+    table = (linear ^ (linear >> 7 & 7) << 4) // 2  # Swizzle<3,4,3> of the address: bits 4-6 ^= bits 7-9
     compressed = tiles.view(np.uint16)[..., table].view(element.dtype).astype(np.float64)
     result = np.array(d)
     for warp in range(4):
         block = compressed[..., 16 * warp : 16 * warp + 16, :]
         nibbles = nibbles_of_block(metadata[..., 32 * warp : 32 * warp + 32], selector)
         product = positions_to_dense(block, nibbles) @ b
-        for lane, g, t in LANES:
-            for i in range(4):
-                row, column = g + 8 * (i >> 1 & 1), 8 * (i // 4) + 2 * t + (i & 1)
-                result[..., 32 * warp + lane, i] += product[..., row, column]
+        i = np.arange(4)
+        result[..., 32 * warp : 32 * warp + 32, :] += product[
+            ..., G + 8 * (i >> 1 & 1), 8 * (i // 4) + 2 * T + (i & 1)
+        ]
     return result
 
 
@@ -157,9 +145,8 @@ def mma_tiles(tiles: np.ndarray, x: np.ndarray, element: ElementKind) -> np.ndar
             b = load_b(x[..., 32 * step : 32 * step + 32])
             a, metadata = load_a(tiles, w, step, element), load_metadata(tiles, w, step // 2)
             c = mma_sp_m16n8k32(a, b, c, metadata, step % 2)
-        for lane, g, t in LANES:
-            for i in range(4):
-                out[..., 16 * w + g + 8 * (i >> 1), 2 * t + (i & 1)] = c[..., lane, i]
+        i = np.arange(4)
+        out[..., 16 * w + G + 8 * (i >> 1), 2 * T + (i & 1)] = c
     return out
 
 
@@ -173,9 +160,8 @@ def wgmma_tiles(tiles: np.ndarray, x: np.ndarray, element: ElementKind) -> np.nd
         d = wgmma_sp_m64n8k32(tiles, 32 * step, b, d, np.concatenate(words, -1), step % 2, element)
     out = np.zeros((*batch, TILE_M, N_TILE))
     for warp in range(4):
-        for lane, g, t in LANES:
-            for i in range(4):
-                out[..., 16 * warp + g + 8 * (i >> 1), 2 * t + (i & 1)] = d[..., 32 * warp + lane, i]
+        i = np.arange(4)
+        out[..., 16 * warp + G + 8 * (i >> 1), 2 * T + (i & 1)] = d[..., 32 * warp : 32 * warp + 32, :]
     return out
 
 

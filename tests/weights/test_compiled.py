@@ -282,7 +282,7 @@ def test_small_work_imports_no_numba():
 def test_it_takes_less_of_the_processor_than_numpys_passes(element, monkeypatch):
     """Quietly a third; of both what pruning and compressing take, with their results' fresh memory."""
     kind = PruneSparse24Descriptor(**{**SIZE, "element": element}).element
-    dense = np.random.default_rng(6).standard_normal((1024, 4096), np.float32).astype(kind.dtype)
+    dense = np.random.default_rng(6).standard_normal((512, 4096), np.float32).astype(kind.dtype)
 
     def spent(least_cells: int) -> float:
         monkeypatch.setattr(host_code, "LEAST_CELLS", least_cells)

@@ -22,7 +22,7 @@ from sparse24_plans import (
 from sparse24_plans.weights.packing import pack
 from sparse24_plans.weights.packing_quantized import pack_quantized, unpack_quantized
 
-from .instructions import LANES, N_TILE, TILE_K, VALID, load_b, mma_sp_m16n8k32
+from .instructions import LANE, N_TILE, TILE_K, VALID, G, T, load_b, mma_sp_m16n8k32
 
 STORED = ("s4", "s8", "fp8_e4m3")
 
@@ -56,22 +56,16 @@ def any_weight(
 
 def registers(tile: np.ndarray, w: int, step: int, stored: str) -> np.ndarray:
     """The stored values of a lane's four registers: float64 [32, 4, 2], by one mask for each register."""
-    words, found = tile.view(np.uint32), np.zeros((32, 4, 2))
-    for lane in range(32):
-        for r in range(4):
-            if stored == "s4":
-                pair = int(words[(w * 32 + lane) * 4 + step]) >> 4 * r & 0x000F000F
-                found[lane, r] = (pair & 0xFFFF) - 8, (pair >> 16) - 8
-                continue
-            half, inside = divmod(step, 2)
-            word = int(words[((half * 4 + w) * 32 + lane) * 4 + 2 * inside + (r >> 1)])
-            pair = word >> 8 * (r & 1) & 0x00FF00FF
-            halves = np.array([pair & 0xFFFF, pair >> 16])
-            if stored == "s8":
-                found[lane, r] = halves - 128
-            else:
-                found[lane, r] = halves.astype(np.uint8).view(ElementKind.FP8_E4M3.dtype).astype(float)
-    return found
+    words, r = tile.view(np.uint32).astype(np.int64), np.arange(4)
+    if stored == "s4":
+        pair = words[(w * 32 + LANE) * 4 + step] >> 4 * r & 0x000F000F
+    else:
+        half, inside = divmod(step, 2)
+        pair = words[((half * 4 + w) * 32 + LANE) * 4 + 2 * inside + (r >> 1)] >> 8 * (r & 1) & 0x00FF00FF
+    halves = np.stack([pair & 0xFFFF, pair >> 16], -1)
+    if stored == "fp8_e4m3":
+        return halves.astype(np.uint8).view(ElementKind.FP8_E4M3.dtype).astype(float)
+    return halves - (8.0 if stored == "s4" else 128.0)
 
 
 def scales_of_lane(tile: np.ndarray, weight: Sparse24QuantizedWeight, w: int, step: int) -> np.ndarray:
@@ -79,9 +73,7 @@ def scales_of_lane(tile: np.ndarray, weight: Sparse24QuantizedWeight, w: int, st
     by = weight.quantization
     scales = tile.view(by.scale_element.dtype).astype(np.float32)
     group = 32 * step // (by.group or 128)
-    return np.stack(
-        [scales[(group * 4 + w) * 16 + 2 * g : (group * 4 + w) * 16 + 2 * g + 2] for _, g, _ in LANES]
-    )
+    return scales[(group * 4 + w) * 16 + 2 * G + np.arange(2)]
 
 
 def model_product(weight: Sparse24QuantizedWeight, x: np.ndarray) -> np.ndarray:
@@ -107,9 +99,8 @@ def model_product(weight: Sparse24QuantizedWeight, x: np.ndarray) -> np.ndarray:
                     at = across * TILE_K + 32 * step
                     b = load_b(padded[:, at : at + 32])
                     d = mma_sp_m16n8k32(a, b, d, metadata[:, step // 2], step % 2)
-            for lane, g, t in LANES:
-                for i in range(4):
-                    out[down * 64 + 16 * w + g + 8 * (i >> 1), 2 * t + (i & 1)] = d[lane, i]
+            i = np.arange(4)
+            out[down * 64 + 16 * w + G + 8 * (i >> 1), 2 * T + (i & 1)] = d
     assert not out[weight.m :].any(), "padding rows of W gave something"
     return out[: weight.m]
 
