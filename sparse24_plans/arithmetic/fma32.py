@@ -21,16 +21,16 @@ def fma_f32(a: Array, b: Array, c: Array) -> Array:
     The product is exact in float64, and rounding the float64 sum to float32 gives what a single rounding
     would, unless that sum lies halfway between two float32: they are float64, so no rounding passes one.
     """
-    product = a.astype(np.float64) * b
-    addend = c.astype(np.float64)
-    total = np.asarray(product + addend)
+    product = np.multiply(a, b, dtype=np.float64)
+    total = np.asarray(np.add(product, c, dtype=np.float64))
     bits = total.view(np.int64)
     # Subnormal results lack more bits. Less 1, zero is the largest of the magnitudes.
     halfway = (bits & _BELOW_F32) == _TIE
     halfway |= ((bits & _MAGNITUDE) - 1).view(np.uint64) < _NORMAL
     if halfway.any():
-        parts = (np.broadcast_to(one, total.shape)[halfway] for one in (total, product, addend))
-        total[halfway] = _rounded_to_odd(*parts)
+        whole = (np.broadcast_to(one, total.shape) if one.shape != total.shape else one for one in (product, c))
+        exact, addend = (one[halfway] for one in whole)
+        total[halfway] = _rounded_to_odd(total[halfway], exact, addend.astype(np.float64))
     return total.astype(np.float32)
 
 
