@@ -45,6 +45,8 @@ PACKED, BLOCKS_MEASURED = "packed-times", "block-times"
 SHORT_SUMS = "sdd_mma"
 TIMES_COUNT = 3.0
 """The weight of errors of a way's predicted times, by which ways are compared, beside that of its choices."""
+WAY_STEPS = 6000
+"""Steps of a descent to the constants of a way."""
 LEAST_PAIRS = 8
 """Problems of a kind from which a limit is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
@@ -366,7 +368,7 @@ def way_entry(model: str, gpu: str) -> Constants:
         lambda one: (one[0].layout.rows, one[0].layout.cols),
         partial(way_choices, way=way),
         bounds,
-        steps=6000,
+        steps=WAY_STEPS,
         descents=1,
     )
     inside, outside = fit.parts()

@@ -28,7 +28,9 @@ def fma_f32(a: Array, b: Array, c: Array) -> Array:
     halfway = (bits & _BELOW_F32) == _TIE
     halfway |= ((bits & _MAGNITUDE) - 1).view(np.uint64) < _NORMAL
     if halfway.any():
-        whole = (np.broadcast_to(one, total.shape) if one.shape != total.shape else one for one in (product, c))
+        whole = (
+            np.broadcast_to(one, total.shape) if one.shape != total.shape else one for one in (product, c)
+        )
         exact, addend = (one[halfway] for one in whole)
         total[halfway] = _rounded_to_odd(total[halfway], exact, addend.astype(np.float64))
     return total.astype(np.float32)
