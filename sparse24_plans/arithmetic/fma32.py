@@ -28,11 +28,11 @@ def fma_f32(a: Array, b: Array, c: Array) -> Array:
     halfway = (bits & _BELOW_F32) == _TIE
     halfway |= ((bits & _MAGNITUDE) - 1).view(np.uint64) < _NORMAL
     if halfway.any():
-        whole = (
-            np.broadcast_to(one, total.shape) if one.shape != total.shape else one for one in (product, c)
+        parts = (
+            (one if one.shape == total.shape else np.broadcast_to(one, total.shape))[halfway]
+            for one in (total, product, c)
         )
-        exact, addend = (one[halfway] for one in whole)
-        total[halfway] = _rounded_to_odd(total[halfway], exact, addend.astype(np.float64))
+        total[halfway] = _rounded_to_odd(*parts)
     return total.astype(np.float32)
 
 
@@ -41,7 +41,7 @@ def _rounded_to_odd(total: Array, product: Array, addend: Array) -> Array:
 
     Source: Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008.
     """
-    part = total - product
+    part, addend = total - product, addend.astype(np.float64)
     error = (product - (total - part)) + (addend - part)
     bits = total.view(np.int64)
     inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)

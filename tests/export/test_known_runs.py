@@ -135,7 +135,7 @@ def c_in_one_set(c, tmp_path_factory):
 
 def first_case(c: C, opened: Any, problem: str, n: int) -> Case:
     plan = c.find(opened, problem, n)
-    operands = tuple(((at + 1) << 40, 8192) for at in range(len(c.names(plan))))
+    operands = tuple(((at + 1) << 40, 9216) for at in range(len(c.names(plan))))
     return Case(problem, n, operands, 1 << 50, c.library.s24_workspace(ctypes.byref(plan), None), 1)
 
 
@@ -148,7 +148,7 @@ def changed(seed: random.Random, case: Case) -> Case:
         if field == "address":
             address = seed.choice(((at + 1) << 40, (at + 1) << 40 | 256, address ^ 2, address ^ 16, 0))
         else:
-            stride = seed.choice((8192, 8256, stride ^ 1, -stride))
+            stride = seed.choice((9216, 9280, stride ^ 1, -stride))
         operands[at] = address, stride
         return case._replace(operands=tuple(operands))
     if field == "problem":
@@ -192,7 +192,7 @@ def test_more_operands_than_are_kept_launch_their_own(c, folder):
 
     def moved(by: int) -> Case:
         """X lies at another address, whose bytes no other number has."""
-        return base._replace(operands=(base.operands[0], (first + by, 8192), *base.operands[2:]))
+        return base._replace(operands=(base.operands[0], (first + by, 9216), *base.operands[2:]))
 
     ((*expected, parameters),) = folder.outcome_anew(c, moved(0))
     assert parameters.count(first.to_bytes(8, "little")) > 1
