@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -89,9 +89,13 @@ WAY_OF = PACKED_MODELS | SAMPLED_MODELS
 
 def described(row: Mapping[str, Any]) -> BlockSparseMatmulDescriptor:
     """The problem of a measured line."""
-    cell = (random_blocks.Cell if "seed" in row else Cell)(
-        **{name: row[name] for name in (*CELL_FIELDS, "seed") if name in row}
-    )
+    return _described(tuple((name, row[name]) for name in (*CELL_FIELDS, "seed") if name in row))
+
+
+@cache
+def _described(fields: tuple[tuple[str, Any], ...]) -> BlockSparseMatmulDescriptor:
+    given = dict(fields)
+    cell = (random_blocks.Cell if "seed" in given else Cell)(**given)
     return cell.descriptor(cell.layout())
 
 

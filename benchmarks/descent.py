@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -159,6 +160,7 @@ def limits_entry(constants: Constants, losses: Sequence[float], file: str) -> Co
 # Files of measured problems and given constants -----------------------------------------------------
 
 
+@cache
 def lines_of(gpu: str, family: str) -> list[dict[str, Any]]:
     """The measured problems of a family, as ``benchmarks.measure_schedules`` writes them."""
     path = SCHEDULES / file_of(gpu, family)
