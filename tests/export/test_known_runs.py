@@ -224,7 +224,7 @@ def test_known_runs_make_their_launches_and_no_other_driver_call(c, tmp_path, na
     if kind in products.TYPES:
         descriptor = products.random_problem(kind, random.Random(), 9)
     elif kind in blocks.KINDS:
-        descriptor = blocks.random_problem(kind, random.Random(), 160)
+        descriptor = blocks.random_problem(kind, random.Random(), 96)
     export_plans({kind: descriptor}, tmp_path, device="h200")
     ns = tokens_of(descriptor)
     for n in {ns[-1], *[n for n in ns if n % 8 == 0][:1]}:
