@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ PACKED, BLOCKS_MEASURED = "packed-times", "block-times"
 SHORT_SUMS = "sdd_mma"
 TIMES_COUNT = 3.0
 """The weight of errors of a way's predicted times, by which ways are compared, beside that of its choices."""
+WAY_STEPS = 6000
+"""Steps of a descent to the constants of a way."""
 LEAST_PAIRS = 8
 """Problems of a kind from which a limit is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
@@ -87,9 +89,13 @@ WAY_OF = PACKED_MODELS | SAMPLED_MODELS
 
 def described(row: Mapping[str, Any]) -> BlockSparseMatmulDescriptor:
     """The problem of a measured line."""
-    cell = (random_blocks.Cell if "seed" in row else Cell)(
-        **{name: row[name] for name in (*CELL_FIELDS, "seed") if name in row}
-    )
+    return _described(tuple((name, row[name]) for name in (*CELL_FIELDS, "seed") if name in row))
+
+
+@cache
+def _described(fields: tuple[tuple[str, Any], ...]) -> BlockSparseMatmulDescriptor:
+    given = dict(fields)
+    cell = (random_blocks.Cell if "seed" in given else Cell)(**given)
     return cell.descriptor(cell.layout())
 
 
@@ -366,7 +372,7 @@ def way_entry(model: str, gpu: str) -> Constants:
         lambda one: (one[0].layout.rows, one[0].layout.cols),
         partial(way_choices, way=way),
         bounds,
-        steps=6000,
+        steps=WAY_STEPS,
         descents=1,
     )
     inside, outside = fit.parts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -93,7 +94,7 @@ class Choices(NamedTuple):
             if not self.in_microseconds:
                 error -= (np.add.reduceat(error, self.begins) / counts)[choice]
             off = near * error / FAR
-            wrong = 2 * FAR**2 * (np.sqrt(1 + off**2) - 1).mean()
+            wrong = 2 * FAR**2 * (np.add.reduce(np.sqrt(1 + off**2) - 1) / len(off))
             worst = ((self.weights * each**8).sum() / total) ** 0.125
             return float((self.weights * each).sum() / total + WORST * worst + self.off * wrong)
 
@@ -121,7 +122,7 @@ def descent(loss: Callable[[Array], float], fit: Fit, seed: int) -> Array:
     weight = 0.0 if fit.start is None else HELD_NEAR
 
     def total(at: Array) -> float:
-        return loss(np.exp(at)) + weight * float(((at - start) ** 2).mean())
+        return loss(np.exp(at)) + (weight and weight * float(((at - start) ** 2).mean()))
 
     at, least = start, total(start)
     for _ in range(fit.steps):
@@ -159,6 +160,7 @@ def limits_entry(constants: Constants, losses: Sequence[float], file: str) -> Co
 # Files of measured problems and given constants -----------------------------------------------------
 
 
+@cache
 def lines_of(gpu: str, family: str) -> list[dict[str, Any]]:
     """The measured problems of a family, as ``benchmarks.measure_schedules`` writes them."""
     path = SCHEDULES / file_of(gpu, family)

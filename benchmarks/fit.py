@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,7 @@ def measured_products(gpu: str, family: str) -> Iterator[tuple[Mapping[str, Any]
         yield row, desc, {WgmmaSpSchedule(*map(int, name.split(","))): us for name, us in row["us"].items()}
 
 
+@cache
 def gemm_problems(gpu: str, family: str = "times") -> list[Any]:
     return [(desc, times) for _, desc, times in measured_products(gpu, family)]
 
@@ -187,6 +188,7 @@ def f32_choices(problems: Sequence[Any]) -> Choices:
     return choices_among(sets, predictor)
 
 
+@cache
 def stream_k_entry(gpu: str) -> Constants:
     """The idle fraction of a last wave beyond which stream-K wins, from pairs with and without it."""
     pairs = []

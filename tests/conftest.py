@@ -20,6 +20,7 @@ from .plan.cases import is_on_host_alone
 from .support import HAS_GPU
 
 _HANGS_AFTER_S = 300
+_OBJECTS_BEFORE_A_SEARCH = 10_000
 _watched_since, _log = -float("inf"), 2
 settings.register_profile("tests", deadline=None)  # a busy machine is slow, and no test fails for that
 settings.load_profile("tests")
@@ -132,9 +133,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_collection_finish() -> None:
-    """The tests themselves, of which there are many, are not searched for garbage again each time."""
-    gc.collect()
+    """The tests themselves, of which there are many, are never searched for garbage, and others seldom."""
     gc.freeze()
+    gc.set_threshold(_OBJECTS_BEFORE_A_SEARCH, *gc.get_threshold()[1:])
     gc.enable()
 
 

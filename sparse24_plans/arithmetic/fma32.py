@@ -21,15 +21,17 @@ def fma_f32(a: Array, b: Array, c: Array) -> Array:
     The product is exact in float64, and rounding the float64 sum to float32 gives what a single rounding
     would, unless that sum lies halfway between two float32: they are float64, so no rounding passes one.
     """
-    product = a.astype(np.float64) * b
-    addend = c.astype(np.float64)
-    total = np.asarray(product + addend)
+    product = np.multiply(a, b, dtype=np.float64)
+    total = np.asarray(np.add(product, c, dtype=np.float64))
     bits = total.view(np.int64)
     # Subnormal results lack more bits. Less 1, zero is the largest of the magnitudes.
     halfway = (bits & _BELOW_F32) == _TIE
     halfway |= ((bits & _MAGNITUDE) - 1).view(np.uint64) < _NORMAL
     if halfway.any():
-        parts = (np.broadcast_to(one, total.shape)[halfway] for one in (total, product, addend))
+        parts = (
+            (one if one.shape == total.shape else np.broadcast_to(one, total.shape))[halfway]
+            for one in (total, product, c)
+        )
         total[halfway] = _rounded_to_odd(*parts)
     return total.astype(np.float32)
 
@@ -39,7 +41,7 @@ def _rounded_to_odd(total: Array, product: Array, addend: Array) -> Array:
 
     Source: Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008.
     """
-    part = total - product
+    part, addend = total - product, addend.astype(np.float64)
     error = (product - (total - part)) + (addend - part)
     bits = total.view(np.int64)
     inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -273,13 +273,23 @@ class _Writer:
 
     def write(self, folder: Path) -> int:
         """Write all files to the folder. Returns their bytes."""
-        manifest = json.dumps(self._tables.document(), indent=1).encode()
+        manifest = "".join(_manifest(self._tables.document())).encode()
         code = {name: (files("sparse24_plans.export") / "c" / name).read_bytes() for name in CODE}
         written = {**self._cubins, **code, "manifest.json": manifest, "plans.bin": self._tables.to_bytes()}
         for name, content in written.items():
             with written_whole(folder / name) as file:
                 file.write(content)
         return sum(map(len, written.values()))
+
+
+def _manifest(document: dict[str, Any]) -> Iterator[str]:
+    """JSON with a line for each record. An indented one has a line for each number, and takes longer."""
+    tables = document.pop("tables")
+    yield json.dumps(document)[:-1] + ', "tables": {'
+    for at, (name, records) in enumerate(tables.items()):
+        lines = ",\n".join(map(json.dumps, records))
+        yield f"{',' if at else ''}\n{json.dumps(name)}: [\n{lines}]"
+    yield "}}\n"
 
 
 def _numbers(rows: dict[int, Row]) -> tuple[list[Number], list[int]]:

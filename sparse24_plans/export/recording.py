@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from functools import cache
 from math import prod
+from struct import Struct
 from typing import Any, NamedTuple
 
 from .._vendor.cuda_driver_abi import MapDescription
@@ -28,6 +30,8 @@ WORKSPACE = -1
 _VECTOR = 16
 """Bytes that an alignment flag of a kernel is about."""
 _FIRST, _APART, _STEP = 1 << 60, 1 << 50, 1 << 45
+_NUMBERS = {4: "I", 8: "Q"}
+"""Struct formats of the numbers that a recipe can say, by their bytes."""
 
 
 class Kind(IntEnum):
@@ -159,8 +163,8 @@ class _Probe(NamedTuple):
     views: Views
     strides: tuple[int, ...]
     launches: list[Any]
-    contents: list[bytes]
-    """The bytes of each launch's parameters."""
+    contents: list[tuple[Any, ...]]
+    """The values of each launch's parameters, in the order of ``_cells``."""
 
 
 class _Cell(NamedTuple):
@@ -245,7 +249,7 @@ class _Recorder:
             strides.append(stride)
         launches: list[Any] = []
         self._kernel.launcher(views, self._address(WORKSPACE, step))(launches)
-        contents = [bytes(one.parameters) if isinstance(one, RecordedLaunch) else b"" for one in launches]
+        contents = [_values(one.parameters) if isinstance(one, RecordedLaunch) else () for one in launches]
         return _Probe(views, tuple(strides), launches, contents)
 
     def _address(self, at: int, step: int) -> int:
@@ -277,22 +281,26 @@ class _Recorder:
         if (first.code, first.blocks, first.overlapping) != (moved.code, moved.blocks, moved.overlapping):
             raise self._refused("the grid")
         places, maps = [], []
-        for cell in _cells(type(first.parameters)):
-            raw = [self._bytes_of(one, at, cell) for one in (self._first, self._again, self._moved)]
+        contents = [one.contents[at] for one in (self._first, self._again, self._moved)]
+        for index, cell in enumerate(_cells(type(first.parameters))):
+            values = [one[index] for one in contents]
             if cell.is_map:
-                if (tensor_map := self._map(at, cell, raw)) is not None:
+                displaced = self._displaced_values(at, index)
+                if (tensor_map := self._map(cell, values, displaced)) is not None:
                     maps.append(tensor_map)
                 continue
-            if cell.size not in (4, 8):
+            if cell.size not in _NUMBERS:
                 raise self._refused(cell.name)
-            place = self._told(cell.at, cell.size, *(int.from_bytes(one, "little") for one in raw))
-            places.append(self._aligned(at, cell, place))
+            place = self._told(cell.at, cell.size, *values)
+            places.append(self._aligned(cell, place, self._displaced_values(at, index)))
         nbytes = ctypes.sizeof(first.parameters)
         grid = self._slot(first.blocks)
         return Launch(first.code, first.overlapping, grid, nbytes, tuple(places), tuple(maps))
 
-    def _bytes_of(self, probe: _Probe, launch: int, cell: _Cell) -> bytes:
-        return probe.contents[launch][cell.at : cell.at + cell.size]
+    def _displaced_values(self, launch: int, cell: int) -> Iterator[tuple[int, list[Any]]]:
+        """The cell's values for each operand that isn't aligned."""
+        for operand, probes in self._displaced.items():
+            yield operand, [one.contents[launch][cell] for one in probes]
 
     def _told(self, at: int, size: int, first: int, again: int, moved: int) -> Place:
         """The place of a number, from its values for the first operands, once more, and for moved ones."""
@@ -312,11 +320,10 @@ class _Recorder:
                 return Place(at, size, Kind.STRIDE, operand, first // stride, self._slot(0))
         raise self._refused(f"the number at {at}")
 
-    def _aligned(self, launch: int, cell: _Cell, place: Place) -> Place:
+    def _aligned(self, cell: _Cell, place: Place, displaced: Iterable[tuple[int, list[int]]]) -> Place:
         """``place``, or that of a flag, if operands that aren't aligned change its number."""
-        for operand, probes in self._displaced.items():
-            found = [int.from_bytes(self._bytes_of(one, launch, cell), "little") for one in probes]
-            expected = [self._value(place, one, operand) for one in probes]
+        for operand, found in displaced:
+            expected = [self._value(place, one) for one in self._displaced[operand]]
             if place.kind is Kind.LAUNCH_ID or found == expected:
                 continue
             if place.kind is not Kind.NUMBER or self._numbers[place.slot] != 1 or any(found):
@@ -325,7 +332,7 @@ class _Recorder:
             return place._replace(kind=Kind.ALIGNED, operand=operand, factor=itemsize)
         return place
 
-    def _value(self, place: Place, probe: _Probe, displaced: int) -> int:
+    def _value(self, place: Place, probe: _Probe) -> int:
         """The number that a probe should have at the place."""
         number = self._numbers[place.slot]
         if place.kind is Kind.ADDRESS:
@@ -335,7 +342,9 @@ class _Recorder:
             return number + probe.views[view].address + place.factor * probe.strides[place.operand]
         return probe.strides[place.operand] * place.factor if place.kind is Kind.STRIDE else number
 
-    def _map(self, launch: int, cell: _Cell, raw: list[bytes]) -> MapPlace | None:
+    def _map(
+        self, cell: _Cell, raw: list[bytes], displaced: Iterable[tuple[int, list[bytes]]]
+    ) -> MapPlace | None:
         first, _, moved = map(MapDescription.of, raw)
         if first is None or moved is None:
             if first is not moved:
@@ -353,7 +362,7 @@ class _Recorder:
             first.data_type,
             first.swizzle,
             first.promotion,
-            self._condition(launch, cell),
+            self._condition(cell, displaced),
             address,
             tuple(map(self._slot, first.sizes)),
             pitches,
@@ -361,10 +370,10 @@ class _Recorder:
             first.walk,
         )
 
-    def _condition(self, launch: int, cell: _Cell) -> int:
+    def _condition(self, cell: _Cell, displaced: Iterable[tuple[int, list[bytes]]]) -> int:
         """The operand without whose alignment the map isn't written."""
-        for operand, probes in self._displaced.items():
-            written = {MapDescription.of(self._bytes_of(one, launch, cell)) is not None for one in probes}
+        for operand, found in displaced:
+            written = {MapDescription.of(one) is not None for one in found}
             if written == {False}:
                 return operand
             if written == {False, True}:
@@ -378,17 +387,36 @@ class _Recorder:
         )
 
 
-def _cells(struct: type[KernelParams], start: int = 0) -> Iterator[_Cell]:
+@cache
+def _cells(struct: type[KernelParams]) -> tuple[_Cell, ...]:
     """The values of a struct, of the structs in it and of its arrays."""
+    return tuple(_cells_from(struct, 0))
+
+
+def _cells_from(struct: type[KernelParams], start: int) -> Iterator[_Cell]:
     for name, field in struct.declared.items():
         kind = field.ctype._type_ if field.length else field.ctype
         size = ctypes.sizeof(kind)
         for index in range(field.length or 1):
             at = start + getattr(struct, name).offset + index * size
             if issubclass(kind, KernelParams):
-                yield from _cells(kind, at)
+                yield from _cells_from(kind, at)
             else:
                 yield _Cell(name, at, size, field.cxx == "TensorMap")
+
+
+def _values(parameters: KernelParams) -> tuple[Any, ...]:
+    """The value of each cell: the unsigned number of its 4 or 8 bytes, or the bytes of a larger one."""
+    return _format(type(parameters)).unpack(bytes(parameters))
+
+
+@cache
+def _format(struct: type[KernelParams]) -> Struct:
+    words, end = ["<"], 0
+    for cell in _cells(struct):
+        words += [f"{cell.at - end}x", _NUMBERS.get(cell.size, f"{cell.size}s")]
+        end = cell.at + cell.size
+    return Struct("".join((*words, f"{ctypes.sizeof(struct) - end}x")))
 
 
 def buffers_of(operands: Iterable[Operand], layout: str) -> list[Buffer]:

@@ -21,6 +21,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse.schedules import predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
+from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_for
@@ -136,7 +137,22 @@ def made_times(seed: int) -> list[dict]:
     return lines
 
 
-def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch):
+@pytest.fixture
+def few_steps(monkeypatch):
+    """A quarter of the steps finds constants that made times follow exactly."""
+    monkeypatch.setattr(block_fits, "WAY_STEPS", block_fits.WAY_STEPS // 4)
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Compilations, which are listed and not made: test_compilation makes the covering ones."""
+    found = []
+    monkeypatch.setenv("SPARSE24_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "compile_cubin", lambda *words: (found.append(words) or b"cubin", ""))
+    return found
+
+
+def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch, few_steps):
     lines = made_times(3)
     monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
     for name in (one for one in block_fits.PACKED_MODELS if "_128" in one or "dense" in one):
@@ -220,31 +236,30 @@ def test_more_blocks_never_make_kept_blocks_the_choice_again(op, block):
 
 
 @pytest.mark.parametrize(("family", "element"), [("f32", "f32"), ("gemm", "s8"), ("gemm", "bf16")])
-def test_every_schedule_that_is_timed_can_be_compiled_ahead(family, element, monkeypatch, tmp_path):
-    monkeypatch.setenv("SPARSE24_CACHE_DIR", str(tmp_path))
+def test_every_schedule_that_is_timed_can_be_compiled_ahead(family, element, compiled, tmp_path):
     desc = GemmSparse24Descriptor(n=16, m=256, k=512, element=element)
     for entry in measure_schedules.entries_of(family, desc.element):
         some = measure_schedules.schedules_of(desc, entry)
         assert len(set(some)) == len(some) > 3
         measure_schedules.compile_kernel(H200, entry.name, desc, some[-1])
-    assert len(list(tmp_path.rglob("*.cubin"))) >= len(measure_schedules.entries_of(family, desc.element))
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(compiled)
+    assert len(compiled) >= len(measure_schedules.entries_of(family, desc.element))
 
 
-def test_every_cut_that_is_timed_can_be_compiled_ahead(monkeypatch, tmp_path):
-    monkeypatch.setenv("SPARSE24_CACHE_DIR", str(tmp_path))
+def test_every_cut_that_is_timed_can_be_compiled_ahead(compiled, tmp_path):
     cell = random_blocks.Cell(op="dsd", m=2560, k=8192, n=40, block=64, density=0.1, pattern="uneven", seed=1)
     cuts = measure_schedules.cuts_of(cell.descriptor(cell.layout()))
     assert list(cuts) == ["64,1,0", "64,1,3", "64,1,1"]
     for name in cuts:
         measure_schedules.compile_cut(H200, cell, name)
-    assert len(list(tmp_path.rglob("*.cubin"))) == 3
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(compiled) == 3
     wide = measure_schedules.cuts_of(replace(cell, n=1000).descriptor(cell.layout()))
     assert (
         len(wide) == 3 * len({(one.schedule.tokens, one.schedule.cluster_n) for one in wide.values()}) == 18
     )
 
 
-def test_models_of_sdd_are_fitted_to_measured_times(monkeypatch):
+def test_models_of_sdd_are_fitted_to_measured_times(monkeypatch, few_steps):
     true = {
         block_fits.SAMPLED: (3.0, 1.5, (5e-4, 2e-3, 3e-7, 2e-7, 2e-9)),
         block_fits.SAMPLED_DENSE: (6.0, 1.5, (2e-9, 7e-10, 3e-7, 1e-7, 6e-7)),

@@ -10,8 +10,10 @@ import argparse
 import ctypes
 import random
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from benchmarks.models import MODELS
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan
@@ -42,6 +44,13 @@ def cubin_text(source: str, arch: str, defines: dict[str, int]) -> bytes:
     return repr((source, arch, sorted(defines.items()))).encode() + b"\0"
 
 
+@contextmanager
+def named_cubins_everywhere() -> Iterator[None]:
+    """In the block, exports write ``cubin_text`` for each kernel and compile none."""
+    with mock.patch.object(export_folder, "cubin", cubin_text):
+        yield
+
+
 def differences(c: C, descriptor: GemmSparse24Descriptor, ns: Iterable[int], folder: Path) -> list[str]:
     """Export the product to the folder, and compare the choices for these numbers of tokens."""
     export_plans({"product": descriptor}, folder, device="h200")
@@ -68,8 +77,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     seed, failed = random.Random(options.seed), 0
-    export_folder.cubin = cubin_text
-    with tempfile.TemporaryDirectory() as folder:
+    with named_cubins_everywhere(), tempfile.TemporaryDirectory() as folder:
         c = compiled(Path(folder))
         for at in range(options.shapes):
             problem = random_problem(seed, options.n)

@@ -3,12 +3,12 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import shutil
+from collections.abc import Iterator
 
 import pytest
 
-from sparse24_plans.export import folder as export_folder
 from tests.export.c_library import C, compiled
-from tests.export.choices import cubin_text
+from tests.export.choices import named_cubins_everywhere
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,7 @@ def c(tmp_path_factory: pytest.TempPathFactory) -> C:
 
 
 @pytest.fixture
-def named_cubins(monkeypatch: pytest.MonkeyPatch) -> None:
+def named_cubins() -> Iterator[None]:
     """Cubins are texts of their source and macros, so that the stub can tell which one it launches."""
-    monkeypatch.setattr(export_folder, "cubin", cubin_text)
+    with named_cubins_everywhere():
+        yield

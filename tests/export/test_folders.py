@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import struct
 import subprocess
 
@@ -25,6 +26,7 @@ from sparse24_plans.errors import FormatError, InvalidProblemError, UnsupportedE
 from sparse24_plans.export import export_plans
 from sparse24_plans.export.tables import SCHEMA, Tables
 from tests.export.c_library import FLAGS, SOURCES, STUB, RefusedError, compiled_stub, source_in_one_set
+from tests.export.choices import named_cubins_everywhere
 
 FILTER = BlockSparseShape(heads=1, rows=64, cols=9 * 64, block=64, blocks=7)
 SHAPE = BlockSparseShape(heads=2, rows=128, cols=192, block=64, blocks=7)
@@ -39,10 +41,18 @@ DESCRIPTORS = {
 }
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exported")
+    with named_cubins_everywhere():
+        export_plans(DESCRIPTORS, path, device="h200")
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path, named_cubins):
-    export_plans(DESCRIPTORS, tmp_path, device="h200")
-    return tmp_path
+def folder(tmp_path, exported):
+    """A copy, which a test may spoil."""
+    return shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
 
 
 def test_spoiled_tables_under_sanitizers(c, folder, tmp_path_factory):

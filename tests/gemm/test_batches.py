@@ -345,7 +345,10 @@ VARIANTS = {
     "scales": {"scale_x": "row", "scale_w": "tensor", "epilogue": "bias"},
 }
 SIZES = [(5, 64, 256, 7), (37, 192, 528, 3), (300, 320, 1040, 2), (72, 4160, 512, 5)]
-"""n, m, k and batches: split-K, ragged ends, several token tiles, and more work tiles than SMs."""
+"""n, m, k and batches: split-K, ragged ends, several token tiles, and more work tiles than SMs.
+
+On the host the last three would be alike, so it takes the first two.
+"""
 
 
 def problem_of(
@@ -368,9 +371,12 @@ def problem_of(
     return found | fields | more
 
 
-@rows
+@pytest.mark.parametrize(
+    ("row", "sizes"),
+    [marked(row, sizes) for row in BATCHED for sizes in (SIZES[:2] if on_host(row) else SIZES)],
+    ids=str,
+)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"n{sizes[0]}m{sizes[1]}")
 def test_each_batch_has_the_bits_of_its_product(row, variant, sizes):
     """In every order, aligned for TMA and not, with shared operands, and with C in Y."""
     for shared_weight in (False, True):

@@ -264,14 +264,16 @@ def _is_invariant(name: str) -> bool:
 INVARIANT = [row.name for row in SERVING if _is_invariant(row.name)]
 
 
-@pytest.mark.parametrize("row", [marked(name) for name in INVARIANT])
+def _tokens_of(row: str) -> tuple[int, ...]:
+    return (1, 5) if device_of_row(row) == "host" else (1, 5, 77, 128 if row == "mma_sp" else 300)
+
+
+@pytest.mark.parametrize(("row", "n"), [marked(name, n) for name in INVARIANT for n in _tokens_of(name)])
 @gated
-@pytest.mark.parametrize("n", [1, 5, 77, 300])
 @pytest.mark.parametrize("m", [16, 1040])
 def test_steps_are_those_of_ungated_plans_and_one_product(row, epilogue, n, m):
     """To the bit: the activation and the other row's value as they are elsewhere, then two roundings."""
-    on_host = device_of_row(row) == "host"
-    n, k = (min(n, 5), 72) if on_host else (min(n, 128) if row == "mma_sp" else n, 1040)
+    k = 72 if device_of_row(row) == "host" else 1040
     for element in row_of(row).elements:
         for out in RESULTS[element]:
             fields = {"n": n, "m": m, "k": k, "element": element, "out_element": out, "bias_element": "f32"}

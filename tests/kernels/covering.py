@@ -5,7 +5,7 @@ By default, ``--compile=kinds``, ``every_kind()``:
 - Each function, and every element and stored element.
 - Each source, for sm_80, sm_90a and sm_120a where it is for them.
 
-With ``--compile=values``, as CI does, ``REQUESTS``:
+With ``--compile=values``, as CI does, ``every_value()``:
 
 - Every architecture with each function.
 - Every word of a source: each of its functions, and every value of each of its macros.
@@ -48,24 +48,6 @@ from .block_requests import (
 from .gemm_requests import GEMM_ENTRIES, PREPARE_ENTRIES, gemm_requests, prepare_requests
 from .requests import CAPABILITIES, Request
 
-ASKED = list(
-    dict.fromkeys(
-        request
-        for rows, requests in (
-            (GEMM_ENTRIES, gemm_requests),
-            (PREPARE_ENTRIES, prepare_requests),
-            (BLOCKS_ENTRIES, blocks_requests),
-            (ATTENTION_ENTRIES, attention_requests),
-            (CONVOLUTION_ENTRIES, convolution_requests),
-            (SOFTMAX_ENTRIES, softmax_requests),
-            ((None,), lambda row, capability: table_requests(capability)),
-        )
-        for row in rows
-        for capability in CAPABILITIES
-        for request in requests(row, capability)
-    )
-)
-"""All that plans are known to ask for, the benchmarks' cells left out."""
 SOURCES = sorted(
     path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in compiler.KERNEL_FOLDER.rglob("*.cu")
 )
@@ -80,6 +62,28 @@ BETWEEN = {"sm_86", "sm_89", "sm_100a"}
 """Architectures that the default set leaves out. CI compiles for them."""
 RARE = 10**9
 """The weight of a group that one compilation alone has; one that many have is covered in passing."""
+
+
+@functools.cache
+def all_asked() -> list[Request]:
+    """Return all that plans are known to ask for, the benchmarks' cells left out. It takes seconds, once."""
+    return list(
+        dict.fromkeys(
+            request
+            for rows, requests in (
+                (GEMM_ENTRIES, gemm_requests),
+                (PREPARE_ENTRIES, prepare_requests),
+                (BLOCKS_ENTRIES, blocks_requests),
+                (ATTENTION_ENTRIES, attention_requests),
+                (CONVOLUTION_ENTRIES, convolution_requests),
+                (SOFTMAX_ENTRIES, softmax_requests),
+                ((None,), lambda row, capability: table_requests(capability)),
+            )
+            for row in rows
+            for capability in CAPABILITIES
+            for request in requests(row, capability)
+        )
+    )
 
 
 def kinds_of(request: Request) -> Iterator[Hashable]:
@@ -153,7 +157,7 @@ def _in_order(requests: Iterable[Request]) -> list[Request]:
 
 
 def _of_all_sources(groups_of: Callable[[Request], Iterator[Hashable]]) -> list[Request]:
-    found = (covering((one for one in ASKED if one.source == source), groups_of) for source in SOURCES)
+    found = (covering((one for one in all_asked() if one.source == source), groups_of) for source in SOURCES)
     return _in_order(itertools.chain.from_iterable(found))
 
 
@@ -161,6 +165,12 @@ def _of_all_sources(groups_of: Callable[[Request], Iterator[Hashable]]) -> list[
 def every_kind() -> list[Request]:
     """Return requests that have every function and element."""
     return _of_all_sources(kinds_of)
+
+
+@functools.cache
+def every_value() -> list[Request]:
+    """Return requests that have every architecture with each function, and every value of each macro."""
+    return _of_all_sources(single_words_of)
 
 
 @functools.cache
@@ -173,10 +183,9 @@ def everything() -> list[Request]:
     """Return all that plans are known to ask for."""
     from .recorded import RECORDED
 
-    return list(dict.fromkeys((*ASKED, *RECORDED)))
+    return list(dict.fromkeys((*all_asked(), *RECORDED)))
 
 
-REQUESTS = _of_all_sources(single_words_of)
 every_source = pytest.mark.parametrize("source", SOURCES)
 
 
@@ -189,6 +198,6 @@ def compiled(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> tu
 def cheapest(source: str) -> Request:
     """Return a request for the source that compiles quickly: few epilogues, the oldest architecture."""
     return min(
-        (request for request in REQUESTS if request.source == source),
+        (request for request in every_value() if request.source == source),
         key=lambda request: (dict(request.defines).get("EPILOGUE", 0), request.arch != "sm_80"),
     )

@@ -13,7 +13,7 @@ from sparse24_plans import EpilogueKind
 from sparse24_plans.arithmetic import epilogue
 from sparse24_plans.device.jit import compiler, enum_codes
 
-from .covering import REQUESTS, SOURCES, every_source
+from .covering import SOURCES, every_source, every_value
 from .gemm_requests import GEMM_ENTRIES
 
 FILES = sorted(path for path in compiler.KERNEL_FOLDER.rglob("*") if path.is_file())
@@ -112,7 +112,7 @@ def test_a_kernel_opens_with_its_roles(source):
 @every_source
 def test_the_hosts_macros_are_read_in_one_place(source):
     """In the kernel's Config, or before it where the preprocessor needs them; bodies ask Config."""
-    given = {f"S24_{name}" for one in REQUESTS if one.source == source for name, _ in one.defines}
+    given = {f"S24_{name}" for one in every_value() if one.source == source for name, _ in one.defines}
     texts = [code_of(compiler.KERNEL_FOLDER / name) for name in compiler.closure(source)]
     (config,) = [text for text in texts if "struct Config" in text]
     assert config.count("struct Config") == 1

@@ -22,15 +22,15 @@ from .block_requests import (
     softmax_requests,
 )
 from .covering import (
-    ASKED,
     BETWEEN,
     COUNTS,
-    REQUESTS,
     SOURCES,
+    all_asked,
     covering,
     every_kind,
     every_pair,
     every_source,
+    every_value,
     everything,
     kinds_of,
     pairs_of,
@@ -47,7 +47,7 @@ def test_every_device_row_and_every_source_is_covered():
     assert all(attention_requests(row, HOPPER) for row in ATTENTION_ENTRIES)
     assert all(convolution_requests(row, HOPPER) for row in CONVOLUTION_ENTRIES)
     assert all(softmax_requests(row, HOPPER) for row in SOFTMAX_ENTRIES)
-    assert {request.source for request in REQUESTS} == set(SOURCES)
+    assert {request.source for request in every_value()} == set(SOURCES)
 
 
 def words_of(request: Request) -> set[tuple[str, object]]:
@@ -58,7 +58,7 @@ def words_of(request: Request) -> set[tuple[str, object]]:
 def test_every_word_is_compiled(source):
     compiled, asked = (
         set().union(*(words_of(request) for request in requests if request.source == source))
-        for requests in (REQUESTS, ASKED)
+        for requests in (every_value(), all_asked())
     )
     assert compiled == asked
 
@@ -66,7 +66,7 @@ def test_every_word_is_compiled(source):
 @every_source
 def test_every_two_words_are_compiled_together(source, request):
     """A part of what is asked for of the largest source is enough where pairs are not compiled."""
-    asked_for = [one for one in ASKED if one.source == source]
+    asked_for = [one for one in all_asked() if one.source == source]
     if request.config.getoption("--compile") == "pairs":
         of_source = [one for one in every_pair() if one.source == source]
     else:
@@ -82,14 +82,14 @@ def test_every_two_words_are_compiled_together(source, request):
 
 def test_compilations_are_a_part_of_everything(request):
     pairs = [every_pair()] if request.config.getoption("--compile") == "pairs" else []
-    for requests in (every_kind(), REQUESTS, *pairs):
-        assert set(requests) < set(ASKED) < set(everything())
+    for requests in (every_kind(), every_value(), *pairs):
+        assert set(requests) < set(all_asked()) < set(everything())
         assert len(requests) == len(set(requests))
 
 
 @pytest.mark.parametrize("groups_of", [kinds_of, single_words_of, pairs_of])
 def test_a_cover_leaves_out_what_adds_nothing(groups_of):
-    one, *_ = asked = [request for request in ASKED if request.source == "gemm/wgmma_sp.cu"][:50]
+    one, *_ = asked = [request for request in all_asked() if request.source == "gemm/wgmma_sp.cu"][:50]
     cover = covering([*asked, one], groups_of)
     assert len(cover) == len(set(cover))
     assert set(covering(cover, groups_of)) == set(cover)
@@ -111,7 +111,7 @@ def test_every_architecture_that_a_source_is_for_is_covered(source):
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
     by_default = {request.arch for request in every_kind() if request.source == source}
     assert wanted - BETWEEN <= by_default <= wanted
-    assert {request.arch for request in REQUESTS if request.source == source} == wanted
+    assert {request.arch for request in every_value() if request.source == source} == wanted
 
 
 @pytest.mark.parametrize("row", PREPARE_ENTRIES, ids=lambda row: row.name)

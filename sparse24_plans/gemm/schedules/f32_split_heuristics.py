@@ -7,7 +7,7 @@ tile is 64 rows x 64 columns of W. The model knows the problem's shape alone, as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,8 +185,10 @@ def _fastest(
     terms = row.split_terms
     most = desc.model_copy(update={"n": most_chunk(terms, desc, max_workspace)})
 
+    problem = cache(lambda n: desc.model_copy(update={"n": n}))
+
     def chunk(one: WgmmaSpSchedule) -> GemmSparse24Descriptor:
-        return desc.model_copy(update={"n": chunk_of(one, desc, terms, max_workspace)})
+        return problem(chunk_of(one, desc, terms, max_workspace))
 
     def times(tried: Sequence[WgmmaSpSchedule]) -> Array:
         chunks = [chunk(one) for one in tried]

@@ -109,12 +109,12 @@ class CostInputs:
     def __init__(self, pairs: Sequence[tuple[WgmmaSpSchedule, GemmSparse24Descriptor]]) -> None:
         distinct = {id(desc): desc for _, desc in pairs}
         problems = {key: _facts_of_problem(desc) for key, desc in distinct.items()}
-        rows = [(*_facts_of_schedule(one), *problems[id(desc)]) for one, desc in pairs]
-        columns = np.array(rows, dtype=np.float64).T
-        (self.warpgroups, _, self.tile_n, self.cluster_m, self.split_k, self.ctas_per_sm) = columns[:6]
-        (self.k_chunks, self.stream_k) = columns[6:8]
-        (self.resident, self.resident_alone, self.rows, self.cluster, self.saved_accumulators) = columns[8:13]
-        (self.n, self.m, self.outputs, self.k, self.size, self.out_size, self.weight) = columns[13:]
+        facts = _facts_of_schedules(tuple(one for one, _ in pairs))
+        (self.warpgroups, _, self.tile_n, self.cluster_m, self.split_k, self.ctas_per_sm) = facts[:6]
+        (self.k_chunks, self.stream_k) = facts[6:8]
+        (self.resident, self.resident_alone, self.rows, self.cluster, self.saved_accumulators) = facts[8:]
+        facts = np.array([problems[id(desc)] for _, desc in pairs], dtype=np.float64).T
+        (self.n, self.m, self.outputs, self.k, self.size, self.out_size, self.weight) = facts
         self.token_tiles = np.ceil(self.n / self.tile_n)
         self.work_tiles = np.ceil(self.m / (self.rows * self.cluster_m)) * self.token_tiles
         self.tokens = np.minimum(self.tile_n, self.n)
@@ -140,6 +140,12 @@ class CostInputs:
         last = (self.work_tiles - full * self.resident) * self.cluster
         self.last_wave_ctas = np.where(streams, 0, last)
         self.usable_sms = np.minimum(self.resident_alone * self.cluster, H200_MULTIPROCESSORS)
+
+
+@lru_cache(512)
+def _facts_of_schedules(schedules: tuple[WgmmaSpSchedule, ...]) -> Array:
+    """Return an array with a row for each fact; many problems are tried with the same schedules."""
+    return np.array([_facts_of_schedule(one) for one in schedules], dtype=np.float64).T
 
 
 @lru_cache(4096)

@@ -386,10 +386,9 @@ _OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 @lru_cache(4096)
 def _fitting(
-    n: int, has_few_outputs: bool, shapes: tuple[tuple[int, ...], ...]
+    every_width: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[WgmmaSpSchedule, ...]:
     """The schedules that fit of these shapes, which are all fields but the tokens, in order."""
-    every_width = widths(n, m=int(has_few_outputs))
     tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in every_width for w, r, *rest in shapes)
     return tuple(one for one in tried if one.fits())
 
@@ -406,7 +405,7 @@ def _schedules_of_ranges(
         work_tiles, ranges = one.work_tiles(n, m), one.stream_k
         return ranges < work_tiles and -work_tiles % ranges > least * ranges
 
-    return tuple(filter(pays, _fitting(n, _has_few_outputs(m), shapes)))
+    return tuple(filter(pays, _fitting(widths(n, m=m), shapes)))
 
 
 @lru_cache(1024)
@@ -420,7 +419,7 @@ def schedules_for(
     """
     few = _OF_FEW_QUANTIZED if quantized else _OF_FEW
     shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
-    fitting = _fitting(n, _has_few_outputs(m), shapes)
+    fitting = _fitting(widths(n, m=m), shapes)
     found = tuple(one for one in fitting if not (m and one.oversubscribes(n, m)))
     found += _schedules_of_ranges(n, m, min_idle=min_idle)
     return tuple(one for one in found if one.makes_elements()) if quantized else found
@@ -435,7 +434,7 @@ def schedules_in(
     if slices > 1:
         if n > MAX_MEMORY_BOUND_N:
             wide = tuple((*shape, slices) for shape in _OF_MANY if shape[0] > 1)
-            tried += _fitting(n, _has_few_outputs(m), wide)
+            tried += _fitting(widths(n, m=m), wide)
             tried += (one for one in _schedules_of_ranges(n, m, slices) if one.warpgroups > 1)
         tried += _narrow_in(slices, n)
     return tuple(one for one in dict.fromkeys(tried) if not quantized or one.makes_elements())
