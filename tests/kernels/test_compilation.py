@@ -68,9 +68,8 @@ def _complaints(asked: Request) -> Iterator[object]:
     }
     if not {name for name, _ in entries} <= set(functions) or any(map(any, functions.values())):
         yield functions
-    if (
-        "warning" in log.lower() or "Performance Loss" in log
-    ):  # ptxas waits for wgmma where the source doesn't
+    waits = "Performance Loss" in log  # ptxas waits for wgmma where the source doesn't
+    if waits or "warning" in log.lower():
         yield log
     static = max((int(size) for size in STATIC_SHARED.findall(log)), default=0)
     if static + asked.shared_bytes > LIMITS[asked.arch] * 1024:
