@@ -59,7 +59,8 @@ class Grouped(NamedTuple):
                 "offsets: expected torch.int32 [G + 1] with G from 1, "
                 f"got {offsets.dtype} {list(offsets.shape)}"
             )
-        return offsets.shape[0] - 1
+        groups: int = offsets.shape[0] - 1
+        return groups
 
     @property
     def routing(self) -> dict[str, Any]:
