@@ -23,6 +23,9 @@ needs_a_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler for CPUs"
 )
 
+CHOSEN = torch.tensor([[0, 1], [1, 0], [1, 1], [0, 0], [0, 1]], dtype=torch.int32, device=DEVICE)
+"""The two choices of two experts by each of five rows."""
+
 
 def samples() -> dict[str, tuple]:
     """An op and arguments for each way in which it is called."""
@@ -68,6 +71,11 @@ def samples() -> dict[str, tuple]:
             torch.zeros(1, device=DEVICE),
         ),
         "grouped_mm": (S.grouped_mm, randn(5, 64).bfloat16(), *experts, offsets),
+        "experts_mm": (S.experts_mm, randn(5, 64).bfloat16(), *experts, CHOSEN, 2, None, True),
+        "experts_mm, added up": (
+            *(S.experts_mm, randn(10, 64).bfloat16(), *experts, CHOSEN, 2),
+            *(torch.rand(5, 2, device=DEVICE), False, True),
+        ),
         "bmm": (S.bmm, randn(2, 5, 64).bfloat16(), *experts, randn(64).bfloat16()),
         "weight_only_linear": (S.weight_only_linear, some, *stored, addend, 32),
         "weight_only_linear with an activation": (S.weight_only_linear, some, *stored, None, 32, "silu"),
@@ -266,6 +274,9 @@ MIXED = {
     "bmm": lambda x, w, meta, bias: S.bmm(x[None], w, meta, bias),
     "bmm by name": lambda x, w, meta, bias: S.bmm(x=x[None], weight=w, meta=meta, bias=bias),
     "grouped_mm": lambda x, w, meta, bias: S.grouped_mm(x, w, meta, BY_GROUPS, bias),
+    "experts_mm": lambda x, w, meta, bias: S.experts_mm(
+        x, w, meta, CHOSEN, 2, gather=True, bias=bias
+    ),
 }
 
 
