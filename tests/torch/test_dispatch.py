@@ -274,9 +274,7 @@ MIXED = {
     "bmm": lambda x, w, meta, bias: S.bmm(x[None], w, meta, bias),
     "bmm by name": lambda x, w, meta, bias: S.bmm(x=x[None], weight=w, meta=meta, bias=bias),
     "grouped_mm": lambda x, w, meta, bias: S.grouped_mm(x, w, meta, BY_GROUPS, bias),
-    "experts_mm": lambda x, w, meta, bias: S.experts_mm(
-        x, w, meta, CHOSEN, 2, gather=True, bias=bias
-    ),
+    "experts_mm": lambda x, w, meta, bias: S.experts_mm(x, w, meta, CHOSEN, 2, gather=True, bias=bias),
 }
 
 
