@@ -94,7 +94,7 @@ class Choices(NamedTuple):
             if not self.in_microseconds:
                 error -= (np.add.reduceat(error, self.begins) / counts)[choice]
             off = near * error / FAR
-            wrong = 2 * FAR**2 * (np.add.reduce(np.sqrt(1 + off**2) - 1) / len(off))
+            wrong = 2 * FAR**2 * (np.sqrt(1 + off**2) - 1).mean()
             worst = ((self.weights * each**8).sum() / total) ** 0.125
             return float((self.weights * each).sum() / total + WORST * worst + self.off * wrong)
 
@@ -122,7 +122,7 @@ def descent(loss: Callable[[Array], float], fit: Fit, seed: int) -> Array:
     weight = 0.0 if fit.start is None else HELD_NEAR
 
     def total(at: Array) -> float:
-        return loss(np.exp(at)) + (weight and weight * float(((at - start) ** 2).mean()))
+        return loss(np.exp(at)) + weight * float(((at - start) ** 2).mean())
 
     at, least = start, total(start)
     for _ in range(fit.steps):

@@ -14,7 +14,6 @@ from ..formats.table import QUANTIZED_FORMATS
 from .checkpoint_base import CheckpointFormat
 from .checkpoint_format import (
     CHECKPOINT_FORMATS,
-    CONFIG_KEY,
     DENSE,
     READ_FORMATS,
     checkpoint_format,
@@ -130,9 +129,8 @@ class _Conversion(Rewrite[ConversionReport]):
         if self._source.name in QUANTIZED_FORMATS:  # no tensor is quantized in that format any more
             config = {name: value for name, value in config.items() if name not in CONFIG_KEYS}
         new = super()._new_config(config)
-        if self.target.name == DENSE and CONFIG_KEY not in new:
-            entry = config_entry(self.model, self.layers.values())  # values of 8 bits would lose their scales
-            new |= {} if entry is None else {CONFIG_KEY: entry}
+        if self.target.name == DENSE:  # values of 8 bits would lose their scales
+            new = {**config_entry(self.model, self.layers.values()), **new}
         return new
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> ConversionReport:

@@ -66,8 +66,8 @@ def parts_of(name: str) -> tuple[str, ...]:
     return name + SCALE_SUFFIX, name + _ZERO_POINT, f"{home}.input_scale", f"{home}.input_zero_point"
 
 
-def config_entry(model: ModelReader, layers: Iterable[Layer]) -> dict[str, Any] | None:
-    """compressed-tensors' entry of ``config.json`` for the quantized matrices; None without any."""
+def config_entry(model: ModelReader, layers: Iterable[Layer]) -> dict[str, Any]:
+    """compressed-tensors' entry of ``config.json`` for the quantized matrices; empty without any."""
     groups: dict[tuple[str, str, bool], list[str]] = {}
     for layer in layers:
         scale, _, given, _ = (model.tensors.get(name) for name in parts_of(layer.name))
@@ -77,7 +77,7 @@ def config_entry(model: ModelReader, layers: Iterable[Layer]) -> dict[str, Any] 
             home = layer.name.removesuffix(compressed_tensors.WEIGHT_SUFFIX)
             groups.setdefault((kind, strategy, given is not None), []).append(home)
     if not groups:
-        return None
+        return {}
     entries: dict[str, Any] = {}
     for (kind, strategy, is_static), names in groups.items():
         common = {"num_bits": 8, "type": kind, "symmetric": True}
@@ -90,7 +90,7 @@ def config_entry(model: ModelReader, layers: Iterable[Layer]) -> dict[str, Any] 
     kinds = {kind for kind, _, _ in groups}
     form = f"{kinds.pop()}-quantized" if len(kinds) == 1 else "mixed-precision"
     about = {"quant_method": compressed_tensors.METHOD, "quantization_status": "compressed", "format": form}
-    return {**about, _GROUPS: entries}
+    return {compressed_tensors.CONFIG_KEYS[0]: {**about, _GROUPS: entries}}
 
 
 def _not_sparse(model: ModelReader, layer: Layer) -> str | None:

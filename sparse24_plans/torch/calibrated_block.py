@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +180,14 @@ class Block:
     def _seen(self, names: Iterable[str], see: Callable[..., None]) -> Iterator[None]:
         """Call ``see`` with a layer's name and its arguments, by position, whenever one of them is called."""
 
-        def note(layer: nn.Module, args: Any, named: Any, name: str) -> None:
-            see(name, *signature(type(layer).forward).bind(layer, *args, **named).args[1:])
+        def note(layer: nn.Module, args: Any, named: Any, name: str, form: Signature) -> None:
+            see(name, *form.bind(layer, *args, **named).args[1:])
 
         with ExitStack() as stack:
             for name in names:
-                hook = self._layers[name].register_forward_pre_hook(
-                    partial(note, name=name), with_kwargs=True
-                )
+                layer = self._layers[name]
+                called = partial(note, name=name, form=signature(type(layer).forward))
+                hook = layer.register_forward_pre_hook(called, with_kwargs=True)
                 stack.callback(hook.remove)
             yield
 

@@ -175,17 +175,10 @@ class Kernel(GemmKernel):
 
     def _sorted(self, views: Views, at: int) -> tuple[Views, Launch]:
         """The operands with offsets and indices at an address, and the launch that writes these."""
-        desc, regions, home = self.descriptor, self._regions, views["source"].device
-        addresses = {
-            "offsets": at,
-            "x_index": at + regions.offsets,
-            "y_index": at + regions.offsets + regions.x_index,
-        }
-        shapes = {"offsets": (desc.groups + 1,), "x_index": (desc.n,), "y_index": (desc.n,)}
-        own = {
-            name: TensorView(address, shapes[name], ElementKind.I32, home)
-            for name, address in addresses.items()
-        }
+        desc, home, own = self.descriptor, views["source"].device, {}
+        for name, count in (("offsets", desc.groups + 1), ("x_index", desc.n), ("y_index", desc.n)):
+            own[name] = TensorView(at, (count,), ElementKind.I32, home)
+            at += getattr(self._regions, name)
         parameters = RouteRowsParams(
             experts=views["experts"].address,
             offsets=own["offsets"].address,

@@ -145,7 +145,9 @@ class CostInputs:
 @lru_cache(512)
 def _facts_of_schedules(schedules: tuple[WgmmaSpSchedule, ...]) -> Array:
     """Return an array with a row for each fact; many problems are tried with the same schedules."""
-    return np.array([_facts_of_schedule(one) for one in schedules], dtype=np.float64).T
+    facts = np.array([_facts_of_schedule(one) for one in schedules], dtype=np.float64).T
+    facts.flags.writeable = False  # all who ask share it
+    return facts
 
 
 @lru_cache(4096)
