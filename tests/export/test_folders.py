@@ -66,7 +66,7 @@ def test_spoiled_tables_under_sanitizers(c, folder, tmp_path_factory):
     subprocess.run(["cc", "-shared", "-fPIC", *FLAGS, str(STUB), "-o", driver], check=True)
     seed = random.randrange(1 << 40)
     done = subprocess.run(
-        [hostile, str(folder), "150", str(seed)],
+        [hostile, str(folder), "80", str(seed)],
         env={**os.environ, "LD_LIBRARY_PATH": str(built), "ASAN_OPTIONS": "detect_leaks=0"},
         capture_output=True,
         text=True,
