@@ -37,6 +37,8 @@ from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _BLOCK = 1 << 24
 """Elements whose squares are summed at a time."""
+ORIGIN = "_sparse24_origin"
+"""The attribute of a dense module whose weights ``calibrate`` made: their origin, in a checkpoint's words."""
 _LEAST = 16
 """Columns and rows of the smallest layer that takes every activation."""
 
@@ -109,6 +111,7 @@ class Sparse24Recipe:
             **quantized,
         )
         layer.transposed = is_conv1d(module)
+        layer.origin = vars(module).get(ORIGIN, {})
         return layer
 
     def experts(self, name: str, module: nn.Module) -> Sparse24Experts:
@@ -118,9 +121,12 @@ class Sparse24Recipe:
             found = self._scores(f"{name}.{own}", linear)
             if found is not None:
                 scores[own] = found.reshape(getattr(module, own).shape)
-        return Sparse24Experts.from_experts(
+        experts = Sparse24Experts.from_experts(
             module, method=self.method, rule=self.rule, scores=scores, **self.of_experts
         )
+        for own in STACKS:
+            getattr(experts, own).origin = vars(module).get(ORIGIN, {})
+        return experts
 
     @property
     def of_experts(self) -> dict[str, Any]:

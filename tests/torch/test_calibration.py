@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparse24_plans import FormatError, InvalidProblemError, StorageError
+from sparse24_plans import FormatError, InvalidProblemError, StorageError, verify_checkpoint
 from sparse24_plans.torch import Sparse24Linear, calibrate, calibrated_block, to_sparse24
 from sparse24_plans.torch.conv1d import linear_of
 from sparse24_plans.weights.calibrated import METHODS, output_error, pruned_for
@@ -455,3 +455,20 @@ def test_a_progress_bar_is_shown_where_it_is_asked_for(capsys, tmp_path: Path):
     assert "100%" in capsys.readouterr().err
     calibrate(stack(), inputs(), progress=False)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [("LlamaForCausalLM", "layers.1."), ("MixtralForCausalLM", "layers.1."), ("GPT2LMHeadModel", ".h.1.")],
+)
+def test_a_saved_model_says_which_weights_were_calibrated(name, second, tmp_path):
+    model = transformer(name)
+    model.save_pretrained(tmp_path / "dense")
+    calibrate(model, token_batches(), exclude=[f"*{second}*"])
+    to_sparse24(model)
+    model.save_pretrained(tmp_path / "sparse")
+    found = verify_checkpoint(tmp_path / "sparse", tmp_path / "dense", device="host")
+    assert found.passed, found
+    marked = {layer.name: layer.calibrated for layer in found.layers}
+    assert marked == {one: second not in one for one in marked}
+    assert {*marked.values()} == {True, False}
