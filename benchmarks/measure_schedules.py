@@ -319,7 +319,7 @@ def cuts_of(desc: BlockSparseMatmulDescriptor) -> dict[str, Cut]:
     """Each schedule of large blocks, whole, with long panels first and, where panels may be cut, cut."""
     problem, found = KernelProblem(desc), dict[str, Cut]()
     for tokens, cluster_n in itertools.product((64, 128, 256), (1, 2)):
-        if tokens * cluster_n >= 2 * desc.n:
+        if found and tokens * cluster_n >= 2 * desc.n:
             continue  # half of the tile, or a CTA of the cluster, would have no tokens
         one = fitting(PANEL_ROWS, tokens, 2, cluster_n)
         ways = [Cut(one), Cut(one, LONG_FIRST, align_up(COUNTER_BYTES))]
@@ -361,7 +361,11 @@ def measure_large_blocks(rng: random.Random, end: float) -> Iterator[Row]:
                 spare += 1
                 with mock.patch.object(Cut, "of", return_value=cut):
                     contenders.append(forced(problem, name, "blocks_wgmma", max_workspace_bytes=spare))
-            times = time_contenders(contenders, rounds=5, round_ms=0.7)
+            try:
+                times = time_contenders(contenders, rounds=5, round_ms=0.7)
+            except Exception:  # of the driver, which names no problem
+                print(f"failed: {cell}", file=sys.stderr, flush=True)
+                raise
             us = {name: round(one, 2) for name, one in times.items()}
             about = {**asdict(cell), "longest_panel": problem.desc.longest_panel}
             yield {**about, "dense_us": us.pop("dense"), "us": us}
