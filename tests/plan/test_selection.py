@@ -75,7 +75,7 @@ def reasons(desc: Any, preference: PlanPreference, device: DeviceProperties) -> 
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), preference=preferences, device=places)
 def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, device):
     desc = data.draw(family.problems)
@@ -120,7 +120,7 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), preference=preferences, device=places)
 def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference, device):
     """Asked of the row and of the problem themselves, and not of what selection calls."""
@@ -154,7 +154,7 @@ def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), preference=preferences, device=places)
 def test_allow_sm90a_touches_only_rows_that_need_it(family, data, preference, device):
     desc = data.draw(family.problems)
@@ -172,7 +172,7 @@ def test_allow_sm90a_touches_only_rows_that_need_it(family, data, preference, de
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), device=places)
 def test_a_filter_never_adds_a_row(family, data, device):
     desc = data.draw(family.problems)
@@ -188,7 +188,7 @@ def test_a_filter_never_adds_a_row(family, data, device):
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), preference=preferences)
 def test_where_a_gpu_is_and_what_it_is_called_changes_nothing(family, data, preference):
     desc = data.draw(family.problems)
