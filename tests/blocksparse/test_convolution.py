@@ -135,7 +135,7 @@ def test_alpha_and_other_results(op):
     random_check(plan_of("host_blas", layout, **fields, **WALKS["3x3"]), layout)
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     op=st.sampled_from(OPS),
     pairs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=3, max_size=3),

@@ -103,7 +103,7 @@ def test_a_row_without_blocks_is_the_epilogue_of_zero(row):
     assert np.array_equal(got[0, 0, 16:], np.repeat(bias[:, None], 24, axis=1))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     layout=layouts(4),
     op=st.sampled_from(OPS),

@@ -72,7 +72,7 @@ def test_layouts_at_their_edges(op, element, layout):
     random_check(layout, op=op, element=element, batch=0)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     layout=layouts(4),
     op=st.sampled_from(["forward", "backward"]),

@@ -87,7 +87,7 @@ def test_tokens_pass_their_groups_and_return(row, form, epilogue, weighted):
 
 
 @routed_rows
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_routing(row, data):
     seed = data.draw(st.integers(0, 2**32), "seed")
@@ -130,7 +130,7 @@ def test_counts_of_padded_places_are_routed(row):
 
 
 @routed_rows
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_hostile_indices_and_offsets_write_nothing_outside_of_y(row, data):
     """Indices are clamped or add nothing; the guard bytes and the gaps between rows stay."""
@@ -237,7 +237,7 @@ def check_experts(row: str, experts: np.ndarray, groups: int, seed: Any = 0, **f
 
 
 @routed_rows
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_experts_are_sorted_into_groups(row, data):
     if row == "host_blas":

@@ -91,7 +91,7 @@ def test_kernels_and_bound_are_those_of_a_look_at_the_numbers(case):
     assert all(plan.workspace_alignment <= plans.workspace_alignment for plan in found)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     m=st.integers(1, 40_000),
     k=st.integers(1, 4000).map(lambda eights: 8 * eights),
