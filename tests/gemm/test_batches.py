@@ -277,7 +277,7 @@ def test_every_kernel_with_its_own_code_serves_batches_or_says_why():
 def test_batches_have_the_arithmetic_of_their_product(element, shared):
     """Also where many batches would be faster without split-K."""
     rng = np.random.default_rng(1)
-    for _ in range(12):
+    for _ in range(8):
         n, m, k = (
             int(2 ** rng.uniform(0, 11)),
             64 * int(2 ** rng.uniform(0, 8)),

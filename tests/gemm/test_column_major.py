@@ -167,7 +167,7 @@ def test_column_major_x_reaches_wgmma(tokens, share, ranges):
 
 @pytest.mark.parametrize(
     ("tokens", "stream_k"),
-    zip(sorted({tokens for tokens, _ in CUTS if tokens <= 64}), itertools.cycle([0, 132])),
+    [*zip(sorted({tokens for tokens, _ in CUTS if tokens <= 64}), itertools.cycle([0, 132]))],
 )
 def test_producer_threads_copy_x_where_the_model_does(tokens, stream_k):
     desc = GemmSparse24Descriptor(n=tokens, m=64, k=64, element="bf16", x_order="column")
