@@ -59,12 +59,13 @@ def fma_chain(steps: int, factors: Callable[[slice], tuple[Array, Array]], acc: 
             one_by_one -= 1
         for step in range(done, len(a)):
             acc = fma_f32(a[step], b[step], acc)
+        del a, b  # before the next ones are made: large arrays then take their memory
     return acc
 
 
 def _fma_ahead(a: Array, b: Array, acc: Array) -> tuple[Array, int]:
     """The accumulator before the first step with a sum halfway between two float32, and its number."""
-    products = np.multiply(a, b, dtype=np.float64)
+    products = np.multiply(a, b, dtype=np.float64, order="C")
     totals, found = np.empty_like(products), acc
     for product, total in zip(products, totals, strict=True):
         np.add(product, found, out=total)

@@ -167,10 +167,12 @@ def _widened(view: TensorView) -> Array:
 
 
 def _strict_forward(x: Array, kept: Array, columns: Array) -> Array:
-    def factors(steps: slice) -> tuple[Array, Array]:
-        return x[:, columns[:, steps].T].swapaxes(0, 1), kept[:, None, steps].T
+    by_column = np.ascontiguousarray(x.T)
 
-    return fma_chain(kept.shape[1], factors, np.zeros((x.shape[0], kept.shape[0]), np.float32))
+    def factors(steps: slice) -> tuple[Array, Array]:
+        return by_column[columns[:, steps].T], kept[:, steps].T[..., None]
+
+    return fma_chain(kept.shape[1], factors, np.zeros((kept.shape[0], x.shape[0]), np.float32)).T
 
 
 def _strict_dgrad(dy: Array, kept: Array, columns: Array, k: int) -> Array:
