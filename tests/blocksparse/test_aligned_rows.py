@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from sparse24_plans.plan.schedule_choice import constants
 from sparse24_plans.vocab import ElementKind
 
 from ..sample_devices import H200
+from ..support import check_each
 from .problems import case_of, kept_of, random_operands
 from .products_on_gpu import TURNS, gpu
 from .sample_layouts import layouts, random_layout
@@ -308,8 +310,12 @@ def run_model(layout: BlockSparseLayout, desc: BlockSparseMatmulDescriptor, monk
 
 
 @every_form
-@pytest.mark.parametrize("n", [*TOKENS[:-1], 103, 4, 12, 16])
-def test_the_library_is_given_aligned_rows(op, packed, trans_a, trans_b, n):
+def test_the_library_is_given_aligned_rows(op, packed, trans_a, trans_b):
+    form = {"op": op, "packed": packed, "trans_a": trans_a, "trans_b": trans_b}
+    check_each(partial(check_library, **form), ({"n": n} for n in (*TOKENS[:-1], 103, 4, 12, 16)))
+
+
+def check_library(op: str, packed: bool, trans_a: bool, trans_b: bool, n: int) -> None:
     """Rows of float16 and bfloat16 are aligned alike, so every other number of tokens has each."""
     layout = random_layout(rows=3, cols=4)
     turned = {"trans_a": trans_a, "trans_b": trans_b}
