@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -363,6 +363,17 @@ def check_that_nothing_is_allocated(run: Callable[[], None]) -> None:
     for _ in range(50):
         run()
     assert taken() == before
+
+
+def check_each(check: Callable[..., object], cases: Iterable[Mapping[str, Any]]) -> None:
+    """Call ``check`` with the arguments of each of many short cases. A failure names every bad case."""
+    failed = []
+    for case in cases:
+        try:
+            check(**case)
+        except AssertionError as error:
+            failed.append(f"{dict(case)}: {error}")
+    assert not failed, "\n".join(failed)
 
 
 def random_values(rng: np.random.Generator, shape: tuple[int, ...], element: ElementKind) -> np.ndarray:

@@ -6,6 +6,8 @@ column by column.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,10 +121,11 @@ class LookUp(NamedTuple):
     @classmethod
     def of(cls, memory: Array, shape: BlockSparseShape) -> LookUp:
         """Split ``memory``, int32 of :func:`length`, into the tables."""
-        ends = np.cumsum(_lengths(shape))[:-1]
-        return cls(*np.split(memory, ends))
+        ends = accumulate(_lengths(shape))
+        return cls(*(memory[end - size : end] for size, end in zip(_lengths(shape), ends, strict=True)))
 
 
+@lru_cache(1024)
 def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     rows, columns, count = shape.heads * shape.block_rows, shape.heads * shape.block_cols, shape.blocks
     sparse = rows + 1, count, count, columns + 1, count, count

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
 from logging import DEBUG, WARNING
 from typing import Any, ClassVar, Generic, TypeVar
@@ -138,7 +139,13 @@ class KernelEntry:
         more: dict[str, Any] = dict.fromkeys(tested, True)
         if named:
             more["arithmetic"] = self.kernel_for(choice.descriptor).arithmetic(choice)
-        return promised.model_copy(update=more) if more else promised
+        return _with(promised, tuple(more.items())) if more else promised
+
+
+@lru_cache(4096)
+def _with(promised: PrecisionGuarantee, more: tuple[tuple[str, Any], ...]) -> PrecisionGuarantee:
+    """Copies are validated, which takes longer than all else of a kernel's judgement."""
+    return promised.model_copy(update=dict(more))
 
 
 R = TypeVar("R", bound=KernelEntry)

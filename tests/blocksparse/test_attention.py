@@ -96,7 +96,7 @@ def test_the_sizes_of_models(op, block, head_size):
     random_check("host_blas", layout, op=op, head_size=head_size, batch=1, causal=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     layout=layouts(3),
     op=st.sampled_from(["forward", "backward"]),
@@ -195,7 +195,7 @@ def test_products_and_softmax_compose_to_the_same(row):
 # Dropout ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(
     layout=layouts(3),
     op=st.sampled_from(["forward", "backward"]),
@@ -240,7 +240,7 @@ def test_known_answers_of_philox(counter, key, words):
 def test_cells_are_dropped_with_their_probability(p):
     """Within 5 standard deviations, overall and of neighbours together, in each direction."""
     matrices = np.arange(4)[:, None, None]
-    out = dropped(words_of(1, 2), p, matrices, np.arange(512)[:, None], np.arange(768))
+    out = dropped(words_of(1, 2), p, matrices, np.arange(256)[:, None], np.arange(384))
     pairs = (
         out[1:] & out[:-1],
         out[:, 1:] & out[:, :-1],
@@ -276,18 +276,19 @@ def test_dropout_is_not_batch_invariant(op, device):
 
 
 def test_dropout_keeps_the_mean():
-    """Over many offsets, and the logarithm of sums is that of all cells."""
-    layout = random_layout(rows=2, cols=2, density=1.0)
-    plan, whole = plan_of("host_blas", layout, dropout=0.25), plan_of("host_blas", layout)
-    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    """Over many batches and offsets, and the logarithm of sums is that of all cells."""
+    layout, batch = random_layout(rows=2, cols=2, density=1.0), 40
+    plan, whole = (plan_of("host_blas", layout, dropout=p, batch=batch) for p in (0.25, 0.0))
+    drawn = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    operands = drawn.with_(**{name: np.repeat(drawn[name][:1], batch, axis=0) for name in "qkv"})
     without = {name: one for name, one in operands.arrays.items() if name != "seed_offset"}
     wanted = case_of(whole, replace(operands, arrays=without)).run()
-    total = np.zeros(operands["q"].shape)
-    for offset in range(200):
+    total = np.zeros(operands["q"].shape[1:])
+    for offset in range(5):
         got = case_of(plan, operands.with_(seed_offset=words_of(9, offset).astype(np.int32))).run()
         assert np.array_equal(got["lse"], wanted["lse"])
-        total += got["o"].view(np.float32)
-    assert np.abs(total / 200 - wanted["o"].view(np.float32)).max() < 0.2
+        total += got["o"].view(np.float32).sum(axis=0)
+    assert np.abs(total / (5 * batch) - wanted["o"].view(np.float32)[0]).max() < 0.2
 
 
 # Bits ---------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from sparse24_plans import (
 from sparse24_plans.arithmetic.fma32 import fma_f32
 
 from ..strategies import results_of
-from ..support import same_bits
+from ..support import check_each, same_bits
 from .problems import Operands, case_of, random_operands, reference
 from .sample_layouts import EDGES, layouts, random_layout
 
@@ -60,19 +62,24 @@ def random_check(row: str, layout: BlockSparseLayout, **fields) -> np.ndarray:
 @every_op
 @pytest.mark.parametrize("trans_a", [False, True])
 @pytest.mark.parametrize("trans_b", [False, True])
-@pytest.mark.parametrize("element", ["f32", "f16", "bf16", "s8", "fp8_e4m3"])
-def test_every_operand_may_be_transposed(row, op, trans_a, trans_b, element):
-    random_check(row, random_layout(), op=op, trans_a=trans_a, trans_b=trans_b, element=element)
+def test_every_operand_may_be_transposed(row, op, trans_a, trans_b):
+    check_each(
+        partial(random_check, row, random_layout(), op=op, trans_a=trans_a, trans_b=trans_b),
+        ({"element": element} for element in ("f32", "f16", "bf16", "s8", "fp8_e4m3")),
+    )
 
 
 @every_row
 @every_op
 @pytest.mark.parametrize("layout", EDGES.values(), ids=EDGES)
-@pytest.mark.parametrize("sizes", [{}, {"n": 0}, {"batch": 0}, {"n": 1, "batch": 1}])
-def test_layouts_and_sizes_at_their_edges(row, op, layout, sizes):
+def test_layouts_and_sizes_at_their_edges(row, op, layout):
     """Sums over nothing are zeros, and results are written wherever there are any."""
-    random_check(row, layout, op=op, **sizes)
-    random_check(row, layout, op=op, trans_a=True, trans_b=True, **sizes)
+    sizes: list[dict[str, int]] = [{}, {"n": 0}, {"batch": 0}, {"n": 1, "batch": 1}]
+    turned: list[dict[str, bool]] = [{}, {"trans_a": True, "trans_b": True}]
+    check_each(
+        partial(random_check, row, layout, op=op),
+        ({**size, **turn} for size, turn in itertools.product(sizes, turned)),
+    )
 
 
 @every_row
@@ -103,7 +110,7 @@ def test_a_row_without_blocks_is_the_epilogue_of_zero(row):
     assert np.array_equal(got[0, 0, 16:], np.repeat(bias[:, None], 24, axis=1))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     layout=layouts(4),
     op=st.sampled_from(OPS),

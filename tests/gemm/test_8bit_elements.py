@@ -126,7 +126,7 @@ def test_orders(row, x_order, y_order, pad):
         assert same_bits(np.ascontiguousarray(got), rows)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     shape=st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(0, 9).map(lambda units: 8 * units)),
     pair=st.sampled_from(PAIRS),

@@ -113,7 +113,7 @@ def replays(row: str, record_property, samples: int, x=None, dense=None, seed: i
 def sizes(row: str, element: str, n: int, m: int, k: int) -> dict[str, int]:
     """Return sizes that the kernel serves: 8-bit elements need a K in multiples of 16."""
     if on_host(row):
-        n, m, k = min(n, 3), min(m, 16), min(k, 4112) // 16 * 8
+        n, m, k = min(n, 3), min(m, 16), min(k, 2064) // 16 * 8
     unit = 16 if ElementKind(element).itemsize == 1 else 8
     return {"n": tokens(row, n), "m": m, "k": -(-k // unit) * unit}
 

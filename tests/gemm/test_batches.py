@@ -60,7 +60,7 @@ def check(case: BatchedCase, *, bits: bool = True) -> np.ndarray:
 # The definition -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("row", ["host_strict", "host_blas"])
 def test_host_kernels_multiply_batches_of_every_type_order_and_stride(row, data, seed):
@@ -178,6 +178,7 @@ def test_batches_of_a_result_lie_apart(strides, fits):
     assert fits or "y: expected batches that lie apart" in str(verdict.error)
 
 
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_result_is_refused_exactly_where_its_elements_meet(data):
     draw = data.draw
@@ -276,7 +277,7 @@ def test_every_kernel_with_its_own_code_serves_batches_or_says_why():
 def test_batches_have_the_arithmetic_of_their_product(element, shared):
     """Also where many batches would be faster without split-K."""
     rng = np.random.default_rng(1)
-    for _ in range(12):
+    for _ in range(8):
         n, m, k = (
             int(2 ** rng.uniform(0, 11)),
             64 * int(2 ** rng.uniform(0, 8)),

@@ -54,7 +54,7 @@ def run_and_check(
 # The definition -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("row", HOST_ROWS)
 def test_host_kernels_add_c_of_every_type_order_and_stride(row, data, seed):

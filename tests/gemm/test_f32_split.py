@@ -50,7 +50,7 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 # Parts ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(floats)
 def test_the_parts_of_a_number(x):
     if abs(x) > float(ml_dtypes.finfo(ml_dtypes.bfloat16).max):
@@ -148,7 +148,7 @@ def test_inf_and_nan_are_where_float32_has_them():
 # Plans ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     m=st.integers(1, 60000) | st.sampled_from([4096, 28672, 57344]),
     k=st.integers(1, 4096).map(lambda units: 8 * units),
@@ -170,7 +170,7 @@ def test_invariant_kernels_split_k_independently_of_n_and_slices_of_w(m, k, toke
         }
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     name=st.sampled_from(ROWS),
     n=st.integers(1, 3000) | st.sampled_from([1, 64, 65, 1000]),
@@ -191,7 +191,7 @@ def test_the_least_workspace_is_enough(name, n, m, k):
     assert row.limits(desc) is None
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(ROWS),
     n=st.integers(129, 60000),
@@ -245,7 +245,7 @@ def test_chunks_read_and_write_each_row_once(beta):
     assert begin == 1000
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     name=st.sampled_from(ROWS),
     n=st.integers(65, 6000),

@@ -118,7 +118,7 @@ def test_values_are_rounded_to_nearest_even_and_saturate(element):
     assert encoded(np.array([np.nan, -np.nan], np.float32), element).tolist() == [0x7F, 0x7F]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("row", [name for name in ROUNDING if on_host(name)])
 def test_host_kernels_scale_and_round_every_kind_of_problem(row, data, seed):

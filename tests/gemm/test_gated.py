@@ -211,9 +211,17 @@ def test_arithmetic_is_named_where_a_plain_activation_has_a_name():
 @pytest.mark.parametrize("row", ["host_blas", "host_strict"])
 @gated
 @pytest.mark.parametrize(("element", "out"), TYPES)
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(order.values()))
-def test_two_layers_and_their_product(row, epilogue, element, out, order):
-    """By the definition: gate and up are layers of their own, put together by ``gated_rows``."""
+def test_two_layers_and_their_product(row, epilogue, element, out):
+    """By the definition: gate and up are layers of their own, put together by ``gated_rows``.
+
+    Each problem has X in one order with Y in the same or in the other, and both the other way round.
+    """
+    of_same = (GATED.index(epilogue) + TYPES.index((element, out))) % 2
+    for order in ORDERS[::3] if of_same else ORDERS[1:3]:
+        check_two_layers(row, element=element, out=out, epilogue=epilogue, **order)
+
+
+def check_two_layers(row: str, element: str, out: str, epilogue: str, **order: str) -> None:
     rng = np.random.default_rng(len(out) + len(element))
     n, features, k = 7, 40, 32
     scale = {"scale_x": "row", "scale_w": "row"} if element in ("s8", "fp8_e4m3") else {}
@@ -273,7 +281,7 @@ def _tokens_of(row: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("m", [16, 1040])
 def test_steps_are_those_of_ungated_plans_and_one_product(row, epilogue, n, m):
     """To the bit: the activation and the other row's value as they are elsewhere, then two roundings."""
-    k = 72 if device_of_row(row) == "host" else 1040
+    m, k = (min(m, 208), 72) if device_of_row(row) == "host" else (m, 1040)
     for element in row_of(row).elements:
         for out in RESULTS[element]:
             fields = {"n": n, "m": m, "k": k, "element": element, "out_element": out, "bias_element": "f32"}

@@ -100,7 +100,7 @@ def test_scales_are_those_of_the_tokens_and_of_each_groups_rows(row):
 
 
 @grouped_rows
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_groups(row, data):
     groups = data.draw(st.integers(1, 40), "groups")
@@ -161,7 +161,7 @@ def test_kernels_of_tensor_cores_refuse_dgrad(row):
 
 
 @grouped_rows
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(offsets=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-5, 45), min_size=5, max_size=5))
 def test_hostile_offsets_write_nothing_outside_of_y(row, offsets):
     """Decreasing, negative, beyond the rows: the guard bytes and the gaps between rows stay."""
@@ -304,7 +304,7 @@ def test_kernels_of_groups_leave_single_products_to_others():
     assert {rows[name] for name in KERNELS if "bf16" in row_of(name).elements} == {"serves groups only"}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     row=st.sampled_from(KERNELS),
     n=st.integers(1, 200),

@@ -118,7 +118,7 @@ sizes = st.tuples(st.integers(1, 40), st.integers(1, 150), st.integers(1, 40).ma
 
 
 @kernels
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=sizes,
     element=st.sampled_from(ELEMENTS),

@@ -57,7 +57,7 @@ def quantizations(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(data=st.data(), fields=quantizations(), seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("row", ROWS)
 def test_same_bits_as_the_weight_that_it_stands_for(row, data, fields, seed):

@@ -74,7 +74,7 @@ def test_dgrad_replays(element):
 
 
 @pytest.mark.parametrize(("element", "name"), EACH)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_a_single_wrong_bit_is_found(element, name, data):
     plan, args, bits = ran(name, element=element)

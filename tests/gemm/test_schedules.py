@@ -67,7 +67,7 @@ class Recorder:
         return self.defines[-1]
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(desc=shapes)
 def test_the_slices_of_mma_sp_are_those_of_the_shape(desc):
     cuts = [mma_schedules.best_schedule(desc.n, desc.m, count) for count in MULTIPROCESSORS]
@@ -79,7 +79,7 @@ def test_the_slices_of_mma_sp_are_those_of_the_shape(desc):
 
 
 @pytest.mark.parametrize("row", MMA_ENTRIES)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(desc=shapes)
 def test_the_kernel_of_mma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +92,7 @@ def test_the_kernel_of_mma_sp_is_compiled_for_the_same_slices_everywhere(row, de
 
 
 @pytest.mark.parametrize("row", WGMMA_ENTRIES)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(desc=shapes)
 def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
     """Also everything else about it: only how many blocks are launched depends on the device."""
@@ -114,7 +114,7 @@ def test_slices_that_are_faster_than_free_schedules_lose_nothing():
         assert sliced.min() <= predicted(wgmma_schedules.schedules_for(n, m), desc).min()
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(desc=shapes, tokens=st.lists(st.integers(1, 5000), min_size=2, max_size=5))
 def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
     for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"):
@@ -132,7 +132,7 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
 
 
 @pytest.mark.parametrize("row", ["wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(desc=shapes, shards=st.integers(1, 16))
 def test_wgmma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, shards):
     """Whatever number of tokens comes to either."""
@@ -147,7 +147,7 @@ def test_wgmma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc
 
 
 @pytest.mark.parametrize("row", MMA_ENTRIES)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(desc=shapes, shards=st.integers(1, 16))
 def test_mma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, shards):
     part = desc.model_copy(update={"m": -(-desc.m // shards)})
@@ -180,7 +180,7 @@ def test_a_configuration_is_not_applied_to_a_part_of_a_weight():
 # Valid schedules ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(desc=shapes, multiprocessors=st.sampled_from(MULTIPROCESSORS))
 def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
     cut = mma_schedules.best_schedule(desc.n, desc.m, multiprocessors)
@@ -196,7 +196,7 @@ def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (12, 0)])
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(desc=shapes)
 def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
     cut = mma_schedules.schedule_in_block(desc.n, desc.m, capability)
@@ -208,7 +208,7 @@ def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
 
 
 @pytest.mark.parametrize("row", WGMMA_ENTRIES)
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     desc=shapes, columns=st.tuples(st.booleans(), st.booleans()), out_f32=st.booleans(), beta=st.booleans()
 )
@@ -273,7 +273,7 @@ def pieces(cut: WgmmaSpSchedule, items: int, tiles: int) -> list[list[tuple[int,
     return found
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(desc=shapes)
 def test_ranges_are_even_and_handed_over_once_to_the_next_cluster(desc):
     """Which needs the sums last of all, where giving them was the first thing done: nobody waits for long."""
@@ -390,7 +390,7 @@ def test_a_configuration_that_would_change_the_bits_is_refused():
 
 
 @pytest.mark.parametrize("row", [*WGMMA_ENTRIES, *MMA_ENTRIES])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(desc=shapes, whole=st.booleans())
 def test_the_slices_that_a_row_names_are_those_that_it_is_compiled_for(row, desc, whole):
     element = desc.element if desc.element in row_of(row).elements else row_of(row).elements[0]

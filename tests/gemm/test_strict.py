@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, Sparse24Weight
 from sparse24_plans.arithmetic.epilogue import apply_epilogue
-from sparse24_plans.arithmetic.fma32 import fma_f32
+from sparse24_plans.arithmetic.fma32 import fma_chain, fma_f32
 from sparse24_plans.vocab import EpilogueKind
 
 from ..float64 import activate
-from ..support import ELEMENTS, EPILOGUES, make_case, same_bits
+from ..support import ELEMENTS, EPILOGUES, check_each, make_case, same_bits
 
 ROWS = ("host_strict", "inflate_strict")
 f32_bits = st.integers(0, 2**32 - 1)
@@ -47,7 +48,7 @@ def exact_fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
     return round_to_f32(exact)
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(a=f32_bits | st.sampled_from(SPECIALS), b=f32_bits | st.sampled_from(SPECIALS), c=f32_bits)
 def test_fma_rounds_once(a, b, c):
     a, b, c = as_f32(a), as_f32(b), as_f32(c)
@@ -58,7 +59,7 @@ def test_fma_rounds_once(a, b, c):
     assert same_bits(np.array(got), np.array(exact_fma(a, b, c)))
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(
     a=st.integers(-(2**24), 2**24),
     b=st.integers(-(2**24), 2**24),
@@ -80,7 +81,7 @@ def test_fma_near_ties(a, b, shift, nudge):
     assert same_bits(np.array(got), np.array(exact_fma(a, b, c)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(part=st.integers(-600, 600), addend=st.integers(-(2**23), 2**23), scale=st.integers(-4, 0))
 def test_fma_near_ties_of_subnormals(part, addend, scale):
     """Products of nearly half the least float32, or other powers of two, added to subnormal ones."""
@@ -90,12 +91,46 @@ def test_fma_near_ties_of_subnormals(part, addend, scale):
     assert same_bits(np.array(got), np.array(exact_fma(a, b, c)))
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(f32_bits, f32_bits, f32_bits), min_size=2, max_size=9))
 def test_an_fma_does_not_depend_on_its_neighbours(rows):
     a, b, c = np.array(rows, np.uint32).T.copy().view(np.float32)
     with np.errstate(all="ignore"):
         got, alone = fma_f32(a, b, c), [fma_f32(*one)[0] for one in np.stack([a, b, c], axis=1)[..., None]]
     assert same_bits(got, np.array(alone))
+
+
+OF_A_CHAIN = {
+    "no sum halfway": lambda rng, shape: rng.standard_normal(shape),
+    "some sums halfway": lambda rng, shape: np.where(
+        rng.random(shape) < 0.05, 2.0**-24, rng.standard_normal(shape) // 2.0**-9 * 2.0**-9
+    ),
+    "most sums halfway": lambda rng, shape: 2.0**-12 * (rng.integers(0, 4, shape) + 1),
+    "subnormal sums": lambda rng, shape: rng.integers(-9, 10, shape) * 2.0**-74,
+    "zeros, Inf and NaN": lambda rng, shape: rng.choice([0.0, -0.0, 1.5, np.inf, np.nan], shape),
+}
+
+
+@pytest.mark.parametrize("kind", OF_A_CHAIN)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1, 40, 60), (170, 100)])
+def test_a_chain_is_one_fma_after_the_other(kind, shape):
+    """Whether its steps are checked together or one by one."""
+    check_each(partial(check_chain, kind, shape), ({"steps": steps} for steps in (0, 1, 15, 16, 17, 700)))
+
+
+def check_chain(kind: str, shape: tuple[int, ...], steps: int) -> None:
+    steps = min(steps, 40) if np.prod(shape) > 1000 else steps
+    rng = np.random.default_rng(steps)
+    draw = OF_A_CHAIN[kind]
+    a = draw(rng, (steps, *shape[:-1], 1)).astype(np.float32)
+    b = draw(rng, (steps, *(1 for _ in shape[:-1]), shape[-1])).astype(np.float32)
+    start = np.ones(shape, np.float32)
+    with np.errstate(all="ignore"):
+        got, want = fma_chain(steps, lambda some: (a[some], b[some]), start), start
+        for one, other in zip(a, b, strict=True):
+            want = fma_f32(one, other, want)
+    assert same_bits(got, want)
+    assert (start == 1).all()
 
 
 def test_a_twice_rounded_sum_would_be_wrong():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +46,7 @@ from ..strategies import (
     preferences,
     prepare_descriptors,
 )
+from ..support import check_each
 from .cases import ON_HOST_ALONE, PLANS, PROBLEMS, name_of, select
 
 
@@ -75,7 +78,7 @@ def reasons(desc: Any, preference: PlanPreference, device: DeviceProperties) -> 
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), preference=preferences, device=places)
 def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, device):
     desc = data.draw(family.problems)
@@ -120,7 +123,7 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), preference=preferences, device=places)
 def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference, device):
     """Asked of the row and of the problem themselves, and not of what selection calls."""
@@ -154,7 +157,7 @@ def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), preference=preferences, device=places)
 def test_allow_sm90a_touches_only_rows_that_need_it(family, data, preference, device):
     desc = data.draw(family.problems)
@@ -172,7 +175,7 @@ def test_allow_sm90a_touches_only_rows_that_need_it(family, data, preference, de
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), device=places)
 def test_a_filter_never_adds_a_row(family, data, device):
     desc = data.draw(family.problems)
@@ -188,7 +191,7 @@ def test_a_filter_never_adds_a_row(family, data, device):
 
 
 @every_family
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), preference=preferences)
 def test_where_a_gpu_is_and_what_it_is_called_changes_nothing(family, data, preference):
     desc = data.draw(family.problems)
@@ -221,10 +224,10 @@ def test_a_preference_may_be_a_mapping(desc):
     assert plan is not select(desc, "host")
 
 
-@pytest.mark.parametrize("preference", ["fast", 3, GuaranteeRequirement()])
 @every_problem
-def test_what_is_no_preference(desc, preference):
-    for ask in (explain, PLANS[type(desc)].select):
+def test_what_is_no_preference(desc):
+    wrong = ("fast", 3, GuaranteeRequirement())
+    for ask, preference in itertools.product((explain, PLANS[type(desc)].select), wrong):
         with pytest.raises(InvalidProblemError, match="preference: expected PlanPreference"):
             ask(desc, preference=preference, device="host")
     with pytest.raises(InvalidProblemError, match=r"PlanPreference: expected fields of .*typo"):
@@ -306,8 +309,11 @@ def test_a_plan_explains_itself_as_explain_did_and_its_kernel_too(desc):
 
 
 @every_problem
-@pytest.mark.parametrize("place", [HOPPER, AMPERE, HOST], ids=str)
-def test_an_explanation_is_plain_json_and_one_line_a_row(desc, place):
+def test_an_explanation_is_plain_json_and_one_line_a_row(desc):
+    check_each(partial(check_explanation, desc), ({"place": place} for place in (HOPPER, AMPERE, HOST)))
+
+
+def check_explanation(desc: Any, place: DeviceProperties) -> None:
     answer = explain(desc, device=place)
     document = json.loads(answer.model_dump_json())
     assert document["chosen"] == answer.chosen

@@ -42,7 +42,7 @@ def test_threads_share_a_host_plan(desc):
 
     def work(case: PlanCase) -> None:
         start.wait()
-        for _ in range(8):
+        for _ in range(4):
             case.plan.run(case.args)
 
     with ThreadPoolExecutor(len(cases)) as pool:

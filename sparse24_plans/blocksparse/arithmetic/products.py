@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arithmetic.fma32 import fma_f32
+from ...arithmetic.fma32 import fma_chain
 from ..lookup_tables import LookUp
 from ..shape import BlockSparseShape
 
@@ -61,10 +61,9 @@ def exact(left: Array, right: Array) -> Array:
 
 def in_order(left: Array, right: Array) -> Array:
     """Add one float32 fma for each product, in increasing k, from +0."""
+    by_k = left.transpose(2, 0, 1)[..., None], right.swapaxes(0, 1)[:, :, None]
     acc = np.zeros((left.shape[0], left.shape[1], right.shape[2]), np.float32)
-    for k in range(left.shape[2]):
-        acc = fma_f32(left[:, :, k, None], right[:, k, None, :], acc)
-    return acc
+    return fma_chain(left.shape[2], lambda steps: (by_k[0][steps], by_k[1][steps]), acc)
 
 
 def sparse_times_dense(
@@ -88,10 +87,12 @@ def kept_times_dense(line: Line, values: Array, dense: Array, *, columns: Array)
     columns_read = side_by_side(columns[:, line.places]) + across
     right = dense[:, line.head]
     batch = np.arange(kept.shape[0])[:, None]
-    acc = np.zeros((kept.shape[0], block, right.shape[2]), np.float32)
-    for k in range(kept.shape[2]):
-        acc = fma_f32(kept[:, :, k, None], right[batch, columns_read[:, :, k]], acc)
-    return acc
+
+    def factors(steps: slice) -> tuple[Array, Array]:
+        some = kept[:, :, steps].transpose(2, 0, 1)
+        return some[..., None], right[batch, columns_read[:, :, steps].transpose(2, 0, 1)]
+
+    return fma_chain(kept.shape[2], factors, np.zeros((kept.shape[0], block, right.shape[2]), np.float32))
 
 
 def dense_times_dense(line: Line, left: Array, right: Array, multiply: Multiply, block: int) -> Array:

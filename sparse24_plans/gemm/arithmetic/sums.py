@@ -16,11 +16,12 @@ form a blocked sum, and the blocked sums are added in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arithmetic.fma32 import fma_f32
+from ...arithmetic.fma32 import fma_chain, fma_f32
 from ...plan.arithmetic import EXACT_SUM, Arithmetic
 from ...plan.operands import Views
 from ...vocab import ElementKind, GemmOp
@@ -74,9 +75,16 @@ def sums(
         return total
     acc = np.zeros(len(tokens), np.float32)
     for x, w, kept in terms(factors, tokens, outputs):
+        if kept.all():
+            acc = fma_chain(len(x), partial(_part, x, w), acc)
+            continue
         for j in range(len(x)):
             acc = np.where(kept[j], fma_f32(x[j], w[j], acc), acc)
     return acc
+
+
+def _part(x: Array, w: Array, steps: slice) -> tuple[Array, Array]:
+    return x[steps], w[steps]
 
 
 class StepPlace(NamedTuple):

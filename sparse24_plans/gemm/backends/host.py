@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...arithmetic import epilogue
-from ...arithmetic.fma32 import fma_f32
+from ...arithmetic.fma32 import fma_chain, fma_f32
 from ...arithmetic.subnormals import check_subnormals
 from ...device.streams import Launch
 from ...device.tensors import TensorView
@@ -167,10 +167,12 @@ def _widened(view: TensorView) -> Array:
 
 
 def _strict_forward(x: Array, kept: Array, columns: Array) -> Array:
-    acc = np.zeros((x.shape[0], kept.shape[0]), np.float32)
-    for j in range(kept.shape[1]):
-        acc = fma_f32(x[:, columns[:, j]], kept[:, j], acc)
-    return acc
+    by_column = np.ascontiguousarray(x.T)
+
+    def factors(steps: slice) -> tuple[Array, Array]:
+        return by_column[columns[:, steps].T], kept[:, steps].T[..., None]
+
+    return fma_chain(kept.shape[1], factors, np.zeros((kept.shape[0], x.shape[0]), np.float32)).T
 
 
 def _strict_dgrad(dy: Array, kept: Array, columns: Array, k: int) -> Array:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -108,12 +109,13 @@ class CostInputs:
 
     def __init__(self, pairs: Sequence[tuple[WgmmaSpSchedule, GemmSparse24Descriptor]]) -> None:
         distinct = {id(desc): desc for _, desc in pairs}
-        problems = {key: _facts_of_problem(desc) for key, desc in distinct.items()}
+        problems = np.array([_facts_of_problem(desc) for desc in distinct.values()], dtype=np.float64)
+        place_of = dict(zip(distinct, range(len(distinct)), strict=True))
         facts = _facts_of_schedules(tuple(one for one, _ in pairs))
         (self.warpgroups, _, self.tile_n, self.cluster_m, self.split_k, self.ctas_per_sm) = facts[:6]
         (self.k_chunks, self.stream_k) = facts[6:8]
         (self.resident, self.resident_alone, self.rows, self.cluster, self.saved_accumulators) = facts[8:]
-        facts = np.array([problems[id(desc)] for _, desc in pairs], dtype=np.float64).T
+        facts = np.ascontiguousarray(problems[[place_of[id(desc)] for _, desc in pairs]].T)
         (self.n, self.m, self.outputs, self.k, self.size, self.out_size, self.weight) = facts
         self.token_tiles = np.ceil(self.n / self.tile_n)
         self.work_tiles = np.ceil(self.m / (self.rows * self.cluster_m)) * self.token_tiles
@@ -173,6 +175,20 @@ def predicted(
 ) -> Array:
     """Microseconds of one launch with each schedule, weights coming from memory."""
     return microseconds(CostInputs([(one, desc) for one in schedules]), constants_of(model_of(desc, family)))
+
+
+def predicted_of_all(
+    schedules: Sequence[Sequence[WgmmaSpSchedule]], problems: Sequence[GemmSparse24Descriptor], family: str
+) -> list[Array]:
+    """Microseconds of each problem with each of its schedules. Problems that share constants are one call."""
+    found: list[Array] = []
+    both = zip(schedules, problems, strict=True)
+    for model, some in groupby(both, lambda one: model_of(one[1], family)):
+        tried, descs = zip(*some, strict=True)
+        pairs = [(one, desc) for each, desc in zip(tried, descs, strict=True) for one in each]
+        ends = np.cumsum([len(each) for each in tried])
+        found += np.split(microseconds(CostInputs(pairs), constants_of(model)), ends[:-1])
+    return found
 
 
 def model_of(desc: GemmSparse24Descriptor, family: str = "wgmma_sp") -> str:

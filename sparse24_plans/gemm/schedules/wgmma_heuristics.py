@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
+
+import numpy as np
 
 from ...plan.kernel import align_up
 from ...plan.schedule_choice import constants, fastest, invariant_split
 from ...vocab import ElementKind
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
-from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of, predicted
+from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of, predicted, predicted_of_all
 from .wgmma_sp import WgmmaSpSchedule, narrow_schedules, schedules_for, schedules_in
 
 _GATED_SLICES = 4
@@ -122,12 +124,17 @@ def invariant_split_k(m: int, k: int, element: ElementKind) -> int:
     family = "wgmma_sp_split_k"
     given = constants(f"{family}_{8 * element.itemsize}bit")
     min_idle = given["min_idle"]
-
-    def times(n: int) -> tuple[float, list[float]]:
-        desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
-        free, split = schedules_for(n, m, min_idle), [schedules_in(one, n, m, min_idle) for one in _SPLITS]
-        every = tuple(dict.fromkeys(chain(free, *split)))
-        us = dict(zip(every, predicted(every, desc, family).tolist(), strict=True))
-        return min(us[one] for one in free), [min(us[one] for one in tried) for tried in split]
-
-    return invariant_split(_SPLITS, times, judged=given["judged"], power=given["power"])
+    judged: dict[str, float] = given["judged"]
+    # For each n the schedules that are free to differ, then those with each split-K.
+    tried = [
+        (schedules_for(n, m, min_idle), *(schedules_in(split, n, m, min_idle) for split in _SPLITS))
+        for n in map(int, judged)
+    ]
+    problems = [GemmSparse24Descriptor(n=int(n), m=m, k=k, element=element) for n in judged]
+    times = predicted_of_all([[*chain(*found)] for found in tried], problems, family)
+    best = {}
+    for desc, found, us in zip(problems, tried, times, strict=True):
+        begins = [0, *accumulate(map(len, found[:-1]))]
+        free, *split = np.minimum.reduceat(us, begins).tolist()
+        best[desc.n] = free, split
+    return invariant_split(_SPLITS, best.__getitem__, judged=judged, power=given["power"])
