@@ -6,6 +6,7 @@ column by column.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,6 +124,7 @@ class LookUp(NamedTuple):
         return cls(*np.split(memory, ends))
 
 
+@lru_cache(64)
 def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     rows, columns, count = shape.heads * shape.block_rows, shape.heads * shape.block_cols, shape.blocks
     sparse = rows + 1, count, count, columns + 1, count, count

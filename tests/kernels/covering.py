@@ -2,8 +2,8 @@
 
 By default, ``--compile=kinds``, ``every_kind()``:
 
-- Each function, and every element and stored element.
-- Each source, for sm_80, sm_90a and sm_120a where it is for them.
+- Each function of a source, and every element and stored element.
+- Each source for one architecture, if it is for several: each of them in turn.
 
 With ``--compile=values``, as CI does, ``every_value()``:
 
@@ -46,7 +46,7 @@ from .block_requests import (
     table_requests,
 )
 from .gemm_requests import GEMM_ENTRIES, PREPARE_ENTRIES, gemm_requests, prepare_requests
-from .requests import CAPABILITIES, Request
+from .requests import CAPABILITIES, Request, device_of
 
 SOURCES = sorted(
     path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in compiler.KERNEL_FOLDER.rglob("*.cu")
@@ -58,8 +58,8 @@ COUNTS = {
 """Macros that follow from others and are only numbers in the code: they take no registers."""
 KINDS = {"ELEMENT", "WEIGHT"}
 """Macros that say which instructions a kernel has."""
-BETWEEN = {"sm_86", "sm_89", "sm_100a"}
-"""Architectures that the default set leaves out. CI compiles for them."""
+TURNS = [device_of(one).cuda_arch for one in reversed(CAPABILITIES)]
+"""Architectures, of which the default set has one for each source, in turn. CI compiles for all of them."""
 RARE = 10**9
 """The weight of a group that one compilation alone has; one that many have is covered in passing."""
 
@@ -90,7 +90,7 @@ def kinds_of(request: Request) -> Iterator[Hashable]:
     """Return what the default set covers of a request."""
     yield from (one for one in request.defines if one[0] in KINDS)
     yield request.function
-    if request.arch not in BETWEEN:
+    if request.arch == TURNS[SOURCES.index(request.source) % len(TURNS)]:
         yield request.arch
 
 
@@ -146,9 +146,10 @@ def covering(asked: Iterable[Request], groups_of: Callable[[Request], Iterator[H
 
 
 def cost_of(request: Request) -> int:
-    """Return about how long the request compiles: what is unrolled is mostly the columns of a tile."""
+    """Return about how long the request compiles: what is unrolled is mostly the columns of a tile or head."""
     defines = dict(request.defines)
-    return 64 + defines.get("TILE_N", 0) * defines.get("M_TILES_PER_WARPGROUP", 1)
+    tile = defines.get("TILE_N", 0) * defines.get("M_TILES_PER_WARPGROUP", 1)
+    return 64 + tile + defines.get("HEAD", 0)
 
 
 def _in_order(requests: Iterable[Request]) -> list[Request]:

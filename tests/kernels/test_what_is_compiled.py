@@ -22,8 +22,8 @@ from .block_requests import (
     softmax_requests,
 )
 from .covering import (
-    BETWEEN,
     COUNTS,
+    KINDS,
     SOURCES,
     all_asked,
     covering,
@@ -109,9 +109,18 @@ def test_every_architecture_that_a_source_is_for_is_covered(source):
     oldest = min([row.min_compute_capability for row in rows], default=(8, 0))
     below = max([row.below_compute_capability for row in rows], default=(99, 0))
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
-    by_default = {request.arch for request in every_kind() if request.source == source}
-    assert wanted - BETWEEN <= by_default <= wanted
     assert {request.arch for request in every_value() if request.source == source} == wanted
+
+
+def test_every_source_and_architecture_is_among_the_kinds():
+    assert {request.source for request in every_kind()} == set(SOURCES)
+    assert {request.arch for request in every_kind()} == {device_of(one).cuda_arch for one in CAPABILITIES}
+    for source in SOURCES:
+        asked, found = (
+            {word for one in requests if one.source == source for word in words_of(one) if word[0] in KINDS}
+            for requests in (all_asked(), every_kind())
+        )
+        assert found == asked
 
 
 @pytest.mark.parametrize("row", PREPARE_ENTRIES, ids=lambda row: row.name)
