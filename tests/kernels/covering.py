@@ -2,7 +2,8 @@
 
 By default, ``--compile=kinds``, ``every_kind()``:
 
-- Each function of a source, and every element and stored element.
+- Each function of a source, and every element and stored element; of a source with tensor cores, every one
+  that it has instructions for.
 - Each source for one architecture, if it is for several: each of them in turn.
 
 With ``--compile=values``, as CI does, ``every_value()``:
@@ -88,10 +89,11 @@ def all_asked() -> list[Request]:
 
 def kinds_of(request: Request) -> Iterator[Hashable]:
     """Return what the default set covers of a request."""
-    yield from (one for one in request.defines if one[0] in KINDS)
-    yield request.function
+    instructions = request.source if "mma" in request.source else None  # other sources load elements alike
+    yield from ((instructions, *one) for one in request.defines if one[0] in KINDS)
+    yield request.source, request.function
     if request.arch == TURNS[SOURCES.index(request.source) % len(TURNS)]:
-        yield request.arch
+        yield request.source, request.arch
 
 
 def single_words_of(request: Request) -> Iterator[Hashable]:
@@ -165,7 +167,7 @@ def _of_all_sources(groups_of: Callable[[Request], Iterator[Hashable]]) -> list[
 @functools.cache
 def every_kind() -> list[Request]:
     """Return requests that have every function and element."""
-    return _of_all_sources(kinds_of)
+    return _in_order(covering(all_asked(), kinds_of))
 
 
 @functools.cache
