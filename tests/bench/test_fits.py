@@ -48,7 +48,7 @@ CHOOSE = cache(blocks_wgmma.Cut.of)
 
 @pytest.fixture(autouse=True)
 def schedules_are_chosen_once(monkeypatch):
-    """The models stay what they are in these tests, of which many ask for the schedules of the same problems."""
+    """The models stay what they are in these tests, and many ask for schedules of the same problems."""
     monkeypatch.setattr(blocks_wgmma.Cut, "of", CHOOSE)
 
 

@@ -45,7 +45,8 @@ def test_rows_without_a_field_or_with_a_wrong_one_are_named(name):
                     del broken[part][0][field]
                 else:
                     broken[part][0][field] = [1]
-                assert any(field in one for one in faults(kind, broken) if one not in known), (part, field, change)
+                found = [one for one in faults(kind, broken) if one not in known]
+                assert any(field in one for one in found), (part, field, change)
 
 
 @pytest.mark.parametrize(

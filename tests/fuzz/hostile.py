@@ -96,7 +96,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 _empty: list[tempfile.TemporaryDirectory[str]] = []
-"""The folder of the last attack, if nothing is in it: to make and remove one takes longer than most attacks."""
+"""The folder of the last attack, if nothing is in it: most attacks take less time than a new one."""
 
 
 @contextmanager

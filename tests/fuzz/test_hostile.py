@@ -15,6 +15,7 @@ import sparse24_plans
 from sparse24_plans import InvalidProblemError
 from sparse24_plans.device.tensors import contiguous_strides
 
+from ..support import failures
 from . import hostile, worker
 from .hostile import Attack, check_attack, draw_attack
 from .hostile_calls import CALLS
@@ -87,14 +88,10 @@ def works(name: str) -> bool:
 
 @pytest.mark.parametrize("called", sorted({called_in(name) for name in CALLS if works(name)}))
 def test_calls_work_with_the_arguments_that_attacks_replace(called):
-    names = [name for name in CALLS if works(name) and called_in(name) == called]
-    failed = {}
-    for name in names:
-        try:
-            failed |= {} if check_attack(Attack(name, ())) else {name: "it was refused"}
-        except AssertionError as error:
-            failed[name] = str(error)
-    assert failed == {}
+    def check(name):
+        assert check_attack(Attack(name, ()))
+
+    assert failures(check, [(name,) for name in CALLS if works(name) and called_in(name) == called]) == {}
 
 
 @pytest.mark.parametrize("case", range(60))
@@ -113,22 +110,19 @@ def test_random_attacks(case):
     ],
 )
 def test_every_value_where_an_operand_is_expected(call, argument):
-    failed = []
-    for value in VALUES:
-        try:
-            check_attack(Attack(call, ((argument, value),)))
-        except AssertionError as error:
-            failed.append(str(error))
-    assert failed == []
+    assert failures(check_attack, [(Attack(call, ((argument, value),)),) for value in VALUES]) == {}
 
 
 def test_no_text_makes_a_long_message_or_one_that_cannot_be_encoded():
-    """A third of the arguments, others in each run; ``python -m tests.fuzz.sweep`` gives both texts to all."""
+    """Each run draws a third of the arguments; ``python -m tests.fuzz.sweep`` gives both texts to all."""
     rng = np.random.default_rng()
-    for name, call in CALLS.items():
-        for argument in call.arguments:
-            if rng.random() < 1 / 3:
-                check_attack(Attack(name, ((argument, str(rng.choice(["long text", "surrogate"]))),)))
+    drawn = [
+        Attack(name, ((argument, str(rng.choice(["long text", "surrogate"]))),))
+        for name, call in CALLS.items()
+        for argument in call.arguments
+        if rng.random() < 1 / 3
+    ]
+    assert failures(check_attack, [(one,) for one in drawn]) == {}
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def covering(asked: Iterable[Request], groups_of: Callable[[Request], Iterator[H
 
 
 def cost_of(request: Request) -> int:
-    """Return about how long the request compiles: what is unrolled is mostly the columns of a tile or head."""
+    """Return about how long the request compiles: what is unrolled is mostly columns of a tile or a head."""
     defines = dict(request.defines)
     tile = defines.get("TILE_N", 0) * defines.get("M_TILES_PER_WARPGROUP", 1)
     return 64 + tile + defines.get("HEAD", 0)
