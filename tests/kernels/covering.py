@@ -3,7 +3,7 @@
 By default, ``--compile=kinds``, ``every_kind()``:
 
 - Each function of a source, and every element and stored element; of a source with tensor cores, every one
-  that it has instructions for.
+  that it has instructions for, where f16 and bf16 count as one.
 - Each source for one architecture, if it is for several: each of them in turn.
 
 With ``--compile=values``, as CI does, ``every_value()``:
@@ -33,7 +33,9 @@ from itertools import combinations
 
 import pytest
 
+from sparse24_plans import ElementKind
 from sparse24_plans.device.jit import compiler
+from sparse24_plans.device.jit.enum_codes import ELEMENT_CODES
 
 from .block_requests import (
     ATTENTION_ENTRIES,
@@ -89,11 +91,20 @@ def all_asked() -> list[Request]:
 
 def kinds_of(request: Request) -> Iterator[Hashable]:
     """Return what the default set covers of a request."""
-    instructions = request.source if "mma" in request.source else None  # other sources load elements alike
-    yield from ((instructions, *one) for one in request.defines if one[0] in KINDS)
+    for name, element in request.defines:
+        if name in KINDS:
+            yield name, element
+            if "mma" in request.source:  # others load elements alike
+                yield request.source, name, instructions_of(element)
     yield request.source, request.function
     if request.arch == TURNS[SOURCES.index(request.source) % len(TURNS)]:
         yield request.source, request.arch
+
+
+def instructions_of(element: int) -> int:
+    """Return the element whose instructions have the same shapes: f16 for bf16, and else its own."""
+    f16, bf16 = ELEMENT_CODES[ElementKind.F16], ELEMENT_CODES[ElementKind.BF16]
+    return f16 if element == bf16 else element
 
 
 def single_words_of(request: Request) -> Iterator[Hashable]:
