@@ -157,8 +157,8 @@ def choices(device: DeviceProperties) -> Iterator[Choice]:
             wanted = {"batch_invariant": True} if same_bits else {}
             preference = PlanPreference(prefer_backend=row.backend, require=wanted)
             for problem in problems(row):
-                considered = consider(table, problem, preference, device)
-                if any(one.entry is row and one.reason is None for one in considered):
+                (judged,) = consider((row,), problem, preference, device)
+                if judged.reason is None:
                     yield Choice(problem, device, row, preference, {})
 
 

@@ -122,7 +122,8 @@ def descent(loss: Callable[[Array], float], fit: Fit, seed: int) -> Array:
     weight = 0.0 if fit.start is None else HELD_NEAR
 
     def total(at: Array) -> float:
-        return loss(np.exp(at)) + weight * float(((at - start) ** 2).mean())
+        found = loss(np.exp(at))
+        return found + weight * float(((at - start) ** 2).mean()) if weight else found
 
     at, least = start, total(start)
     for _ in range(fit.steps):

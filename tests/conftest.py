@@ -22,7 +22,8 @@ from .support import HAS_GPU
 _HANGS_AFTER_S = 300
 _OBJECTS_BEFORE_A_SEARCH = 10_000
 _watched_since, _log = -float("inf"), 2
-settings.register_profile("tests", deadline=None)  # a busy machine is slow, and no test fails for that
+settings.register_profile("thorough", deadline=None)  # a busy machine is slow, and no test fails for that
+settings.register_profile("tests", settings.get_profile("thorough"), max_examples=30)  # new ones each run
 settings.load_profile("tests")
 FOR_GPUS = pytest.StashKey[int]()
 """The number of tests that were left out because they need a GPU."""
@@ -39,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--compile",
         choices=["kinds", "values", "pairs", "everything"],
         default="kinds",
-        help="kernels are compiled for some architectures and each element, for each value of each macro, "
+        help="kernels are compiled for one architecture and each element, for each value of each macro, "
         "for every two that plans ask for together, or for all that plans are known to ask for",
     )
 
@@ -50,6 +51,7 @@ def pytest_configure() -> None:
         load_nvrtc()
     except BackendUnavailableError as error:
         pytest.exit(f"{error}; for tests without a GPU the extra nvrtc12 or nvrtc13 is enough", returncode=4)
+    os.fsync = lambda _: None  # no test cuts the power, and a disk takes longer than a test
     gc.disable()  # the tests, which collection makes, are no garbage
     global _log
     _log = os.dup(sys.__stderr__.fileno())  # what is captured later is no log

@@ -145,8 +145,7 @@ def unpacked(sdist, tmp_path_factory) -> Path:
 def installed(wheel, tmp_path_factory) -> Path:
     """A folder with nothing but the installed wheel in it."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile")
-    run(*pip, "--target", folder, wheel, cwd=folder)
+    zipfile.ZipFile(wheel).extractall(folder)  # pip does no more with it, in a second; CI installs it by pip
     return folder
 
 
@@ -339,10 +338,10 @@ def test_public_names_have_docstrings_of_their_own():
         assert doc not in ("An enumeration.", f"{name}()")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_stands_in_the_documents(name):
+def test_public_names_stand_in_the_documents():
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    assert any(re.search(rf"\b{name}\b", document.read_text()) for document in documents)
+    words = {word for document in documents for word in re.findall(r"\w+", document.read_text())}
+    assert set(NAMES) - words == set()
 
 
 def test_nothing_else_is_public():

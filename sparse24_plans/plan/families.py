@@ -7,6 +7,7 @@ register themselves when that module is imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,10 +41,15 @@ def plan_of(descriptor: object) -> Any:
 
 def backends() -> tuple[str, ...]:
     """The names of all backends, in alphabetical order. Imports every family."""
+    _import_every_family()
+    return tuple(sorted(set(_BACKEND_OF.values())))
+
+
+@cache
+def _import_every_family() -> None:
     for folder in Path(__file__).parents[1].iterdir():
         if (folder / "backends").is_dir():
             import_module(f"{_ROOT}.{folder.name}.plan")
-    return tuple(sorted(set(_BACKEND_OF.values())))
 
 
 def kernels() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from sparse24_plans import (
     BlockSparseShape,
     GemmSparse24Descriptor,
 )
-from sparse24_plans.blocksparse.schedules import predicted_times
+from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm.schedules import f32_split_heuristics
@@ -40,6 +41,15 @@ def test_every_model_is_fitted_or_says_why_not():
         assert (one["measured"] is not None) == (name in fit.FITTED and fit.is_measured(name, GPU))
         if one["measured"] is None:
             assert (one["constants"], one["reason"]) == (GIVEN[name]["constants"], GIVEN[name]["reason"])
+
+
+CHOOSE = cache(blocks_wgmma.Cut.of)
+
+
+@pytest.fixture(autouse=True)
+def schedules_are_chosen_once(monkeypatch):
+    """The models stay what they are in these tests, and many ask for schedules of the same problems."""
+    monkeypatch.setattr(blocks_wgmma.Cut, "of", CHOOSE)
 
 
 @pytest.mark.parametrize("model", [fit.STREAM_K, *fit.BLOCK_LIMITS, list(block_fits.PACKED_MODELS)[1]])
@@ -139,8 +149,8 @@ def made_times(seed: int) -> list[dict]:
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    """A quarter of the steps finds constants that made times follow exactly."""
-    monkeypatch.setattr(block_fits, "WAY_STEPS", block_fits.WAY_STEPS // 4)
+    """A sixth of the steps finds constants that made times follow exactly."""
+    monkeypatch.setattr(block_fits, "WAY_STEPS", block_fits.WAY_STEPS // 6)
 
 
 @pytest.fixture

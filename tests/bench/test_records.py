@@ -35,15 +35,18 @@ def test_a_files_name_says_its_kind_and_no_gpu_is_special(name, kind):
 @pytest.mark.parametrize("name", [name for name in NAMES if FIELDS[kind_of(name)]])
 def test_rows_without_a_field_or_with_a_wrong_one_are_named(name):
     kind = kind_of(name)
+    short = {**record(name), **{part: record(name)[part][:1] for part in FIELDS[kind]}}
+    known = faults(kind, short)
     for part, fields in FIELDS[kind].items():
-        for field in fields if record(name)[part] else ():
+        for field in fields if short[part] else ():
             for change in ("removed", "wrong"):
-                broken: Any = {**record(name), part: copy.deepcopy(record(name)[part][:1])}
+                broken: Any = {**short, part: copy.deepcopy(short[part])}
                 if change == "removed":
                     del broken[part][0][field]
                 else:
                     broken[part][0][field] = [1]
-                assert any(field in one for one in faults(kind, broken)), (part, field, change)
+                found = [one for one in faults(kind, broken) if one not in known]
+                assert any(field in one for one in found), (part, field, change)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(data=st.data())
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
 def test_the_documents_of_a_model(model, name, data):
@@ -120,7 +120,7 @@ def files(tmp_path_factory) -> list[Path]:
     return [dense, ours, theirs]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["dense", "sparse24", "tilelang"])
 def test_the_header_of_a_file(files, which, data):
@@ -154,7 +154,6 @@ RECORD = shorter(
 )
 
 
-@settings(max_examples=100)
 @given(data=st.data())
 @pytest.mark.parametrize(
     ("load", "document"), [(TuningTable.load, TABLE), (record.load, RECORD)], ids=["table", "record"]

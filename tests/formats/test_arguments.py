@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import InvalidProblemError, Sparse24Weight, from_foreign, to_foreign
@@ -271,7 +271,6 @@ def outcome(call: Any) -> Any:
         return error
 
 
-@settings(max_examples=200)
 @given(data=st.data())
 def test_nothing_but_typed_errors(data):
     """One argument of a sound call is anything at all: a result, or an error of ours that can be printed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from sparse24_plans import ElementKind, FormatError, from_foreign, to_foreign
 from sparse24_plans.formats.table import FORMATS
 
-from ..support import same_bits
+from ..support import check_each, same_bits
 from .samples import f16_weight, lawful, quick, random_bits, weight_of
 
 
@@ -22,11 +24,14 @@ def baracuda(pairs: list[tuple[int, int]], codes: list[int]) -> dict[str, np.nda
     }
 
 
-@pytest.mark.parametrize("high", [0x00, 0xF0, 0x50])
-@pytest.mark.parametrize("code", range(16))
 @pytest.mark.parametrize("values", [(1, 2), (1, 0), (0, 2), (0, 0), (0x8000, 2), (0x8000, 0)])
-def test_any_positions_are_normalised(values, code, high):
+def test_any_positions_are_normalised(values):
     """Every nibble with every occupancy: the dense matrix decides, and stray bits above don't matter."""
+    cases = ({"code": code, "high": high} for code in range(16) for high in (0x00, 0xF0, 0x50))
+    check_each(partial(check_that_positions_are_normalised, values), cases)
+
+
+def check_that_positions_are_normalised(values, code, high):
     dense: dict[int, int] = {}
     for value, position in zip(values, (code & 3, code >> 2), strict=True):
         if value:

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -99,7 +99,6 @@ class Matrix:
 # Reading ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
 @given(data=st.data(), name=st.sampled_from(READ), seed=st.integers(0, 2**32 - 1))
 def test_integers_and_scales_are_those_that_were_written(data, name, seed):
     bits = 4 if name == "awq" else data.draw(st.sampled_from([4, 8]))
@@ -169,7 +168,6 @@ def test_signed_zero_points_of_older_versions():
 # Both ways ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_marlin_24_loses_no_bit(data, seed):
     stored, group = data.draw(st.sampled_from(["s4", "s8"])), data.draw(st.sampled_from([0, 128]))

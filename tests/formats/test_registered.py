@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -107,7 +107,6 @@ def test_orders_that_are_known_under_other_names():
     element=st.sampled_from(["f32", "f16", "bf16", "s8", "fp8_e4m3", "fp8_e5m2"]),
     place=st.sampled_from(PLACES),
 )
-@settings(max_examples=60)
 def test_whatever_the_order_no_bit_is_lost(data, bits, element, place):
     rows, words = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     order = data.draw(st.permutations(range(rows * words)))

@@ -6,6 +6,7 @@ import ctypes
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -56,9 +57,9 @@ def test_random_problems(case):
     assert "error" not in found, found["trace"]
 
 
-def outcomes(cases: int) -> list[str]:
-    found = [worker.outcome(1, case, "host").get("error") for case in range(cases)]
-    return [error for error in found if error is not None]
+def outcomes(cases: int) -> Iterator[str]:
+    found = (worker.outcome(1, case, "host").get("error") for case in range(cases))
+    return (error for error in found if error is not None)
 
 
 def test_a_wrong_product_is_found(monkeypatch):
@@ -104,7 +105,7 @@ def test_a_wrong_preparation_is_found(monkeypatch):
         "magnitude_codes",
         lambda bits, element: np.full(bits.size // 4, 4, np.uint8),
     )
-    assert outcomes(200)
+    assert any(outcomes(200))
 
 
 WORKER = """
@@ -137,7 +138,7 @@ def played(tmp_path, monkeypatch):
 
 
 def test_cases_that_die_or_hang_are_failures_and_the_rest_goes_on(played, capsys):
-    assert fuzz.main(["--seconds", "4", "--seed", "3", "--processes", "2", "--json"]) == 1
+    assert fuzz.main(["--seconds", "3", "--seed", "3", "--processes", "2", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [one["case"] for one in found["failures"]] == [5, 8]
     dies, hangs = found["failures"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import itertools
 import os
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import sparse24_plans
 from sparse24_plans import InvalidProblemError
 from sparse24_plans.device.tensors import contiguous_strides
 
+from ..support import check_each
 from . import hostile, worker
 from .hostile import Attack, check_attack, draw_attack
 from .hostile_calls import CALLS
@@ -77,13 +77,21 @@ def test_every_public_call_is_attacked():
     assert public_calls() - attacked - plain - made - WITHOUT_ARGUMENTS == set()
 
 
+def called_in(name: str) -> str:
+    """The class or function of a call."""
+    return name.partition("(")[0].partition(".")[0]
+
+
 def works(name: str) -> bool:
     return name not in REFUSED_HERE and not name.endswith("model_validate_strings")
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if works(name)])
-def test_a_call_works_with_the_arguments_that_attacks_replace(name):
-    assert check_attack(Attack(name, ()))
+@pytest.mark.parametrize("called", sorted({called_in(name) for name in CALLS if works(name)}))
+def test_calls_work_with_the_arguments_that_attacks_replace(called):
+    def check(name):
+        assert check_attack(Attack(name, ()))
+
+    check_each(check, ({"name": name} for name in CALLS if works(name) and called_in(name) == called))
 
 
 @pytest.mark.parametrize("case", range(60))
@@ -93,19 +101,28 @@ def test_random_attacks(case):
     assert "error" not in found, found["trace"]
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_every_value_where_an_operand_is_expected(value):
-    check_attack(Attack("GemmSparse24Plan.run(gemm_sparse24_forward)", (("x", value),)))
-    check_attack(Attack("GemmSparse24Plan.run(gemm_sparse24_forward)", (("y", value),)))
-    check_attack(Attack("TuningTable.load", (("path", value),)))
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        ("GemmSparse24Plan.run(gemm_sparse24_forward)", "x"),
+        ("GemmSparse24Plan.run(gemm_sparse24_forward)", "y"),
+        ("TuningTable.load", "path"),
+    ],
+)
+def test_every_value_where_an_operand_is_expected(call, argument):
+    check_each(check_attack, ({"attack": Attack(call, ((argument, value),))} for value in VALUES))
 
 
 def test_no_text_makes_a_long_message_or_one_that_cannot_be_encoded():
-    """Each argument meets one of the texts; ``python -m tests.fuzz.sweep`` gives it both."""
-    texts = itertools.cycle(["long text", "surrogate", "surrogate", "long text"])
-    for name, call in CALLS.items():
-        for argument in call.arguments:
-            check_attack(Attack(name, ((argument, next(texts)),)))
+    """Each run draws a third of the arguments; ``python -m tests.fuzz.sweep`` gives both texts to all."""
+    rng = np.random.default_rng()
+    drawn = [
+        Attack(name, ((argument, str(rng.choice(["long text", "surrogate"]))),))
+        for name, call in CALLS.items()
+        for argument in call.arguments
+        if rng.random() < 1 / 3
+    ]
+    check_each(check_attack, ({"attack": one} for one in drawn))
 
 
 @pytest.mark.parametrize(

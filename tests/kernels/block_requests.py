@@ -165,7 +165,12 @@ def _requests_of(
     return found
 
 
-def attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
+@functools.cache
+def attention_problems() -> tuple[BlockSparseAttentionDescriptor, ...]:
+    return tuple(_attention_problems())
+
+
+def _attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
     """Problems of each op, element, block and mask, with and without dropout, and of each tile of head sizes.
 
     A few have a negative scale.
@@ -190,7 +195,12 @@ def attention_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> li
     return _requests_of(row, capability, attention_problems())
 
 
-def convolutions() -> Iterator[BlockSparseConv2dDescriptor]:
+@functools.cache
+def convolutions() -> tuple[BlockSparseConv2dDescriptor, ...]:
+    return tuple(_convolutions())
+
+
+def _convolutions() -> Iterator[BlockSparseConv2dDescriptor]:
     """Convolutions of every op, block size, element, result, number of phases and schedule."""
     for block, op in itertools.product((16, 32, 64, 128), ("forward", "dgrad", "wgrad")):
         shape = BlockSparseShape(heads=1, rows=512, cols=9 * 512, block=block, blocks=512 // block)

@@ -2,8 +2,9 @@
 
 By default, ``--compile=kinds``, ``every_kind()``:
 
-- Each function, and every element and stored element.
-- Each source, for sm_80, sm_90a and sm_120a where it is for them.
+- Each function of a source, and every element and stored element; of a source with tensor cores, every one
+  that it has instructions for, where f16 and bf16 count as one.
+- Each source for one architecture, if it is for several: each of them in turn.
 
 With ``--compile=values``, as CI does, ``every_value()``:
 
@@ -32,7 +33,9 @@ from itertools import combinations
 
 import pytest
 
+from sparse24_plans import ElementKind
 from sparse24_plans.device.jit import compiler
+from sparse24_plans.device.jit.enum_codes import ELEMENT_CODES
 
 from .block_requests import (
     ATTENTION_ENTRIES,
@@ -46,7 +49,7 @@ from .block_requests import (
     table_requests,
 )
 from .gemm_requests import GEMM_ENTRIES, PREPARE_ENTRIES, gemm_requests, prepare_requests
-from .requests import CAPABILITIES, Request
+from .requests import CAPABILITIES, Request, device_of
 
 SOURCES = sorted(
     path.relative_to(compiler.KERNEL_FOLDER).as_posix() for path in compiler.KERNEL_FOLDER.rglob("*.cu")
@@ -58,8 +61,8 @@ COUNTS = {
 """Macros that follow from others and are only numbers in the code: they take no registers."""
 KINDS = {"ELEMENT", "WEIGHT"}
 """Macros that say which instructions a kernel has."""
-BETWEEN = {"sm_86", "sm_89", "sm_100a"}
-"""Architectures that the default set leaves out. CI compiles for them."""
+TURNS = [device_of(one).cuda_arch for one in reversed(CAPABILITIES)]
+"""Architectures, of which the default set has one for each source, in turn. CI compiles for all of them."""
 RARE = 10**9
 """The weight of a group that one compilation alone has; one that many have is covered in passing."""
 
@@ -88,10 +91,20 @@ def all_asked() -> list[Request]:
 
 def kinds_of(request: Request) -> Iterator[Hashable]:
     """Return what the default set covers of a request."""
-    yield from (one for one in request.defines if one[0] in KINDS)
-    yield request.function
-    if request.arch not in BETWEEN:
-        yield request.arch
+    for name, element in request.defines:
+        if name in KINDS:
+            yield name, element
+            if "mma" in request.source:  # others load elements alike
+                yield request.source, name, instructions_of(element)
+    yield request.source, request.function
+    if request.arch == TURNS[SOURCES.index(request.source) % len(TURNS)]:
+        yield request.source, request.arch
+
+
+def instructions_of(element: int) -> int:
+    """Return the element whose instructions have the same shapes: f16 for bf16, and else its own."""
+    f16, bf16 = ELEMENT_CODES[ElementKind.F16], ELEMENT_CODES[ElementKind.BF16]
+    return f16 if element == bf16 else element
 
 
 def single_words_of(request: Request) -> Iterator[Hashable]:
@@ -146,9 +159,10 @@ def covering(asked: Iterable[Request], groups_of: Callable[[Request], Iterator[H
 
 
 def cost_of(request: Request) -> int:
-    """Return about how long the request compiles: what is unrolled is mostly the columns of a tile."""
+    """Return about how long the request compiles: what is unrolled is mostly columns of a tile or a head."""
     defines = dict(request.defines)
-    return 64 + defines.get("TILE_N", 0) * defines.get("M_TILES_PER_WARPGROUP", 1)
+    tile = defines.get("TILE_N", 0) * defines.get("M_TILES_PER_WARPGROUP", 1)
+    return 64 + tile + defines.get("HEAD", 0)
 
 
 def _in_order(requests: Iterable[Request]) -> list[Request]:
@@ -164,7 +178,7 @@ def _of_all_sources(groups_of: Callable[[Request], Iterator[Hashable]]) -> list[
 @functools.cache
 def every_kind() -> list[Request]:
     """Return requests that have every function and element."""
-    return _of_all_sources(kinds_of)
+    return _in_order(covering(all_asked(), kinds_of))
 
 
 @functools.cache

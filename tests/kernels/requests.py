@@ -42,6 +42,8 @@ def device_of(capability: tuple[int, int]) -> DeviceProperties:
 
 def serves(row: KernelEntry, desc: Descriptor, preference: PlanPreference, device: DeviceProperties) -> bool:
     """Whether the row of the table can serve the problem."""
+    if not row.min_compute_capability <= device.compute_capability < row.below_compute_capability:
+        return False  # most of these are asked for GPUs that the row is not for, and ``consider`` is slow
     (considered,) = consider((row,), desc, preference, device)
     return considered.reason is None
 

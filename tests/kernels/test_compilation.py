@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -77,15 +78,14 @@ def _complaints(asked: Request) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("element", ["bf16", "s8"])
-@pytest.mark.parametrize("out_bytes", [1, 2, 4])
-@pytest.mark.parametrize("n", [1, 16, 32, 64, 200, 1024])
 @pytest.mark.parametrize("columns", [False, True])
-def test_as_many_blocks_share_a_multiprocessor_as_the_schedule_says(element, out_bytes, n, columns):
+def test_as_many_blocks_share_a_multiprocessor_as_the_schedule_says(element, columns):
     """Nor more: the next launch's would crowd where the first room is."""
-    lines = schedules.OperandLayouts(layout_of(ElementKind(element)), out_bytes, columns, columns)
-    for schedule in (*schedules.schedules_for(n), *schedules.schedules_in(4, n)):
-        taken = schedule.shared_bytes(lines) + RESERVED_BYTES
-        assert MULTIPROCESSOR_BYTES // taken == schedule.ctas_per_sm
+    for out_bytes, n in product([1, 2, 4], [1, 16, 32, 64, 200, 1024]):
+        lines = schedules.OperandLayouts(layout_of(ElementKind(element)), out_bytes, columns, columns)
+        for schedule in (*schedules.schedules_for(n), *schedules.schedules_in(4, n)):
+            taken = schedule.shared_bytes(lines) + RESERVED_BYTES
+            assert MULTIPROCESSOR_BYTES // taken == schedule.ctas_per_sm, (out_bytes, n, schedule)
 
 
 def test_a_cubin_is_a_whole_elf_file():

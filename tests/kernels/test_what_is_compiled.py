@@ -22,8 +22,8 @@ from .block_requests import (
     softmax_requests,
 )
 from .covering import (
-    BETWEEN,
     COUNTS,
+    KINDS,
     SOURCES,
     all_asked,
     covering,
@@ -32,6 +32,7 @@ from .covering import (
     every_source,
     every_value,
     everything,
+    instructions_of,
     kinds_of,
     pairs_of,
     single_words_of,
@@ -109,9 +110,21 @@ def test_every_architecture_that_a_source_is_for_is_covered(source):
     oldest = min([row.min_compute_capability for row in rows], default=(8, 0))
     below = max([row.below_compute_capability for row in rows], default=(99, 0))
     wanted = {device_of(one).cuda_arch for one in CAPABILITIES if oldest <= one < below}
-    by_default = {request.arch for request in every_kind() if request.source == source}
-    assert wanted - BETWEEN <= by_default <= wanted
     assert {request.arch for request in every_value() if request.source == source} == wanted
+
+
+def test_every_source_and_architecture_is_among_the_kinds():
+    assert {request.source for request in every_kind()} == set(SOURCES)
+    assert {request.arch for request in every_kind()} == {device_of(one).cuda_arch for one in CAPABILITIES}
+
+    def kinds(requests, source=None):
+        ours = [one for one in requests if source in (None, one.source)]
+        words = {word for one in ours for word in one.defines if word[0] in KINDS}
+        return words if source is None else {(name, instructions_of(element)) for name, element in words}
+
+    assert kinds(every_kind()) == kinds(all_asked())
+    for source in [one for one in SOURCES if "mma" in one]:
+        assert kinds(every_kind(), source) == kinds(all_asked(), source)
 
 
 @pytest.mark.parametrize("row", PREPARE_ENTRIES, ids=lambda row: row.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -118,7 +118,6 @@ def codes(quotients: np.ndarray, out: str) -> np.ndarray:
 
 
 @every_out
-@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-149, 127), size=st.floats(-13, 9))
 def test_the_kernels_quotients_become_what_ieee_division_gives(out, seed, exponent, size):
     """Any two mantissas, quotients near ties, and scales of every size."""
@@ -134,7 +133,6 @@ def test_the_kernels_quotients_become_what_ieee_division_gives(out, seed, expone
 
 
 @every_out
-@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_bits_over_any_bits(out, seed):
     rng = np.random.default_rng(seed)
@@ -147,7 +145,6 @@ def test_any_bits_over_any_bits(out, seed):
 
 
 @every_out
-@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-149, 127))
 def test_rows_over_their_own_scales(out, seed, exponent):
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -43,7 +43,6 @@ def parts_of(weight: Sparse24QuantizedWeight) -> dict[str, np.ndarray]:
     return {name: view.bits() for name, view in zip(names, weight.views, strict=True)}
 
 
-@settings(max_examples=80)
 @given(data=st.data(), fields=forms(), seed=st.integers(0, 2**32 - 1))
 def test_one_pass_has_the_bits_of_two(data, fields, seed):
     rng, mood = np.random.default_rng(seed), data.draw(st.sampled_from(MOODS))
@@ -65,7 +64,6 @@ def test_one_pass_has_the_bits_of_two(data, fields, seed):
         assert same_bits(found[name].view(bits.dtype), bits), name
 
 
-@settings(max_examples=40)
 @given(data=st.data(), fields=forms(), seed=st.integers(0, 2**32 - 1))
 def test_a_matrix_that_is_2_4_already_is_checked(data, fields, seed):
     rng, m, k = np.random.default_rng(seed), 6, 72
@@ -91,7 +89,6 @@ def test_a_matrix_that_is_2_4_already_is_checked(data, fields, seed):
     assert (caught.value.row, caught.value.group) == (row, group)
 
 
-@settings(max_examples=60)
 @given(data=st.data(), fields=forms(), seed=st.integers(0, 2**32 - 1))
 def test_dequantized_values_are_the_products_of_values_and_scales(data, fields, seed):
     """Any stored values and scales, NaN and Inf among them."""

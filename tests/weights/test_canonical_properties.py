@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -105,7 +105,6 @@ def test_pruning_twice_is_pruning_once(case):
     assert same_bits(prune(pruned), pruned)
 
 
-@settings(max_examples=50)
 @given(data=st.data(), element=st.sampled_from(IN_MEMORY))
 def test_decompress_takes_every_valid_metadata(data, element):
     """Also positions that our own compression wouldn't choose."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -71,7 +71,6 @@ def refused(words: str, call: Callable[..., Any], *given: Any, **named: Any) -> 
 
 
 @given(data=st.data(), element=st.sampled_from(IN_MEMORY), place=st.sampled_from(PLACES))
-@settings(max_examples=150)
 def test_a_slice_is_the_dense_slice(data, element, place):
     m, k = data.draw(st.integers(0, 9)), 8 * data.draw(st.integers(0, 6))
     weight = weight_of(m, k, element, place, seed=data.draw(st.integers(0, 99)))
@@ -90,7 +89,6 @@ def test_a_slice_is_the_dense_slice(data, element, place):
 
 
 @given(data=st.data(), element=st.sampled_from(IN_MEMORY), place=st.sampled_from(PLACES))
-@settings(max_examples=100)
 def test_parts_joined_are_the_whole(data, element, place):
     axis = data.draw(st.sampled_from(AXES))
     unit, across = (1, 16) if axis == 0 else (8, 3)
@@ -181,7 +179,6 @@ def test_memory_without_an_owner_is_cut_as_well():
 
 
 @given(data=st.data(), element=st.sampled_from(list(TILED)), place=st.sampled_from(PLACES))
-@settings(max_examples=80)
 def test_tiles_cut_and_joined_are_those_of_the_cut_and_joined_weight(data, element, place):
     """Byte for byte, padding too."""
     units = 64, TILED[element]

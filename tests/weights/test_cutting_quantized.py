@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -64,7 +64,6 @@ def widths(data: st.DataObject, axis: int, group: int) -> tuple[int, int, list[i
     return sum(sizes), 8 * data.draw(st.integers(0, 40)), sizes
 
 
-@settings(max_examples=100)
 @given(data=st.data(), kind=kinds, axis=st.sampled_from((0, 1)), copy=st.sampled_from([None, True]))
 def test_parts_are_those_of_the_matrix_and_joined_the_whole(data, kind, axis, copy):
     m, k, sizes = widths(data, axis, kind[1])

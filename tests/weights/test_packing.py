@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -198,7 +198,6 @@ def test_every_cell_and_all_padding():
             assert got == (metadata[row, group] if row < m and group < k // 4 else 0x4)
 
 
-@settings(max_examples=80)
 @given(
     m=st.integers(0, 140),
     eighths=st.integers(0, 40),

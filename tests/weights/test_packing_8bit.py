@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import ElementKind, FormatError, Sparse24Weight, TensorView
@@ -67,7 +67,6 @@ def test_the_instruction_sees_the_dense_matrix(element, m, k):
     assert not seen[:, k:].any()
 
 
-@settings(max_examples=40)
 @given(
     m=st.integers(0, 140),
     k=st.integers(0, 70).map(lambda units: 8 * units),

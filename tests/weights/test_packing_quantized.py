@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -115,7 +115,6 @@ def test_registers_give_the_product_of_the_dequantized_weight(stored, group, m, 
     np.testing.assert_allclose(model_product(weight, x), dense @ x.T, rtol=1e-12, atol=1e-9)
 
 
-@settings(max_examples=40)
 @given(
     stored=st.sampled_from(STORED),
     group=st.sampled_from([0, 32, 64, 128]),

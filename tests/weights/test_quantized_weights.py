@@ -8,7 +8,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -60,7 +60,6 @@ def numbers_of(weight: Sparse24QuantizedWeight) -> np.ndarray:
     return halves - 16 * (halves > 7)
 
 
-@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_every_element_is_the_value_times_its_groups_scale(data, seed):
     rng = np.random.default_rng(seed)

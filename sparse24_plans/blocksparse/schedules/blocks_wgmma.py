@@ -193,7 +193,7 @@ class Cut(NamedTuple):
         Otherwise they are cut if that is faster than taking them first, which costs no exchange of sums: then
         CTAs without a long panel take more of the others.
         """
-        problem, alike = KernelProblem(desc), desc.model_copy(update={"longest_panel": 0})
+        problem, alike = KernelProblem(desc), _of_unknown_panels(desc)
         whole = best_schedule(desc if has_long_panel(desc) else alike, multiprocessors)
         if problem.slicing is None:
             return cls(whole)
@@ -216,11 +216,16 @@ def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -
 
     Tiles of few waves are narrower if a panel is known to be long: more tiles are shared out better.
     """
-    alike, limits = desc.model_copy(update={"longest_panel": 0}), constants("blocks_tiles")
+    alike, limits = _of_unknown_panels(desc), constants("blocks_tiles")
     waves = panel_count(desc) * -(-desc.n // _TOKENS[0]) / multiprocessors
     is_large = desc.layout.block >= NARROW_PANEL_ROWS
     narrower = is_large and has_long_panel(desc) and waves < limits["wide_waves"]
     return best_schedule(alike, multiprocessors, _HELD_CELLS if narrower else None)
+
+
+def _of_unknown_panels(desc: BlockSparseMatmulDescriptor) -> BlockSparseMatmulDescriptor:
+    """The problem without its longest panel. A copy is validated, so none is made if nothing changes."""
+    return desc.model_copy(update={"longest_panel": 0}) if desc.longest_panel else desc
 
 
 def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,14 @@ def closure(source: str) -> dict[str, bytes]:
         name = pending.pop(0)
         if name not in found:
             found[name] = (KERNEL_FOLDER / name).read_bytes()
-            pending += [match.decode() for match in _INCLUDE.findall(found[name])]
+            pending += _included(found[name])
     return found
+
+
+@lru_cache(256)
+def _included(text: bytes) -> list[str]:
+    """Return the files that ``text`` includes. A search takes longer than to read the file again."""
+    return [match.decode() for match in _INCLUDE.findall(text)]
 
 
 def sources_sha256(source: str) -> str:
