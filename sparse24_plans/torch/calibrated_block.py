@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.compressed_form import CompressedForm
 from ..checkpoints.folder import DTYPES, ModelReader
-from ..checkpoints.layers import Layer, read_weight, stored_tensors, write_weight
+from ..checkpoints.layers import CALIBRATED, Layer, read_weight, stored_tensors, write_weight
 from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import storage_errors
 from ..errors import InvalidProblemError
@@ -30,6 +30,7 @@ from .calibration_inputs import Calls, Enough, Moment
 from .conv1d import is_linear, linear_of
 from .elements import element_of, host_bytes
 from .experts import STACKS
+from .linear import ORIGIN
 
 _RUN_KEY, _ERRORS_KEY, _IDLE_KEY = "sparse24_calibration", "output_errors", "experts_without_tokens"
 
@@ -102,6 +103,8 @@ class Block:
                 errors = self._pruned(method)
                 if file is not None:
                     self._save(file, run, errors)
+        for layer in self._layers.values():
+            setattr(layer, ORIGIN, {CALIBRATED: method})
         return [
             CalibratedLayer(name, m, k, errors[name], self._quantized.get(name), self._idle.get(name, ()))
             for name, (m, k) in sizes.items()

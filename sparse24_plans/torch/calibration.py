@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.compressed_form import compressed_form
-from ..checkpoints.layers import CALIBRATED
 from ..device.files import StrPath, path_of
 from ..errors import InvalidProblemError, shown
 from ..weights.calibrated import METHODS
@@ -26,7 +25,7 @@ from .calibration_inputs import recorded, tensors_in
 from .conv1d import is_linear, linear_of
 from .elements import device_of
 from .experts import STACKS, holds_stacks
-from .swap import ORIGIN, Choice, progress_bar
+from .swap import Choice, progress_bar
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,9 @@ def calibrate(
 ) -> CalibrationReport:
     """Prune the linear layers and stacked experts of the model's blocks to 2:4 in place, by their inputs.
 
-    The weights stay dense tensors with zeros: ``to_sparse24(model, recipe="compress")`` makes them sparse,
-    and ``verify_checkpoint`` then knows from the saved model that its values aren't the dense model's.
-    Blocks are the elements of the nn.ModuleList or nn.Sequential that holds most weights. Each expert is
-    pruned for the tokens that are sent to it, or by magnitude if none is.
+    The weights stay dense tensors with zeros: ``to_sparse24(model, recipe="compress")`` makes them sparse. The
+    saved model then says that calibration made them. Blocks are the elements of the nn.ModuleList or
+    nn.Sequential that holds most weights. An expert is pruned for its tokens, or without any by magnitude.
 
     Parameters
     ----------
@@ -107,8 +105,6 @@ def calibrate(
             own = {name: one for name, one in chosen.items() if f"{name}.".startswith(f"{place}.")}
             file = None if folder is None else folder / f"block-{index:04}.safetensors"
             layers += Block(block, own, calls, index, form).prune(method, file, seed)
-            for layer in own.values():
-                setattr(layer, ORIGIN, {CALIBRATED: method})
             advance()
     return CalibrationReport(method, tuple(layers), left)
 

@@ -26,6 +26,8 @@ _ops: Any = torch.ops.sparse24
 _linear = _ops.linear.default
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 METHODS = ("prune", "compress", "tiles")
+ORIGIN = "_sparse24_origin"
+"""The attribute of a dense module in which ``calibrate`` notes that it made the weight, as checkpoints do."""
 _EMPTY_GROUP = 0x04
 """The metadata of a group without non-zeros, which names positions 0 and 1."""
 

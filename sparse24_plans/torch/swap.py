@@ -29,7 +29,7 @@ from .experts import (
     obstacle,
     other_meaning,
 )
-from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
+from .linear import DTYPES, METHODS, ORIGIN, PreferenceLike, RequirementLike, Sparse24Linear
 from .module_places import aliases_of, has_hooks, has_merged_adapter, owners_of, put
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .swap_report import DenseMatrix, SwappedLayer, SwapReport
@@ -37,8 +37,6 @@ from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _BLOCK = 1 << 24
 """Elements whose squares are summed at a time."""
-ORIGIN = "_sparse24_origin"
-"""The attribute of a dense module whose weights ``calibrate`` made: their origin, in a checkpoint's words."""
 _LEAST = 16
 """Columns and rows of the smallest layer that takes every activation."""
 
