@@ -63,8 +63,8 @@ def calibrate(
 ) -> CalibrationReport:
     """Prune the linear layers and stacked experts of the model's blocks to 2:4 in place, by their inputs.
 
-    The weights stay dense tensors with zeros: ``to_sparse24(model, recipe="compress")`` makes them sparse. The
-    saved model then says that calibration made them. Blocks are the elements of the nn.ModuleList or
+    The weights stay dense tensors with zeros: ``to_sparse24(model, recipe="compress")`` makes them sparse,
+    and the saved model says that calibration made them. Blocks are the elements of the nn.ModuleList or
     nn.Sequential that holds most weights. An expert is pruned for its tokens, or without any by magnitude.
 
     Parameters
