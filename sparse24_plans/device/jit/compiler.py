@@ -36,9 +36,9 @@ def closure(source: str) -> dict[str, bytes]:
 
 
 @lru_cache(256)
-def _included(text: bytes) -> list[str]:
+def _included(text: bytes) -> tuple[str, ...]:
     """Return the files that ``text`` includes. A search takes longer than to read the file again."""
-    return [match.decode() for match in _INCLUDE.findall(text)]
+    return tuple(match.decode() for match in _INCLUDE.findall(text))
 
 
 def sources_sha256(source: str) -> str:
