@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -29,13 +30,14 @@ K, M = 128, 192
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Iterator[World]:
     """Yield four ranks, which most checks use as two pairs."""
-    world = World(4, tmp_path_factory.mktemp("world"))
+    world = World(4, tmp_path_factory.mktemp("world"), __name__)
     yield world
     world.close()
 
 
+@cache
 def mesh_of(ranks: int) -> DeviceMesh:
-    """The mesh that this rank is in: of all ranks, or of a row of them."""
+    """The mesh that this rank is in: of all ranks, or of a row of them. A new one opens new connections."""
     if ranks == dist.get_world_size():
         return init_device_mesh("cpu", (ranks,))
     return init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("rows", "tp"))[
