@@ -52,6 +52,8 @@ def pytest_configure() -> None:
     except BackendUnavailableError as error:
         pytest.exit(f"{error}; for tests without a GPU the extra nvrtc12 or nvrtc13 is enough", returncode=4)
     os.fsync = lambda _: None  # no test cuts the power, and a disk takes longer than a test
+    # PyTorch's threads wait for one another in a loop, which costs more than the tests' small tensors.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # the tests, which collection makes, are no garbage
     global _log
     _log = os.dup(sys.__stderr__.fileno())  # what is captured later is no log

@@ -1,7 +1,7 @@
 """Processes that form a group of torch.distributed (gloo) and run the tests' checks side by side.
 
-Starting one takes seconds of imports, so a module's checks share a world. Nothing waits for ever: neither the
-processes for one another, nor the test for them.
+Imports take seconds, so the processes are forks of one that has imported what they need, and a module's
+checks share a world. Nothing waits for ever: neither the processes for one another, nor the test for them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ LIMIT_S = 120
 
 
 class World:
-    """``ranks`` processes. A check is a function of a module, called in each of them."""
+    """``ranks`` processes. A check is a function of ``module``, called in each of them."""
 
-    def __init__(self, ranks: int, folder: Path) -> None:
-        context = get_context("spawn")
+    def __init__(self, ranks: int, folder: Path, module: str) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload([module, "torch._dynamo.backends.debugging"])
         self.ranks = ranks
         self._ends: list[Connection] = []
         self._processes = []

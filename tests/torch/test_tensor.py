@@ -276,8 +276,7 @@ TRANSPOSES = {
 
 
 @pytest.mark.parametrize("how", TRANSPOSES)
-@pytest.mark.parametrize("leading", [(5,), (2, 3)], ids=str)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("leading", "compiled"), [((5,), False), ((2, 3), False), ((2, 3), True)], ids=str)
 def test_a_weight_is_transposed_in_any_way(how, leading, compiled):
     def product(x, a):
         return x @ TRANSPOSES[how](a)
