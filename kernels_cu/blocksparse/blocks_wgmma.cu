@@ -223,8 +223,10 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
     }
     if (epilogue.is_storing_thread()) tma_store_wait_read<0>();
   }
-  if constexpr (Config::kClaims && Config::kClusterN > 1) {  // the other CTA's warps still tell that they read a claim
+  // The other CTA's warps still tell the first one that they have read a claim. Nobody waits for that, so the sync must
+  // order it: an arrival that comes late would hit the shared memory of the next kernel's CTA.
+  if constexpr (Config::kClaims && Config::kClusterN > 1) {
     __syncwarp();
-    cluster_sync_relaxed();
+    cluster_sync();
   }
 }
