@@ -61,7 +61,7 @@ COUNTS = {
 """Macros that follow from others and are only numbers in the code: they take no registers."""
 KINDS = {"ELEMENT", "WEIGHT"}
 """Macros that say which instructions a kernel has."""
-TURNS = [device_of(one).cuda_arch for one in reversed(CAPABILITIES)]
+ARCHITECTURES = [device_of(one).cuda_arch for one in reversed(CAPABILITIES)]
 """Architectures, of which the default set has one for each source, in turn. CI compiles for all of them."""
 RARE = 10**9
 """The weight of a group that one compilation alone has; one that many have is covered in passing."""
@@ -97,7 +97,7 @@ def kinds_of(request: Request) -> Iterator[Hashable]:
             if "mma" in request.source:  # others load elements alike
                 yield request.source, name, instructions_of(element)
     yield request.source, request.function
-    if request.arch == TURNS[SOURCES.index(request.source) % len(TURNS)]:
+    if request.arch == ARCHITECTURES[SOURCES.index(request.source) % len(ARCHITECTURES)]:
         yield request.source, request.arch
 
 
