@@ -13,9 +13,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,12 @@ _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
 _KEPT = 8
 """Reciprocal of the density, at which kernels multiply kept blocks, and cut long rows of them."""
-_BLOCK_TABLES = (
-    blocks_table.MATMUL_ENTRIES,
-    blocks_table.SOFTMAX_ENTRIES,
-    blocks_table.ATTENTION_ENTRIES,
-    blocks_table.CONVOLUTION_ENTRIES,
+_BLOCK_ROWS: tuple[KernelEntry, ...] = (
+    *blocks_table.MATMUL_ENTRIES,
+    *blocks_table.SOFTMAX_ENTRIES,
+    *blocks_table.ATTENTION_ENTRIES,
+    *blocks_table.CONVOLUTION_ENTRIES,
 )
-_BLOCK_ROWS = tuple(row for table in _BLOCK_TABLES for row in table)
 _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
     (prepare.PruneSparse24Descriptor, {}),
     (prepare.PruneCompressSparse24Descriptor, {}),
@@ -144,22 +143,17 @@ def _layout(block: int, blocks: int) -> BlockSparseShape:
 
 def choices(device: DeviceProperties) -> Iterator[Choice]:
     """One for every row and problem that it serves."""
-    tables: tuple[tuple[KernelEntry, ...], ...] = (
-        gemm_table.ENTRIES,
-        prepare_table.ENTRIES,
-        *_BLOCK_TABLES,
-    )
-    for table in tables:
-        for row in table:
-            if row.on_host or not row.kernel.sources:
-                continue
-            same_bits = isinstance(row, blocks_table.MatmulEntry) and row.invariant
-            wanted = {"batch_invariant": True} if same_bits else {}
-            preference = PlanPreference(prefer_backend=row.backend, require=wanted)
-            for problem in problems(row):
-                (judged,) = consider((row,), problem, preference, device)
-                if judged.reason is None:
-                    yield Choice(problem, device, row, preference, {})
+    rows: Iterable[KernelEntry] = chain(gemm_table.ENTRIES, prepare_table.ENTRIES, _BLOCK_ROWS)
+    for row in rows:
+        if row.on_host or not row.kernel.sources:
+            continue
+        same_bits = isinstance(row, blocks_table.MatmulEntry) and row.invariant
+        wanted = {"batch_invariant": True} if same_bits else {}
+        preference = PlanPreference(prefer_backend=row.backend, require=wanted)
+        for problem in problems(row):
+            (judged,) = consider((row,), problem, preference, device)
+            if judged.reason is None:
+                yield Choice(problem, device, row, preference, {})
 
 
 def measured(device: DeviceProperties) -> list[Record]:

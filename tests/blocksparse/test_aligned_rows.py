@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -332,7 +332,6 @@ def check_library(op: str, packed: bool, trans_a: bool, trans_b: bool, n: int) -
             assert ran.count("matmul") == 1
 
 
-@settings(max_examples=30)
 @given(layout=layouts(most=3), n=st.integers(1, 80), batch=st.integers(1, 3), form=st.sampled_from(FORMS))
 def test_any_layout_has_its_product(layout, n, batch, form):
     op, packed, trans_a, trans_b = form

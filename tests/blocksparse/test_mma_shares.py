@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans.blocksparse.schedules.blocks_mma import SLOTS, shares_of
@@ -55,7 +55,6 @@ def sums_of(warps: int, block_units: int, count: int) -> list[dict[str, list[tup
 
 
 @every_division
-@settings(max_examples=30)
 @given(count=st.integers(0, 40) | st.integers(0, 2000))
 def test_sums_do_not_depend_on_the_number_of_warps(block_units, count):
     few, more, most = (sums_of(warps, block_units, count) for warps in WARPS)

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -66,7 +66,6 @@ def kept_columns(layout: BlockSparseLayout, *, by_columns: bool, rows: int) -> l
     ]
 
 
-@settings(max_examples=40)
 @given(long_rows(), st.booleans(), st.sampled_from([64, 128]))
 def test_slices_of_a_panel_are_its_columns_in_order(layout, by_columns, rows):
     if layout.shape.block > 32:
@@ -78,7 +77,6 @@ def test_slices_of_a_panel_are_its_columns_in_order(layout, by_columns, rows):
         assert [column for _, part, _, _ in mine for column in part] == columns
 
 
-@settings(max_examples=40)
 @given(long_rows(), st.booleans())
 def test_slices_are_bounded_and_nearly_equal(layout, by_columns):
     slicing, found = Slicing.of(layout.shape, by_columns=by_columns), slices_of(layout, by_columns=by_columns)
@@ -93,7 +91,6 @@ def test_slices_are_bounded_and_nearly_equal(layout, by_columns):
     assert number.tolist() == [panels.count(panel) for panel in range(slicing.panels)]
 
 
-@settings(max_examples=40)
 @given(long_rows(), st.booleans(), st.sampled_from([64, 128]))
 def test_no_layout_has_more_slices_than_its_shape_allows(layout, by_columns, rows):
     """The tables and the workspace have room for so many."""
@@ -111,7 +108,6 @@ def test_no_layout_has_more_slices_than_its_shape_allows(layout, by_columns, row
     assert len(cut) <= slicing.cut * (128 // rows)
 
 
-@settings(max_examples=40)
 @given(long_rows(), st.booleans())
 def test_narrow_panels_are_cut_where_their_panel_is(layout, by_columns):
     """So a result's bits are the same for both widths."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
@@ -100,7 +100,6 @@ def test_clusters_take_work_tiles_to_and_fro(clusters):
 columns_of_strips = st.lists(st.integers(0, 40), max_size=60).map(lambda one: sorted(one, reverse=True))
 
 
-@settings(max_examples=40)
 @given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5), st.sampled_from([2, 7, 132]))
 def test_the_busiest_cluster_is_known(columns, block, which, multiprocessors):
     one = sampled_schedules(shape_of(block))[which]
@@ -117,7 +116,6 @@ def test_the_busiest_cluster_is_known(columns, block, which, multiprocessors):
     assert found == pytest.approx(wanted)
 
 
-@settings(max_examples=40)
 @given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5))
 def test_every_block_column_of_a_panel_is_computed(columns, block, which):
     layout = shape_of(block, cols=40 * block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
@@ -66,7 +66,6 @@ def test_of_many_tokens_tiles_are_the_largest(op, block, density):
     assert best_schedule(square(op, block, 4096, density), 132)[:2] == (128, 256)
 
 
-@settings(max_examples=40)
 @given(problems, multiprocessors)
 def test_a_warpgroup_has_whole_groups_of_tokens(desc, multiprocessors):
     """The kernel asserts it when it is compiled: 64 rows, and a multiple of 64 tokens."""
@@ -74,14 +73,12 @@ def test_a_warpgroup_has_whole_groups_of_tokens(desc, multiprocessors):
     assert one.tokens * (one.rows // 64) % (one.warpgroups * 64) == 0
 
 
-@settings(max_examples=40)
 @given(problems, multiprocessors)
 def test_stages_are_copied_while_others_are_multiplied(desc, multiprocessors):
     """Two at least; a warp that copies has a bit of 64 for each of 8 stages and 8 pieces."""
     assert 2 <= best_schedule(desc, multiprocessors).stages <= 8
 
 
-@settings(max_examples=40)
 @given(problems, multiprocessors)
 def test_a_block_of_threads_fits_in_shared_memory(desc, multiprocessors):
     assert best_schedule(desc, multiprocessors).shared_bytes() <= SHARED_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from sparse24_plans import (
     BlockSparseLayout,
@@ -125,7 +125,6 @@ def check_groups(layout: BlockSparseLayout, found: LookUp) -> None:
     assert there == sorted(there, reverse=True)
 
 
-@settings(max_examples=40)
 @given(layouts())
 def test_tables_of_any_layout(layout):
     check(BlockSparseTables(layout), layout)

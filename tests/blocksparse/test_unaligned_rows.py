@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ..kernels.index_functions import Table, check_tables
@@ -56,7 +56,6 @@ def stored(size: int, address: int, width: int) -> tuple[np.ndarray, list[int]]:
 
 
 @every_size
-@settings(max_examples=40)
 @given(st.integers(0, 1 << 20), st.integers(1, 256))
 def test_every_byte_is_stored_once_by_aligned_pieces(size, place, results):
     times, begins = stored(size, place * size, results * size)

@@ -178,7 +178,6 @@ def test_batches_of_a_result_lie_apart(strides, fits):
     assert fits or "y: expected batches that lie apart" in str(verdict.error)
 
 
-@settings(max_examples=40)
 @given(data=st.data())
 def test_a_result_is_refused_exactly_where_its_elements_meet(data):
     draw = data.draw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from sparse24_plans import ElementKind, GemmSparse24Descriptor, InvalidProblemError
 
@@ -126,7 +126,6 @@ def test_json_that_is_not_a_descriptor():
             GemmSparse24Descriptor.model_validate_json(text)
 
 
-@settings(max_examples=40)
 @given(desc=gemm_descriptors())
 def test_what_is_derived_of_a_descriptor(desc):
     """Reduction and outputs by op; one operand for each part of the definition, of its shape and element."""

@@ -35,7 +35,6 @@ def refusals(desc: GemmSparse24Descriptor) -> dict[str, str | None]:
 # Rows of X that the copy engine can't read ----------------------------------------------------------
 
 
-@settings(max_examples=50)
 @given(k=st.integers(1, 4096).map(lambda groups: 8 * groups), n=st.integers(1, 300))
 def test_select_refuses_8_bit_rows_that_are_not_16_byte_multiples(k, n):
     for element, row in (("s8", "wgmma_sp_s8"), ("fp8_e4m3", "wgmma_sp_fp8")):

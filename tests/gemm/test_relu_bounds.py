@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import GemmSparse24Descriptor, InvalidProblemError, explain
@@ -21,7 +21,6 @@ FIELDS = {"n": 2, "m": 16, "k": 8, "element": "bf16", "epilogue": "bias_relu"}
 floats = st.floats(width=32)
 
 
-@settings(max_examples=40)
 @given(
     v=st.lists(floats, min_size=1, max_size=40),
     threshold=st.floats(-100, 100, width=32),

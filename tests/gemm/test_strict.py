@@ -91,7 +91,6 @@ def test_fma_near_ties_of_subnormals(part, addend, scale):
     assert same_bits(np.array(got), np.array(exact_fma(a, b, c)))
 
 
-@settings(max_examples=40)
 @given(st.lists(st.tuples(f32_bits, f32_bits, f32_bits), min_size=2, max_size=9))
 def test_an_fma_does_not_depend_on_its_neighbours(rows):
     a, b, c = np.array(rows, np.uint32).T.copy().view(np.float32)

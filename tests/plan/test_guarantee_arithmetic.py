@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
@@ -125,7 +125,6 @@ def test_a_tolerance_of_integers_is_half_a_unit(out, half):
     assert ((allowed >= half) & (allowed < half + 1e-4)).all()
 
 
-@settings(max_examples=40)
 @given(
     terms=st.lists(
         st.tuples(st.floats(-8, 8, width=16), st.floats(-8, 8, width=16)), min_size=1, max_size=40
