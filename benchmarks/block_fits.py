@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
-from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
+from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS, PANEL_ROWS
+from sparse24_plans.blocksparse.schedules import blocks_wgmma, blocks_wgmma_cost, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
 from sparse24_plans.blocksparse.schedules.predicted_times import (
@@ -41,7 +42,7 @@ from .descent import (
 )
 
 CELL_FIELDS = ("op", "m", "k", "n", "block", "density", "pattern", "trans_a", "trans_b")
-PACKED, BLOCKS_MEASURED = "packed-times", "block-times"
+PACKED, BLOCKS_MEASURED, LARGE_BLOCKS = "packed-times", "block-times", "large-block-times"
 SHORT_SUMS = "sdd_mma"
 TIMES_COUNT = 3.0
 """The weight of errors of a way's predicted times, by which ways are compared, beside that of its choices."""
@@ -84,6 +85,12 @@ PACKED_MODELS = {DENSE.name: DENSE} | {
     for kind in ("k", "n")
     for block in BLOCK_SIZES
 }
+LARGE_MODELS = [
+    model
+    for model, way in PACKED_MODELS.items()
+    if way is BLOCKS and int(model.rsplit("_", 1)[1]) >= NARROW_PANEL_ROWS
+]
+"""Models that also choose the tile, whose times they predict."""
 WAY_OF = PACKED_MODELS | SAMPLED_MODELS
 
 
@@ -316,12 +323,33 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
     Each time comes with its work: one of a way that has one schedule, or of every schedule for few tokens.
     """
     way = PACKED_MODELS[model]
+    if model in LARGE_MODELS:
+        return [(desc, timed_tiles(desc, us)) for desc, us in large_blocks(gpu) if way.model(desc) == model]
     field = next(name for name, one in MEASURED.items() if one is way)
     return [
         (desc, timed_work(way, desc, row[field]))
         for row, desc in packed_lines(gpu)
         if field in row and way.model(desc) == model
     ]
+
+
+def large_blocks(gpu: str) -> Iterator[tuple[BlockSparseMatmulDescriptor, Mapping[str, float]]]:
+    """Measured problems of large blocks, each with the times of its tiles without slices."""
+    for row in lines_of(gpu, LARGE_BLOCKS):
+        yield described(row), {name: us for name, us in row["us"].items() if name.endswith(",0")}
+
+
+def timed_tiles(
+    desc: BlockSparseMatmulDescriptor, us: Mapping[str, float]
+) -> list[tuple[tuple[float, ...], float]]:
+    """The work and the time of each width of a tile, with the clusters that it would have."""
+    found = []
+    for one in blocks_wgmma.tiles_of_large_blocks(desc):
+        name = f"{one.tokens},{one.cluster_n},0"
+        if name in us:
+            terms = blocks_wgmma_cost.work(desc, PANEL_ROWS, one.tokens, desc.longest_panel, SMS)
+            found.append((terms, us[name]))
+    return found
 
 
 def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tuple[tuple[float, ...], float]]:
@@ -383,7 +411,9 @@ def way_entry(model: str, gpu: str) -> Constants:
         return summary(np.exp(np.abs(np.log(choices.predict(constants) / choices.taken))))
 
     measured = {
-        "file": file_of(gpu, BLOCKS_MEASURED if sampled else PACKED),
+        "file": file_of(
+            gpu, BLOCKS_MEASURED if sampled else LARGE_BLOCKS if model in LARGE_MODELS else PACKED
+        ),
         "problems": len(problems),
         "error": errors(found, problems),
         "held_out": {"problems": len(outside), "error": errors(elsewhere, outside)},

@@ -50,6 +50,8 @@ from sparse24_plans.plan import schedule_choice
 from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
+    LARGE_BLOCKS,
+    LARGE_MODELS,
     PACKED,
     PACKED_MODELS,
     SAMPLED_MODELS,
@@ -252,7 +254,7 @@ def choose_by(models: Mapping[str, Constants]) -> None:
 def family_of(model: str) -> str:
     """The measured problems of a model."""
     if model in PACKED_MODELS:
-        return PACKED
+        return LARGE_BLOCKS if model in LARGE_MODELS else PACKED
     if model in F32_MODELS:
         return F32
     blocks = (*SMALL_MODELS, *SDD_MODELS, *SAMPLED_MODELS, *BLOCK_LIMITS)

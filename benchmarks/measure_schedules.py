@@ -49,7 +49,6 @@ from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.blocksparse.descriptor import BlockSparseMatmulDescriptor
 from sparse24_plans.blocksparse.kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
-from sparse24_plans.blocksparse.panels import PANEL_ROWS
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
@@ -57,8 +56,8 @@ from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     APART,
     LONG_FIRST,
     Cut,
-    fitting,
     schedules_by_density,
+    tiles_of_large_blocks,
 )
 from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS
 from sparse24_plans.device.devices import cuda_properties
@@ -316,16 +315,15 @@ def large_block_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
 
 
 def cuts_of(desc: BlockSparseMatmulDescriptor) -> dict[str, Cut]:
-    """Each schedule of large blocks, whole, with long panels first and, where panels may be cut, cut."""
+    """Each tile of large blocks that may be chosen: whole, with long panels first, and cut if it may be."""
     problem, found = KernelProblem(desc), dict[str, Cut]()
-    for tokens, cluster_n in itertools.product((64, 128, 256), (1, 2)):
-        if found and tokens * cluster_n >= 2 * desc.n:
-            continue  # half of the tile, or a CTA of the cluster, would have no tokens
-        one = fitting(PANEL_ROWS, tokens, 2, cluster_n)
+    for one in tiles_of_large_blocks(desc):
+        if one.tokens > 64 and one.tokens >= 2 * desc.n:
+            continue  # half of the tile would have no tokens
         ways = [Cut(one), Cut(one, LONG_FIRST, align_up(COUNTER_BYTES))]
         if problem.slicing is not None:
             ways.append(Cut(one, APART, *slice_bytes(problem)))
-        found |= {f"{tokens},{cluster_n},{cut.slices}": cut for cut in ways}
+        found |= {f"{one.tokens},{one.cluster_n},{cut.slices}": cut for cut in ways}
     return found
 
 

@@ -6,10 +6,9 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from ...plan.schedule_choice import CostModel, fastest
-from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, Prepared, prepared_bytes
-from .blocks_wgmma import mean_panel
+from .blocks_wgmma_cost import by_order_and_block, dense_bytes, mean_panel
 
 STRIP_ROWS, TILE_TOKENS = 16, 8
 """Rows and tokens of an mma."""
@@ -185,17 +184,3 @@ def prepared_x(desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
 def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
     """Whether k is contiguous in X as the caller stores it."""
     return desc.dense_k_last or desc.n == 1
-
-
-def by_order_and_block(name: str, desc: BlockSparseMatmulDescriptor, k_last: bool | None = None) -> str:
-    """The name of the cost model for the problem's blocks and order of X, by default as the caller has it."""
-    last = "k" if (desc.dense_k_last if k_last is None else k_last) else "n"
-    return f"{name}_{last}_last_{desc.layout.block}"
-
-
-def dense_bytes(desc: BlockSparseMatmulDescriptor) -> float:
-    """Bytes of the dense operand and of the result."""
-    one, on_the_right = desc.layout, desc.op is BlockSparseOp.DDS
-    rows, cols = desc.sides[::-1] if on_the_right else desc.sides
-    matrices = desc.batch * one.heads * desc.n
-    return float(matrices * (cols * desc.element.itemsize + rows * desc.out_element.itemsize))

@@ -23,12 +23,12 @@ from ..panels import (
     PANEL_ROWS,
     Slicing,
     expected_occupancy,
-    head_panels,
     narrow_panel_block_rows,
     narrow_panel_rows,
     panel_block_rows,
 )
 from ..shape import BlockSparseShape
+from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 SHARED_BYTES = 227 << 10
@@ -146,21 +146,36 @@ def best_schedule(
 
     ``most_cells`` bounds rows times tokens of a tile of ``dsd`` or ``dds``. It has the rows of a panel then.
     """
-    block = desc.layout.block
-    if desc.op is not BlockSparseOp.SDD and block >= NARROW_PANEL_ROWS:
-        tokens, _ = busy_tokens(panel_count(desc), desc.n, multiprocessors)
-        tokens = uneven_tokens(desc, tokens, multiprocessors)
-        if most_cells is not None:
-            tokens = min(tokens, most_cells // PANEL_ROWS)
-        wide = tokens == _TOKENS[0]
-        # Multicast of S's values is worth it where they are much of what is loaded.
-        sharing = wide != (block == PANEL_ROWS) and -(-desc.n // tokens) % 2 == 0
-        return fitting(PANEL_ROWS, tokens, 2, 2 if sharing else 1)
+    if desc.op is not BlockSparseOp.SDD and desc.layout.block >= NARROW_PANEL_ROWS:
+        tiles = tiles_of_large_blocks(desc, most_cells)
+        return fastest(tiles, lambda tried: large_time(tried, desc, multiprocessors))
     time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
     fit, tried = constants(model_of(desc)), schedules_by_density(desc)
     if most_cells is not None:
         tried = [one for one in tried if one.rows == PANEL_ROWS and one.rows * one.tokens <= most_cells]
     return fastest(tried, lambda tried: time(tried, desc, multiprocessors, fit))
+
+
+def tiles_of_large_blocks(
+    desc: BlockSparseMatmulDescriptor, most_cells: int | None = None
+) -> list[BlocksWgmmaSchedule]:
+    """The candidates for blocks of 64 and 128, of which a tile has at most so many cells."""
+    found = []
+    for tokens in _TOKENS:
+        # Multicast of S's values is worth it where they are much of what is loaded.
+        is_large_part = (tokens == _TOKENS[0]) != (desc.layout.block == PANEL_ROWS)
+        shares = is_large_part and -(-desc.n // tokens) % 2 == 0
+        if most_cells is None or PANEL_ROWS * tokens <= most_cells:
+            found.append(fitting(PANEL_ROWS, tokens, 2, 2 if shares else 1))
+    return found
+
+
+def large_time(
+    tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int
+) -> list[float]:
+    """Microseconds of ``dsd`` or ``dds`` with blocks of 64 or 128, whose panels are not cut."""
+    model, longest = cost_model(desc), desc.longest_panel
+    return [model.microseconds(work(desc, one.rows, one.tokens, longest, multiprocessors)) for one in tried]
 
 
 class Cut(NamedTuple):
@@ -233,12 +248,6 @@ def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
     return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * mean_panel(desc))
 
 
-def mean_panel(desc: BlockSparseMatmulDescriptor) -> float:
-    """Columns that are expected of a row panel, if blocks are kept at random."""
-    layout = desc.layout
-    return desc.reduction // layout.block * expected_occupancy(layout, panel_block_rows(layout))
-
-
 def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
     """Whether slices that several CTAs sum take less time than whole panels, of which long ones come first.
 
@@ -281,23 +290,6 @@ def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
     return tokens, tokens == _TOKENS[0]
 
 
-def uneven_tokens(desc: BlockSparseMatmulDescriptor, tokens: int, multiprocessors: int) -> int:
-    """``tokens``, or a narrower tile with which the CTA of the longest row panel takes less time.
-
-    The CTA has a tile in each wave, and the other tiles' panels have the mean length. A step of a narrow tile
-    is shorter, but each tile has a cost of its own.
-    """
-    mean, fit = mean_panel(desc), constants("blocks_tiles")
-    tried = [one for one in _TOKENS if one <= tokens]
-
-    def time(one: int) -> float:
-        waves = math.ceil(panel_count(desc) * -(-desc.n // one) / multiprocessors)
-        steps = (waves - 1) * mean + desc.longest_panel
-        return float(steps * fit["panel_step"][str(one)] + waves * fit["panel_tile"])
-
-    return min(tried, key=time) if has_long_panel(desc) else tokens
-
-
 def small_time(
     tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int, fit: Any
 ) -> list[float]:
@@ -322,12 +314,6 @@ def schedules_by_density(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaS
     if desc.op is BlockSparseOp.SDD:
         return sampled_schedules(desc.layout)
     return [fitting(*sizes, 2, 1) for sizes in SIZES] if desc.layout.block < NARROW_PANEL_ROWS else []
-
-
-def panel_count(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> int:
-    """Row panels of op(S), or for ``dds`` of its transpose, in all batches and heads."""
-    side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
-    return desc.batch * desc.layout.heads * head_panels(side, rows)
 
 
 def sampled_schedules(layout: BlockSparseShape) -> list[BlocksWgmmaSchedule]:

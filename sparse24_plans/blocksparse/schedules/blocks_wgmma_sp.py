@@ -7,7 +7,8 @@ from typing import NamedTuple
 from ...plan.schedule_choice import constants
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..panels import PANEL_ROWS
-from .blocks_wgmma import SHARED_BYTES, busy_tokens, panel_count
+from .blocks_wgmma import SHARED_BYTES, busy_tokens
+from .blocks_wgmma_cost import panel_count
 
 THREADS = 384
 """Threads of a CTA: two consumer warpgroups, and four producer warps."""

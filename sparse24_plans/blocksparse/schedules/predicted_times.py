@@ -12,22 +12,22 @@ from typing import NamedTuple
 
 from ...plan.schedule_choice import CostModel, constants
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import K_MAJOR, KernelProblem, prepared_bytes
-from ..panels import NARROW_PANEL_ROWS, expected_occupancy
+from ..kernel_problem import KernelProblem, prepared_bytes
+from ..panels import NARROW_PANEL_ROWS
+from . import blocks_wgmma_cost
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
-from .blocks_mma import BlocksMmaSchedule, by_order_and_block, dense_bytes
+from .blocks_mma import BlocksMmaSchedule
 from .blocks_wgmma import (
     APART,
     IN_TURN,
     MULTIPROCESSORS,
     Cut,
     best_schedule,
-    mean_panel,
-    panel_count,
     sdd_time,
 )
 from .blocks_wgmma import model_of as blocks_wgmma_model
+from .blocks_wgmma_cost import by_order_and_block, by_prepared_order, dense_bytes, mean_panel
 
 INFLATING, SAMPLED_LIMIT = "inflate_blocks", "sampled_choice"
 """The names of the model of inflating, and of the limit up to which ``sdd`` is multiplied by kept blocks."""
@@ -63,33 +63,12 @@ class Way(NamedTuple):
 
 
 def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
-    """The terms of a product by ``blocks_wgmma``."""
-    one, problem = desc.layout, KernelProblem(desc)
-    cut = Cut.of(desc, MULTIPROCESSORS)
-    schedule = cut.schedule
-    across = one.block_rows if problem.by_columns else one.block_cols
-    panels, tiles = panel_count(desc, schedule.rows), -(-desc.n // schedule.tokens)
-    mean = across * expected_occupancy(one, max(schedule.rows // one.block, 1))
-    alike = mean_panel(desc)
-    longest_slice = desc.longest_panel
-    if cut.slices in (APART, IN_TURN) and problem.slicing:
-        longest_slice = min(longest_slice, problem.slicing.longest)
-    longest = mean * max(1.0, longest_slice / alike if alike else 1.0)
-    mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
-    work_tiles = panels * tiles
-    waves = max(work_tiles / MULTIPROCESSORS, 1.0)
-    # A partial wave takes a part of a whole one, and no CTA ends before its longest slice does.
-    steps = max((waves + ceil(waves)) / 2 * mean, longest) * one.block / 64
-    values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
-    gathered = panels * mean * one.block * desc.n * desc.element.itemsize
-    return (
-        steps,
-        steps * schedule.rows * schedule.tokens,
-        float(desc.batch * one.blocks * one.block**2 * tiles * schedule.tokens),
-        gathered + values * tiles,
-        values + dense_bytes(desc),
-        waves,
-    )
+    """The terms of a product by ``blocks_wgmma``, as it is cut."""
+    cut, slicing = Cut.of(desc, MULTIPROCESSORS), KernelProblem(desc).slicing
+    longest = desc.longest_panel
+    if cut.slices in (APART, IN_TURN) and slicing:
+        longest = min(longest, slicing.longest)
+    return blocks_wgmma_cost.work(desc, cut.schedule.rows, cut.schedule.tokens, longest, MULTIPROCESSORS)
 
 
 def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
@@ -135,20 +114,13 @@ def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     return BlocksMmaSchedule.of(desc, MULTIPROCESSORS).work(desc, MULTIPROCESSORS)
 
 
-def _by_prepared_order(name: str, desc: BlockSparseMatmulDescriptor) -> str:
-    """The name of the model for the problem's blocks, and for X's order behind all pre-passes."""
-    problem = KernelProblem(desc)
-    _, right = problem.majors(problem.prepared_operands(None))
-    return by_order_and_block(name, desc, right == K_MAJOR)
-
-
 FEW = Way(FEW_TOKENS_MODEL, FEW_TOKENS_TERMS, _few_tokens_work)
 BLOCKS = Way(
-    "packed_blocks",
-    ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave"),
+    blocks_wgmma_cost.MODEL,
+    blocks_wgmma_cost.TERMS,
     _blocks_work,
     _pre_pass_us,
-    model_of=_by_prepared_order,
+    model_of=by_prepared_order,
 )
 DENSE = Way(
     "packed_dense",

@@ -1,0 +1,89 @@
+"""The time of ``dsd`` and ``dds`` by ``blocks_wgmma``: what takes time, for a tile of any size.
+
+By it the tile of blocks of 64 and 128 is chosen, and kept blocks are compared with other ways to multiply.
+``tuning/models`` holds the costs.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from ...plan.schedule_choice import CostModel
+from ...vocab import BlockSparseOp
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..kernel_problem import K_MAJOR, KernelProblem
+from ..panels import PANEL_ROWS, expected_occupancy, head_panels, panel_block_rows
+
+MODEL = "packed_blocks"
+"""The name of the cost models, one for each size of a block and order of X behind all pre-passes."""
+TERMS = ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave")
+"""The names of the kinds of work that take time."""
+_STEP_BYTES = 128
+"""Bytes of a row of S that a step multiplies."""
+_ELEMENT_BYTES = 2
+"""Bytes of the elements that the costs of a cell are of: tensor cores multiply a byte in the same time."""
+
+
+def work(
+    desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, longest_panel: int, multiprocessors: int
+) -> tuple[float, ...]:
+    """How much there is of each kind of ``TERMS`` with tiles of ``rows`` x ``tokens``.
+
+    ``longest_panel`` has the block columns of the longest panel or slice that a CTA computes, or is 0.
+    """
+    one, size = desc.layout, desc.element.itemsize
+    across = one.block_rows if KernelProblem(desc).by_columns else one.block_cols
+    panels, tiles = panel_count(desc, rows), -(-desc.n // tokens)
+    mean, alike = across * expected_occupancy(one, max(rows // one.block, 1)), mean_panel(desc)
+    longest = mean * max(1.0, longest_panel / alike if alike else 1.0)
+    mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
+    waves = max(panels * tiles / multiprocessors, 1.0)
+    # A partial wave takes a part of a whole one, and no CTA ends before its longest slice does.
+    steps = max((waves + ceil(waves)) / 2 * mean, longest) * one.block * size / _STEP_BYTES
+    cells = desc.batch * one.blocks * one.block**2
+    return (
+        steps,
+        steps * rows * tokens,
+        float(cells * tiles * tokens) * size / _ELEMENT_BYTES,
+        panels * mean * one.block * desc.n * size + float(cells * size * tiles),
+        cells * size + dense_bytes(desc),
+        waves,
+    )
+
+
+def cost_model(desc: BlockSparseMatmulDescriptor) -> CostModel:
+    """The model that serves the problem."""
+    return CostModel.of(by_prepared_order(MODEL, desc), TERMS)
+
+
+def by_prepared_order(name: str, desc: BlockSparseMatmulDescriptor) -> str:
+    """The name of the model for the problem's blocks, and for X's order behind all pre-passes."""
+    problem = KernelProblem(desc)
+    _, right = problem.majors(problem.prepared_operands(None))
+    return by_order_and_block(name, desc, right == K_MAJOR)
+
+
+def by_order_and_block(name: str, desc: BlockSparseMatmulDescriptor, k_last: bool | None = None) -> str:
+    """The name of the cost model for the problem's blocks and order of X, by default as the caller has it."""
+    last = "k" if (desc.dense_k_last if k_last is None else k_last) else "n"
+    return f"{name}_{last}_last_{desc.layout.block}"
+
+
+def dense_bytes(desc: BlockSparseMatmulDescriptor) -> float:
+    """Bytes of the dense operand and of the result."""
+    one, on_the_right = desc.layout, desc.op is BlockSparseOp.DDS
+    rows, cols = desc.sides[::-1] if on_the_right else desc.sides
+    matrices = desc.batch * one.heads * desc.n
+    return float(matrices * (cols * desc.element.itemsize + rows * desc.out_element.itemsize))
+
+
+def mean_panel(desc: BlockSparseMatmulDescriptor) -> float:
+    """Columns that are expected of a row panel, if blocks are kept at random."""
+    layout = desc.layout
+    return desc.reduction // layout.block * expected_occupancy(layout, panel_block_rows(layout))
+
+
+def panel_count(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> int:
+    """Row panels of op(S), or for ``dds`` of its transpose, in all batches and heads."""
+    side = desc.sides[1 if desc.op is BlockSparseOp.DDS else 0]
+    return desc.batch * desc.layout.heads * head_panels(side, rows)
