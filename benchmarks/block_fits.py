@@ -356,9 +356,8 @@ def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tup
     """The work and the time of each schedule that was measured."""
     if way is not FEW:
         return [(way.work(desc), us)]
-    return [
-        (one.work(desc, SMS), us[f"{one.warps},{one.strips}"]) for one in BlocksMmaSchedule.candidates(desc)
-    ]
+    tried = BlocksMmaSchedule.candidates(desc)
+    return [(one.work(desc, SMS), us[one.name]) for one in tried if one.name in us]
 
 
 def sampled_problems(model: str, gpu: str) -> list[Any]:

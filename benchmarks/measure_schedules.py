@@ -384,8 +384,7 @@ def packed_times(problem: blocks.Problem) -> dict[str, Any]:
     tried = BlocksMmaSchedule.candidates(problem.desc) if problem.desc.n <= FEW_TOKENS else []
     for number, one in enumerate(tried):
         with mock.patch.object(BlocksMmaSchedule, "of", return_value=one):  # plans are cached
-            name, room = f"{one.warps},{one.strips}", (1 << 30) + number
-            contenders.append(forced(problem, name, "blocks_mma", max_workspace_bytes=room))
+            contenders.append(forced(problem, one.name, "blocks_mma", max_workspace_bytes=(1 << 30) + number))
     found = time_contenders(contenders, rounds=5, round_ms=0.7)
     times: dict[str, Any] = {name: round(us, 2) for name, us in found.items()}
     by_mma = {contender.name: times.pop(contender.name) for contender in contenders[2:]}

@@ -141,7 +141,7 @@ def made_times(seed: int) -> list[dict]:
             for field, way in block_fits.MEASURED.items()
         }
         times["mma_us"] = {
-            f"{one.warps},{one.strips}": CostModel(*TRUE["mma_us"]).microseconds(one.work(desc, 132))
+            one.name: CostModel(*TRUE["mma_us"]).microseconds(one.work(desc, 132))
             for one in BlocksMmaSchedule.candidates(desc)
         }
         lines.append({**cell.fields, **about, **times})
