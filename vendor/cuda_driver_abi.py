@@ -1,7 +1,7 @@
 """The parts of the CUDA driver C ABI that CuPy doesn't offer.
 
-They are tensor maps, launches that may overlap, and the mode in which a thread may free anything while a stream
-captures.
+They are tensor maps, launches that may overlap, and the mode in which a thread may free anything while a
+stream captures.
 
 Provenance: VENDOR.md.
 """
