@@ -11,9 +11,10 @@ import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
 from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS, PANEL_ROWS
-from sparse24_plans.blocksparse.schedules import blocks_wgmma, blocks_wgmma_cost, predicted_times
+from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import Cut, tiles_of_large_blocks
 from sparse24_plans.blocksparse.schedules.predicted_times import (
     BLOCKS,
     DENSE,
@@ -21,6 +22,7 @@ from sparse24_plans.blocksparse.schedules.predicted_times import (
     SAMPLED,
     SAMPLED_DENSE,
     Way,
+    cut_work,
 )
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 
@@ -34,6 +36,7 @@ from .descent import (
     best_limit,
     descend,
     file_of,
+    files_of,
     given_models,
     limits_entry,
     lines_of,
@@ -43,6 +46,7 @@ from .descent import (
 
 CELL_FIELDS = ("op", "m", "k", "n", "block", "density", "pattern", "trans_a", "trans_b")
 PACKED, BLOCKS_MEASURED, LARGE_BLOCKS = "packed-times", "block-times", "large-block-times"
+DENSE_TIMES = "dense-times"
 SHORT_SUMS = "sdd_mma"
 TIMES_COUNT = 3.0
 """The weight of errors of a way's predicted times, by which ways are compared, beside that of its choices."""
@@ -71,7 +75,7 @@ SAMPLED_BOUNDS = {
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
 SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
-MEASURED = {"us": BLOCKS, "mma_us": FEW, "dense_us": DENSE}
+MEASURED = {"us": BLOCKS, "mma_us": FEW}
 """The field of a measured line that has the time of each way to multiply a packed operand."""
 SAMPLED_BLOCKS = (16, 32)
 """Sizes of blocks with which ``sdd`` may be faster as a dense product."""
@@ -317,12 +321,23 @@ def packed_lines(gpu: str) -> Iterator[tuple[Mapping[str, Any], BlockSparseMatmu
         )
 
 
+def way_families(model: str) -> list[str]:
+    """The measured problems that a model is fitted to."""
+    if model in SAMPLED_MODELS:
+        return [BLOCKS_MEASURED]
+    if PACKED_MODELS[model] is DENSE:
+        return [DENSE_TIMES]
+    return [LARGE_BLOCKS, PACKED] if model in LARGE_MODELS else [PACKED]
+
+
 def packed_problems(model: str, gpu: str) -> list[Any]:
     """Descriptors of measured products of packed operands, each with the times that the model predicts.
 
     Each time comes with its work: one of a way that has one schedule, or of every schedule for few tokens.
     """
     way = PACKED_MODELS[model]
+    if way is DENSE:
+        return dense_problems(gpu)
     if model in LARGE_MODELS:
         return [(desc, timed_tiles(desc, us)) for desc, us in large_blocks(gpu) if way.model(desc) == model]
     field = next(name for name, one in MEASURED.items() if one is way)
@@ -334,21 +349,37 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
 
 
 def large_blocks(gpu: str) -> Iterator[tuple[BlockSparseMatmulDescriptor, Mapping[str, float]]]:
-    """Measured problems of large blocks, each with the times of its tiles without slices."""
+    """Measured problems of large blocks: each with the times of the tiles that may be chosen, or of the tile
+    and slices with which a packed operand was multiplied."""
     for row in lines_of(gpu, LARGE_BLOCKS):
-        yield described(row), {name: us for name, us in row["us"].items() if name.endswith(",0")}
+        desc = described(row)
+        names = [Cut(one).name for one in tiles_of_large_blocks(desc)]
+        yield desc, {name: row["us"][name] for name in names if name in row["us"]}
+    for packed, desc in packed_lines(gpu):
+        if packed["block"] >= NARROW_PANEL_ROWS and "us" in packed:
+            yield desc, packed["us"]
 
 
 def timed_tiles(
     desc: BlockSparseMatmulDescriptor, us: Mapping[str, float]
 ) -> list[tuple[tuple[float, ...], float]]:
-    """The work and the time of each width of a tile, with the clusters that it would have."""
+    """The work and the time of each tile, by the name of its ``Cut``."""
     found = []
-    for one in blocks_wgmma.tiles_of_large_blocks(desc):
-        name = f"{one.tokens},{one.cluster_n},0"
-        if name in us:
-            terms = blocks_wgmma_cost.work(desc, PANEL_ROWS, one.tokens, desc.longest_panel, SMS)
-            found.append((terms, us[name]))
+    for name, time in us.items():
+        tokens, _, slices = map(int, name.split(","))
+        found.append((cut_work(desc, PANEL_ROWS, tokens, slices), time))
+    return found
+
+
+def dense_problems(gpu: str) -> list[Any]:
+    """Descriptors of dense products, each with the model's work and the measured time."""
+    found = []
+    for row in lines_of(gpu, DENSE_TIMES):
+        shape = BlockSparseShape(heads=1, rows=row["k"], cols=row["m"], block=BLOCK_SIZES[0], blocks=0)
+        desc = BlockSparseMatmulDescriptor(
+            op=BlockSparseOp.DDS, layout=shape, n=row["n"], element=row["element"], packed=True
+        )  # of any n its rows are aligned, and nothing is copied
+        found.append((desc, [(DENSE.work(desc), row["us"])]))
     return found
 
 
@@ -356,9 +387,8 @@ def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tup
     """The work and the time of each schedule that was measured."""
     if way is not FEW:
         return [(way.work(desc), us)]
-    return [
-        (one.work(desc, SMS), us[f"{one.warps},{one.strips}"]) for one in BlocksMmaSchedule.candidates(desc)
-    ]
+    tried = BlocksMmaSchedule.candidates(desc)
+    return [(one.work(desc, SMS), us[one.name]) for one in tried if one.name in us]
 
 
 def sampled_problems(model: str, gpu: str) -> list[Any]:
@@ -411,9 +441,7 @@ def way_entry(model: str, gpu: str) -> Constants:
         return summary(np.exp(np.abs(np.log(choices.predict(constants) / choices.taken))))
 
     measured = {
-        "file": file_of(
-            gpu, BLOCKS_MEASURED if sampled else LARGE_BLOCKS if model in LARGE_MODELS else PACKED
-        ),
+        "file": files_of(gpu, way_families(model)),
         "problems": len(problems),
         "error": errors(found, problems),
         "held_out": {"problems": len(outside), "error": errors(elsewhere, outside)},

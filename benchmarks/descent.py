@@ -172,6 +172,10 @@ def file_of(gpu: str, family: str) -> str:
     return f"{gpu.removeprefix('nvidia_')}-{family}.jsonl"
 
 
+def files_of(gpu: str, families: Iterable[str]) -> str:
+    return ", ".join(file_of(gpu, family) for family in families)
+
+
 def given_models() -> dict[str, Constants]:
     """The constants that no measurement decides, with the reasons."""
     found: dict[str, Constants] = json.loads((SCHEDULES / "given.json").read_text())

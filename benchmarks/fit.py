@@ -50,11 +50,7 @@ from sparse24_plans.plan import schedule_choice
 from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
-    LARGE_BLOCKS,
-    LARGE_MODELS,
-    PACKED,
-    PACKED_MODELS,
-    SAMPLED_MODELS,
+    BLOCKS_MEASURED,
     SDD_MODELS,
     SHORT_SUMS,
     SMALL_MODELS,
@@ -66,6 +62,7 @@ from .block_fits import (
     short_sums_entry,
     small_constants,
     way_entry,
+    way_families,
 )
 from .descent import (
     SCHEDULES,
@@ -76,6 +73,7 @@ from .descent import (
     best_limit,
     descend,
     file_of,
+    files_of,
     given_models,
     limits_entry,
     lines_of,
@@ -251,20 +249,20 @@ def choose_by(models: Mapping[str, Constants]) -> None:
     schedule_choice.models(schedule_choice.REFERENCE_GPU).update(models)
 
 
-def family_of(model: str) -> str:
-    """The measured problems of a model."""
-    if model in PACKED_MODELS:
-        return LARGE_BLOCKS if model in LARGE_MODELS else PACKED
+def families_of(model: str) -> list[str]:
+    """The measured problems that a model is fitted to."""
+    if model in WAY_OF:
+        return way_families(model)
     if model in F32_MODELS:
-        return F32
-    blocks = (*SMALL_MODELS, *SDD_MODELS, *SAMPLED_MODELS, *BLOCK_LIMITS)
-    return "block-times" if model in blocks else gemm_family(model)
+        return [F32]
+    blocks = (*SMALL_MODELS, *SDD_MODELS, *BLOCK_LIMITS)
+    return [BLOCKS_MEASURED if model in blocks else gemm_family(model)]
 
 
 def is_measured(model: str, gpu: str) -> bool:
     """Whether problems of the model have been measured on the GPU. Else its given constants stay."""
-    exists = (SCHEDULES / file_of(gpu, family_of(model))).is_file()
-    return exists and (model not in BLOCK_LIMITS or bool(beside_inflated(gpu)))
+    exist = all((SCHEDULES / file_of(gpu, family)).is_file() for family in families_of(model))
+    return exist and (model not in BLOCK_LIMITS or bool(beside_inflated(gpu)))
 
 
 def entry(model: str, gpu: str) -> Constants:
@@ -282,7 +280,7 @@ def entry(model: str, gpu: str) -> Constants:
     found, elsewhere = descend(fit, fit.problems), descend(fit._replace(descents=1), inside)
     every, held_out = fit.choices(fit.problems), fit.choices(outside)
     measured = {
-        "file": file_of(gpu, family_of(model)),
+        "file": files_of(gpu, families_of(model)),
         "problems": len(fit.problems),
         "loss": summary(every.free(found)),
         "held_out": {"problems": len(outside), "loss": summary(held_out.free(elsewhere))},
@@ -325,12 +323,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, unmeasured = given_models(), [one for one in FITTED if not is_measured(one, wish.gpu)]
     for model in unmeasured:
         if model in wish.only or not (wish.only or model in given):
-            file = file_of(wish.gpu, family_of(model))
-            parser.error(f"{model}: {file} is missing; benchmarks.measure_schedules writes it")
-    for family in sorted(set(map(family_of, unmeasured))):
-        print(
-            f"{file_of(wish.gpu, family)} is missing: its models keep their given constants", file=sys.stderr
-        )
+            files = files_of(wish.gpu, families_of(model))
+            parser.error(f"{model}: {files} is missing; benchmarks.measure_schedules writes it")
+    for files in sorted({files_of(wish.gpu, families_of(model)) for model in unmeasured}):
+        print(f"{files} is missing: its models keep their given constants", file=sys.stderr)
     text = file_text(wish.gpu, wish.only)
     if wish.check:
         same = path.read_text() == text

@@ -11,13 +11,15 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
 - ``blocks``: blocks_wgmma, in ``<gpu>-block-times.jsonl``;
 - ``large-blocks``: blocks_wgmma for dsd and dds with blocks of 64 and 128, in
   ``<gpu>-large-block-times.jsonl``, whose lines also name the ``longest_panel``;
-- ``packed``: packed operands of block-sparse products as kept blocks and as a dense copy, in
-  ``<gpu>-packed-times.jsonl``.
+- ``packed``: packed operands of block-sparse products as kept blocks, in ``<gpu>-packed-times.jsonl``;
+- ``dense``: cuBLAS's product of bf16, in ``<gpu>-dense-times.jsonl``, alone in a steady state: a power limit
+  slows large ones by a quarter, and kept blocks less.
 
 A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
 Those of ``blocks`` also have ``inflate_us``, the product of the inflated matrix. Those of few tokens also
-have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps and strips. Those of
-``large-blocks`` name a tile's tokens, the CTAs of a cluster and the ``slices`` of a ``Cut``.
+have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps, strips and tiles of tokens. Those
+of ``large-blocks``, and of ``packed`` with blocks of 64 and 128, name a tile's tokens, the CTAs of a cluster
+and the ``slices`` of a ``Cut``.
 """
 
 from __future__ import annotations
@@ -47,14 +49,17 @@ from sparse24_plans import (
 )
 from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
+from sparse24_plans.bench.steady import time_alone
 from sparse24_plans.blocksparse.descriptor import BlockSparseMatmulDescriptor
 from sparse24_plans.blocksparse.kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
+from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     APART,
     LONG_FIRST,
+    MULTIPROCESSORS,
     Cut,
     schedules_by_density,
     tiles_of_large_blocks,
@@ -323,7 +328,7 @@ def cuts_of(desc: BlockSparseMatmulDescriptor) -> dict[str, Cut]:
         ways = [Cut(one), Cut(one, LONG_FIRST, align_up(COUNTER_BYTES))]
         if problem.slicing is not None:
             ways.append(Cut(one, APART, *slice_bytes(problem)))
-        found |= {f"{one.tokens},{one.cluster_n},{cut.slices}": cut for cut in ways}
+        found |= {cut.name: cut for cut in ways}
     return found
 
 
@@ -379,17 +384,20 @@ def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
 
 
 def packed_times(problem: blocks.Problem) -> dict[str, Any]:
-    """Microseconds of a packed product by its kept blocks, by either kernel, and as a dense copy."""
-    contenders = [forced(problem, "us", "blocks_wgmma"), forced(problem, "dense_us", "inflate_cublas")]
+    """Microseconds of a packed product by its kept blocks, by either kernel.
+
+    Tiles of large blocks have a name.
+    """
+    contenders = [forced(problem, "us", "blocks_wgmma")]
     tried = BlocksMmaSchedule.candidates(problem.desc) if problem.desc.n <= FEW_TOKENS else []
     for number, one in enumerate(tried):
         with mock.patch.object(BlocksMmaSchedule, "of", return_value=one):  # plans are cached
-            name, room = f"{one.warps},{one.strips}", (1 << 30) + number
-            contenders.append(forced(problem, name, "blocks_mma", max_workspace_bytes=room))
-    found = time_contenders(contenders, rounds=5, round_ms=0.7)
-    times: dict[str, Any] = {name: round(us, 2) for name, us in found.items()}
-    by_mma = {contender.name: times.pop(contender.name) for contender in contenders[2:]}
-    return {**times, "mma_us": by_mma} if by_mma else times
+            contenders.append(forced(problem, one.name, "blocks_mma", max_workspace_bytes=(1 << 30) + number))
+    times = {name: round(us, 2) for name, us in time_contenders(contenders, rounds=5, round_ms=0.7).items()}
+    us: Any = times.pop("us")
+    if problem.desc.layout.block >= NARROW_PANEL_ROWS:
+        us = {Cut.of(problem.desc, MULTIPROCESSORS).name: us}
+    return {"us": us, "mma_us": times} if times else {"us": us}
 
 
 def measure_packed(seed: int, end: float) -> Iterator[Row]:
@@ -409,7 +417,21 @@ def measure_packed(seed: int, end: float) -> Iterator[Row]:
         free_memory()
 
 
+def measure_dense(rng: random.Random, end: float) -> Iterator[Row]:
+    while time.monotonic() < end:
+        m, k = (128 * int(2 ** rng.uniform(2, 8.5)) for _ in range(2))
+        n = 8 * int(2 ** rng.uniform(0, 10))
+        cell = random_blocks.Cell(
+            op=BlockSparseOp.DSD, m=m, k=k, n=n, block=128, density=0.01, pattern="random"
+        )
+        if m * k <= MOST_CELLS:
+            us = time_alone([blocks.Problem(cell).dense()])["dense"].us
+            yield {"m": m, "k": k, "n": n, "element": "bf16", "us": round(us, 2)}
+            free_memory()
+
+
 FILES = {
+    "dense": "dense-times",
     "packed": "packed-times",
     "gemm": "times",
     "quantized": "quantized-times",
@@ -442,6 +464,8 @@ def main() -> None:
         rows = measure_blocks(rng, end)
     elif wish.family == "large-blocks":
         rows = measure_large_blocks(rng, end)
+    elif wish.family == "dense":
+        rows = measure_dense(rng, end)
     elif wish.family == "packed":
         rows = measure_packed(wish.seed, end)
     else:

@@ -1,4 +1,7 @@
-"""The parts of the CUDA driver C ABI that CuPy doesn't offer: tensor maps, and launches that may overlap.
+"""The parts of the CUDA driver C ABI that CuPy doesn't offer.
+
+They are tensor maps, launches that may overlap, and the mode in which a thread may free anything while a
+stream captures.
 
 Provenance: VENDOR.md.
 """
@@ -53,8 +56,8 @@ class _LaunchConfig(ctypes.Structure):
 
 _MOST_STREAMS = 64
 """Streams whose configurations a launch keeps."""
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_STREAM_CAPTURE_MODE_RELAXED
+_PROGRAMMATIC_STREAM_SERIALIZATION, _CAPTURE_MODE_RELAXED = 6, 2
 
 _P, _INT = ctypes.c_void_p, ctypes.c_int
 _SIGNATURES: dict[str, list[Any]] = {
@@ -64,6 +67,7 @@ _SIGNATURES: dict[str, list[Any]] = {
         *[ctypes.c_uint32] * 2,
         *[_P, *[_INT] * 4],
     ],
+    "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(_INT)],
 }
 
 
@@ -73,6 +77,20 @@ def _driver() -> ctypes.CDLL:
     for name, signature in _SIGNATURES.items():
         getattr(library, name).argtypes = signature
     return library
+
+
+@contextmanager
+def relaxed_capture_mode() -> Iterator[None]:
+    """Let this thread make calls that CUDA forbids while a stream captures, and ends the capture for.
+
+    It is for destructors, so it raises nothing.
+    """
+    exchange, mode = _driver()["cuThreadExchangeStreamCaptureMode"], _INT(_CAPTURE_MODE_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 class OverlappingLaunch:

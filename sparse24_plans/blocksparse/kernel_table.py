@@ -91,7 +91,6 @@ _BLOCKS_MMA = MatmulEntry(
     guarantees.blocks_mma,
     HALVES,
     limits=limits.blocks_mma,
-    min_workspace=limits.prepared_x_bytes,
     ops=(BlockSparseOp.DSD, BlockSparseOp.DDS),
 )
 _SDD_MMA = replace(
@@ -99,7 +98,6 @@ _SDD_MMA = replace(
     name="sdd_mma",
     guarantee=guarantees.sdd_mma,
     limits=limits.sdd_mma,
-    min_workspace=lambda problem: 0,
     ops=(BlockSparseOp.SDD,),
     code="sdd_mma",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
@@ -14,7 +16,7 @@ from .descriptor import (
     BlockSparseSoftmaxDescriptor,
 )
 from .kernel_problem import TMA_BYTES, KernelProblem, Prepared, prepared_bytes
-from .schedules.blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
+from .schedules.blocks_mma import BlocksMmaSchedule, block_rows
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
 from .schedules.predicted_times import dense_wins, few_tokens_lose, sampled_loses
@@ -59,10 +61,12 @@ def blocks_mma_many(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
+    tried = BlocksMmaSchedule.candidates(problem)
+    copies = [copy for one in tried for copy in one.prepared(problem)]
     counts = {"block rows": block_rows(problem), "tokens": problem.n}
-    if (reason := _transposes(prepared_x(problem)) or _beyond(counts)) is not None:
+    if (reason := _transposes(copies) or _beyond(counts)) is not None:
         return reason
-    return grid_limit_refusal(max(one.ctas(problem) for one in BlocksMmaSchedule.candidates(problem)))
+    return grid_limit_refusal(max(one.ctas(problem) for one in tried))
 
 
 def sdd_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -78,11 +82,6 @@ def sdd_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
         return f"serves sums of up to {MOST_TERMS} products, not {problem.n}"
     # No other schedule has more warps than the one for a device that is never busy.
     return _beyond({"warps": SddMmaSchedule.of(problem, _MOST).warps(problem)})
-
-
-def prepared_x_bytes(problem: BlockSparseMatmulDescriptor) -> int:
-    """Workspace bytes of an X that must be copied for ``blocks_mma``."""
-    return prepared_bytes(prepared_x(problem))
 
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -122,7 +121,7 @@ def _of_8_bits(problem: BlockSparseMatmulDescriptor) -> str | None:
     return _transposes(KernelProblem(problem).prepared_operands()) or _integer_sums(problem)
 
 
-def _transposes(prepared: tuple[Prepared, ...]) -> str | None:
+def _transposes(prepared: Iterable[Prepared]) -> str | None:
     """The reason why a pre-pass that transposes exceeds a grid, or None."""
     refusals = (grid_limit_refusal(one.matrices.ctas) for one in prepared if one.transposes)
     return next(filter(None, refusals), None)

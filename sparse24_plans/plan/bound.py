@@ -5,10 +5,24 @@ from __future__ import annotations
 import threading
 from typing import Any, NoReturn
 
+from .._vendor.cuda_driver_abi import relaxed_capture_mode
 from ..device.install import import_cupy
 from ..device.streams import CurrentStream, Launch, launch_on, stream_handle
 from ..device.tensors import Device
 from ..errors import InvalidProblemError
+
+
+class _Graph:
+    """Keeps a CUDA graph, which the garbage collector may free while this thread captures another one."""
+
+    __slots__ = ("_graph",)
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def __del__(self) -> None:
+        with relaxed_capture_mode():
+            del self._graph
 
 
 def as_graph(launch: Launch) -> Launch:
@@ -20,17 +34,17 @@ def as_graph(launch: Launch) -> Launch:
     cuda = import_cupy().cuda
     runtime = cuda.runtime
     stream = cuda.Stream(non_blocking=True)
-    stream.begin_capture(runtime.streamCaptureModeThreadLocal)
+    stream.begin_capture(runtime.streamCaptureModeRelaxed)  # what is freed meanwhile ends no such capture
     try:
         launch(stream.ptr)
     finally:
         graph: Any = stream.end_capture()
     graph.upload(stream)
     stream.synchronize()
-    executable = graph.graphExec
+    executable, keep = graph.graphExec, _Graph(graph)
     lock = threading.Lock()  # CUDA forbids launching one executable graph from two threads at once
 
-    def launch_graph(handle: int, _keep: Any = graph) -> None:
+    def launch_graph(handle: int, _keep: _Graph = keep) -> None:
         if runtime.streamIsCapturing(handle):
             launch(handle)
             return

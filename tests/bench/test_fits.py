@@ -20,9 +20,10 @@ from sparse24_plans import (
     BlockSparseShape,
     GemmSparse24Descriptor,
 )
+from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
-from sparse24_plans.blocksparse.schedules.blocks_wgmma_cost import work
+from sparse24_plans.blocksparse.schedules.predicted_times import Way, cut_work
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
@@ -127,7 +128,7 @@ TRUE = {
     "mma_us": (2.0, 1.0, (2.5e-7, 1.2e-7, 1.5, 0.5, 0.3, 3.0, 1e-6)),
     "dense_us": (4.0, 4.0, (2.7e-7, 1e-7, 2.8e-9, 5e-10)),
 }
-"""By a field of a measured line, the constants of the model that its times follow."""
+"""By its name here, the constants of the model that measured times follow."""
 
 
 def made_times(seed: int) -> list[dict]:
@@ -135,31 +136,47 @@ def made_times(seed: int) -> list[dict]:
     lines = []
     for cell in itertools.islice(packed_cells(seed), 60):
         desc = replace(cell, packed=True).descriptor(cell.layout())
-        about = {"blocks": desc.layout.blocks, "longest_panel": desc.longest_panel}
-        times: dict = {
-            field: CostModel(*TRUE[field]).microseconds(way.work(desc)) + way.copies_us(desc)
-            for field, way in block_fits.MEASURED.items()
-        }
-        times["mma_us"] = {
-            f"{one.warps},{one.strips}": CostModel(*TRUE["mma_us"]).microseconds(one.work(desc, 132))
+        us: object = made_us("us", predicted_times.BLOCKS, desc, predicted_times.BLOCKS.work(desc))
+        if cell.block >= NARROW_PANEL_ROWS:
+            us = {blocks_wgmma.Cut.of(desc, 132).name: us}
+        few = {
+            one.name: made_us("mma_us", predicted_times.FEW, desc, one.work(desc, 132))
             for one in BlocksMmaSchedule.candidates(desc)
         }
-        lines.append({**cell.fields, **about, **times})
+        about = {"blocks": desc.layout.blocks, "longest_panel": desc.longest_panel}
+        lines.append({**cell.fields, **about, "us": us, "mma_us": few})
     return lines
 
 
 def made_times_of_tiles(seed: int) -> list[dict]:
     """Lines of measured large blocks whose times follow the model exactly."""
-    lines, model = [], CostModel(*TRUE["us"])
+    lines = []
     for cell in itertools.islice(large_block_cells(random.Random(seed)), 60):
         desc = cell.descriptor(cell.layout())
         us = {
-            f"{one.tokens},{one.cluster_n},0": block_fits.BLOCKS.copies_us(desc)
-            + model.microseconds(work(desc, one.rows, one.tokens, desc.longest_panel, 132))
+            blocks_wgmma.Cut(one).name: made_us(
+                "us", predicted_times.BLOCKS, desc, cut_work(desc, one.rows, one.tokens, 0)
+            )
             for one in blocks_wgmma.tiles_of_large_blocks(desc)
         }
         lines.append({**asdict(cell), "us": us})
     return lines
+
+
+def made_dense_times(seed: int) -> list[dict]:
+    """Lines of measured dense products whose times follow the model exactly."""
+    rng, lines = random.Random(seed), []
+    for _ in range(60):
+        m, k, n = (16 * rng.randint(8, 800) for _ in range(3))
+        shape = BlockSparseShape(heads=1, rows=m, cols=k, block=16, blocks=0)
+        desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=n, element="bf16", packed=True)
+        us = made_us("dense_us", predicted_times.DENSE, desc, predicted_times.DENSE.work(desc))
+        lines.append({"m": m, "k": k, "n": n, "element": "bf16", "us": us})
+    return lines
+
+
+def made_us(name: str, way: Way, desc: BlockSparseMatmulDescriptor, work: tuple[float, ...]) -> float:
+    return CostModel(*TRUE[name]).microseconds(work) + way.copies_us(desc)
 
 
 @pytest.fixture
@@ -178,14 +195,21 @@ def compiled(monkeypatch, tmp_path):
 
 
 def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch, few_steps):
-    lines = {block_fits.PACKED: made_times(3), block_fits.LARGE_BLOCKS: made_times_of_tiles(4)}
+    lines = {
+        block_fits.PACKED: made_times(3),
+        block_fits.LARGE_BLOCKS: made_times_of_tiles(4),
+        block_fits.DENSE_TIMES: made_dense_times(5),
+    }
     monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines[family])
     for name in (one for one in block_fits.PACKED_MODELS if "_128" in one or "dense" in one):
         assert len(block_fits.packed_problems(name, GPU)) > 2
         found = block_fits.way_entry(name, GPU)
         assert set(found["constants"]) == {"launch", "exponent", *block_fits.WAY_OF[name].terms}
-        tiled = "large-block" if name in block_fits.LARGE_MODELS else "packed"
-        assert found["measured"]["file"] == f"h200-{tiled}-times.jsonl"
+        files = {
+            "dense": "h200-dense-times.jsonl",
+            "blocks": "h200-large-block-times.jsonl, h200-packed-times.jsonl",
+        }
+        assert found["measured"]["file"] == files.get(name.split("_")[1], "h200-packed-times.jsonl")
         assert found["measured"]["error"]["mean"] < 0.03
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
-from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule, prepared_x, unit_depth
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule, unit_depth
 from sparse24_plans.blocksparse.schedules.sdd_mma import SddMmaSchedule
 
 from ..kernels.index_functions import Table, check_tables
@@ -213,7 +213,7 @@ def test_schedules_fit(block, op, k_last):
                 assert one.resident_warps % 4 == 0
                 assert one.resident_warps >= one.warps
                 if not one.x_along_k:
-                    copies = prepared_x(desc)
+                    copies = one.prepared(desc)
                     assert (copies[0].sides[1] if copies else n) % one.n8_tiles == 0
     assert warps == set(WARPS)
 

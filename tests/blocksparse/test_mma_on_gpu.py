@@ -99,22 +99,21 @@ def test_it_replaces_wgmma_for_few_tokens_where_there_is_none(op, packed):
 
 def test_it_replaces_no_kernel_where_others_are_refused():
     strict = {"max_workspace_bytes": 0}
-    assert chosen(n=63, device=A100, preference=strict) == "blocks_strict_any"
+    assert chosen(n=63, device=A100, preference=strict) == "blocks_mma_many"
+    assert chosen(n=65, device=A100, preference=strict) == "blocks_strict_any"
     assert chosen(n=65, device=A100, preference={"tier": "tensor_core"}) == "blocks_mma_any"
 
 
 def test_why_not():
-    def refused(words: str, preference: Any = None, **fields: Any) -> None:
-        wanted = {**FORCED, **(preference or {})}
+    def refused(words: str, **fields: Any) -> None:
         desc = {"op": "dsd", "layout": SHAPE, "n": 12, "element": "bf16", **fields}
         with pytest.raises(UnsupportedError, match=words):
-            BlockSparseMatmulPlan.compile(BlockSparseMatmulDescriptor(**desc), device=H200, preference=wanted)
+            BlockSparseMatmulPlan.compile(BlockSparseMatmulDescriptor(**desc), device=H200, preference=FORCED)
 
     refused(r"sdd_mma_any: serves sums of up to 64 products, not 65", op="sdd", n=65)
     refused(r"sdd_mma.*: serves elements f16, bf16, not f32", op="sdd", element="f32")
     refused(r"blocks_mma.*: serves elements f16, bf16, not f32", element="f32")
     refused(r"does not serve inner sparse24", inner="sparse24")
-    refused(r"needs a workspace of 73728 bytes, max_workspace_bytes is 0", {"max_workspace_bytes": 0}, n=9)
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
@@ -133,16 +132,29 @@ def test_it_serves_short_sums_of_sdd_up_to_the_measured_number(device, monkeypat
     assert chosen(n=8, **half, preference={"require": promises}) == "sdd_mma"
 
 
-@pytest.mark.parametrize(("n", "copied"), [(1, False), (7, False), (9, True), (12, False), (40, False)])
+@pytest.mark.parametrize(("n", "copied"), [(1, False), (7, False), (12, False), (40, False), (63, True)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_x_is_copied_only_if_lanes_cannot_load_neighbouring_tokens(block, n, copied):
+    """Without a workspace for the copy, a CTA has fewer tokens."""
     layout = SHAPE.model_copy(update={"block": block})
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=n, element="bf16")
     found = explain(desc, preference=FORCED, device=H200)
     assert (("padded first" if block == 16 else "transposed first") in found.details) == copied
     assert (found.workspace_size > 0) == copied
+    without = explain(desc, preference={**FORCED, "max_workspace_bytes": 0}, device=H200)
+    assert without.workspace_size == 0
+    assert ("x 8 tokens" in without.details) == (copied or n <= 8)
     other = explain(desc.model_copy(update={"trans_b": True}), preference=FORCED, device=H200)
     assert other.workspace_size == 0
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_x_is_not_copied_if_a_cta_of_fewer_tokens_is_faster(block):
+    layout = SHAPE.model_copy(update={"block": block})
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=9, element="bf16")
+    found = explain(desc, preference=FORCED, device=H200)
+    assert found.workspace_size == 0
+    assert "x 8 tokens" in found.details
 
 
 # Results ------------------------------------------------------------------------------------------
@@ -295,7 +307,7 @@ def test_bits_of_sdd_do_not_depend_on_its_schedule_or_on_what_is_transposed(bloc
         itertools.product(strips, (1, 3, 32), (False, True), (False, True))
     ):
         schedule = chosen_one._replace(strips=one, run_blocks=run)
-        monkeypatch.setattr(SddMmaSchedule, "of", lambda desc, sms, schedule=schedule: schedule)
+        monkeypatch.setattr(SddMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
         turned = {"a": a_turned, "b": b_turned}
         stored = {
             name: plain[name].swapaxes(-1, -2) if turn else plain[name] for name, turn in turned.items()
@@ -347,7 +359,7 @@ def test_bits_do_not_depend_on_strips_or_on_what_is_transposed(op, block, n, mon
         desc = BlockSparseMatmulDescriptor(layout=operands.layout, **fields, **turned)
         tried = [one for one in BlocksMmaSchedule.candidates(desc) if one.warps == 8]
         schedule = tried[0 if most else -1]
-        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda desc, sms, schedule=schedule: schedule)
+        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
         spare = {**FORCED, "max_workspace_bytes": (1 << 30) + most}  # of its own: plans are cached
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=spare)
         strips.append(schedule.strips)
@@ -380,7 +392,7 @@ def test_bits_do_not_depend_on_the_number_of_warps(op, block, turned, n, monkeyp
     chosen_one, found = BlocksMmaSchedule.of(desc, 132), []
     for number, warps in enumerate((4, 8, 16)):
         schedule = chosen_one._replace(warps=warps)
-        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda desc, sms, schedule=schedule: schedule)
+        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
         spare = {**FORCED, "max_workspace_bytes": (1 << 31) + number}  # of its own: plans are cached
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=spare)
         assert f"{warps} warps a block row" in plan.explain().details

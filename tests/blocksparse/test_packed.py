@@ -77,7 +77,7 @@ def test_a_long_row_of_blocks_makes_a_dense_copy_the_faster():
     assert chosen(density=0.3, block=32, n=2048, longest_panel=128).chosen == "blocks_wgmma"
     few = {"density": 0.02, "block": 64, "n": 512}
     assert chosen(**few).chosen == "blocks_wgmma"
-    wide = BlockSparseShape(heads=1, rows=1024, cols=32768, block=64, blocks=1700)
+    wide = BlockSparseShape(heads=1, rows=1024, cols=32768, block=64, blocks=1400)
     assert chosen(layout=wide, n=128).chosen == "blocks_wgmma"
     assert chosen(layout=wide, n=128, longest_panel=512).chosen == "packed_dense"
 

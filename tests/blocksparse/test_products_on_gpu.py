@@ -85,7 +85,7 @@ def test_what_is_chosen():
     many = SHAPE.model_copy(update={"block": 16, "blocks": 6554})  # a tenth
     assert chosen(layout=many) == "blocks_wgmma"
     assert chosen(layout=many, n=256) == "blocks_wgmma"
-    many = many.model_copy(update={"blocks": 40960})  # five of eight
+    many = many.model_copy(update={"blocks": 57344})  # seven of eight
     assert chosen(layout=many, n=4096, **K_LAST) == "inflate_cublas"
     every = {"preference": {"require": {"batch_invariant": True}}, **K_LAST}
     assert chosen(layout=many, n=4096, **every) == "blocks_wgmma_any"

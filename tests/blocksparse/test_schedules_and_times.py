@@ -81,8 +81,7 @@ def test_the_fastest_tile_of_large_blocks_is_missed_by_little(block, is_uneven, 
     lost = []
     for row in lines_of("nvidia_h200", LARGE_BLOCKS):
         if row["block"] == block and (row["pattern"] == "uneven") == is_uneven:
-            cut = Cut.of(described(row), H200.multiprocessors)
-            name = f"{cut.schedule.tokens},{cut.schedule.cluster_n},{cut.slices}"
+            name = Cut.of(described(row), H200.multiprocessors).name
             lost.append(row["us"][name] / min(row["us"].values()))
     assert len(lost) > 140
     assert np.exp(np.log(lost).mean()) <= mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from functools import partial
@@ -13,6 +14,7 @@ from sparse24_plans import DriverError
 from sparse24_plans._vendor.library_error import LibraryError
 from sparse24_plans.device.streams import launch_on
 from sparse24_plans.device.tensors import Device
+from sparse24_plans.plan.bound import as_graph
 
 from ..support import check_that_nothing_is_allocated
 from .cases import KERNELS, equal, kernel_case
@@ -75,6 +77,51 @@ def test_a_launch_follows_what_else_is_captured(name):
         graph.launch(stream)
         stream.synchronize()
         assert equal(case.fetch(), want)
+
+
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+def test_a_plan_of_several_launches_may_be_freed_in_a_capture(mode):
+    """It holds a CUDA graph, which CUDA lets no thread free that captures another one."""
+    import cupy
+
+    case = kernel_case("inflate_cublas")
+    want = case.run()
+    bound, freed = (case.plan.bind(case.args, workspace=case.space) for _ in range(2))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+        del freed
+        gc.collect()
+        bound.launch()
+        graph = stream.end_capture()
+    case.poison()
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert equal(case.fetch(), want)
+
+
+def test_a_graph_may_be_freed_while_another_one_is_made():
+    """The garbage collector runs at any time."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    marks = cupy.zeros(64, cupy.uint8)
+    cupy.cuda.Device().synchronize()
+
+    def launch(handle: int) -> None:
+        freed.clear()
+        cupy.cuda.runtime.memsetAsync(marks.data.ptr, 7, marks.nbytes, handle)
+
+    other = cupy.cuda.Stream(non_blocking=True)
+    other.begin_capture()
+    cupy.cuda.runtime.memsetAsync(marks.data.ptr, 9, marks.nbytes, other.ptr)
+    freed = [other.end_capture()]
+    made = as_graph(launch)
+    assert not freed
+    made(stream.ptr)
+    stream.synchronize()
+    assert (marks == 7).all()
 
 
 FIRST_LAUNCH_IN_CAPTURE = """

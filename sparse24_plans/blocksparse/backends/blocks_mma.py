@@ -12,7 +12,7 @@ from ...plan.operands import Alignment, Views
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
 from ..prepasses import SOURCES, PrePasses
-from ..schedules.blocks_mma import BlocksMmaSchedule, block_rows, prepared_x
+from ..schedules.blocks_mma import BlocksMmaSchedule, block_rows
 
 _SOURCE = "blocksparse/blocks_mma.cu"
 
@@ -52,11 +52,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._problem = problem = KernelProblem(desc)
-        prepared = prepared_x(desc)
+        most = choice.preference.max_workspace_bytes
+        schedule = BlocksMmaSchedule.of(desc, device.multiprocessors, most)
+        prepared = schedule.prepared(desc)
         self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
         self.workspace_size = self._prepasses.workspace_size
         self.launches = 1 + len(self._prepasses)
-        schedule = BlocksMmaSchedule.of(desc, device.multiprocessors)
         self._ctas = schedule.ctas(desc)
         # The longest block rows come first if not all CTAs run at once.
         self._ordered = self._ctas > schedule.resident_ctas(device.multiprocessors)
@@ -121,5 +122,5 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> d
         "LEFT_ALONG_K": int(problem.left_major == K_MAJOR),
         "RIGHT_ALONG_K": int(schedule.x_along_k),
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
-        "X_COPIED": int(bool(prepared_x(desc))),
+        "X_COPIED": int(bool(schedule.prepared(desc))),
     }

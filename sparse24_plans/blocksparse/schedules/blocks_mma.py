@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, inf
+import math
 from typing import NamedTuple
 
 from ...plan.schedule_choice import CostModel, fastest
@@ -16,7 +16,7 @@ _STRIPS = (4, 2, 1)
 """Numbers of strips of a CTA."""
 _MOST_STRIPS = {1: 4, 2: 2, 4: 2, 8: 1}
 """Most strips of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
-_SHARES = ((16, 4), (64, 8), (inf, 16))
+_SHARES = ((16, 4), (64, 8), (math.inf, 16))
 """The most units of a block row, and its shares."""
 _LANE_WORDS = 32
 """Registers of a lane for values in flight, and for cells of X in flight. With 64 tokens values have half."""
@@ -46,28 +46,56 @@ class BlocksMmaSchedule(NamedTuple):
 
     @classmethod
     def candidates(cls, desc: BlockSparseMatmulDescriptor) -> list[BlocksMmaSchedule]:
-        """Every schedule of a problem."""
-        x_along_k = _reads_along_k(desc) or any(copy.transposes for copy in prepared_x(desc))
-        n8_tiles, depth = n8_tiles_of(desc), unit_depth(desc.layout.block)
-        most = min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[n8_tiles])
-        strips = [one for one in _STRIPS if one <= most]
-        return [cls(warps, one, n8_tiles, depth, x_along_k) for one in strips for warps in _WARPS]
+        """Every schedule of a problem. If a CTA of many tokens needs a copy of X, others have fewer."""
+        depth, widest, along_k = unit_depth(desc.layout.block), _widest(desc), _reads_along_k(desc)
+        tiles = {widest: along_k}
+        if not along_k and desc.n % widest:
+            # With blocks of 16, a transposed X would be read in pieces of 32 bytes, so its rows are padded.
+            tiles = {widest: desc.layout.block > STRIP_ROWS, math.gcd(desc.n, widest): False}
+        return [
+            cls(warps, strips, n8_tiles, depth, x_along_k)
+            for n8_tiles, x_along_k in tiles.items()
+            for strips in _STRIPS
+            if strips <= min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[n8_tiles])
+            for warps in _WARPS
+        ]
 
     @classmethod
-    def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksMmaSchedule:
-        """The schedule of the least predicted time."""
+    def of(
+        cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int, max_workspace: int | None = None
+    ) -> BlocksMmaSchedule:
+        """The schedule of the least predicted time whose copy of X takes at most so many bytes."""
         model = CostModel.of(by_order_and_block(MODEL, desc), TERMS)
         return fastest(
             cls.candidates(desc),
             lambda some: [model.microseconds(one.work(desc, multiprocessors)) for one in some],
+            lambda one: prepared_bytes(one.prepared(desc)),
+            max_workspace,
         )
+
+    @property
+    def name(self) -> str:
+        """What tells it from the problem's other schedules, in measured lines."""
+        return f"{self.warps},{self.strips},{self.n8_tiles}"
+
+    def prepared(self, desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
+        """X, if a pre-pass must copy it.
+
+        A lane loads as many contiguous tokens at a time as a CTA has tiles of eight, so rows of X must be
+        multiples: they are padded, or X is transposed.
+        """
+        if _reads_along_k(desc) or (not self.x_along_k and desc.n % self.n8_tiles == 0):
+            return ()
+        right = KernelProblem(desc).right
+        x = next(one for one in desc.operands() if one.name == right)
+        return (Prepared.of(x, transposes=self.x_along_k),)
 
     def work(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> tuple[float, ...]:
         """How much there is of each of TERMS.
 
-        Memory delivers values, X and C, and L2 delivers X to every CTA. In each wave CTAs begin and write
-        cells of C. No CTA ends before the rounds of its block row do, of which the longest counts. X may be
-        copied first.
+        Memory delivers values, X and C. L2 delivers X to every CTA, and values again to further tokens. In
+        each wave CTAs begin and write cells of C. No CTA ends before the rounds of its block row do, of which
+        the longest counts. X may be copied first.
         """
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
@@ -75,12 +103,12 @@ class BlocksMmaSchedule(NamedTuple):
         if desc.longest_panel:  # as much longer than others as the longest panel is
             longest = min(mean * max(1.0, desc.longest_panel / mean_panel(desc)), float(desc.longest_panel))
         waves = self.ctas(desc) / self.resident_ctas(multiprocessors)
-        waves = max((waves + ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
-        units, copies = longest * one.block / self.depth, prepared_x(desc)
+        waves = max((waves + math.ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
+        units, copies = longest * one.block / self.depth, self.prepared(desc)
         cells_of_a_thread = self.rows * self.tokens / (32 * self.warps)
         return (
             values + dense_bytes(desc),
-            values * self.n_tiles(desc) * self.tokens / self.rows,
+            values * (self.n_tiles(desc) * (1 + self.tokens / self.rows) - 1),
             waves,
             units / min(self.warps, shares_of(units)) / self.units,
             waves * cells_of_a_thread,
@@ -161,24 +189,10 @@ def unit_depth(block: int) -> int:
     return min(block, 32)
 
 
-def n8_tiles_of(desc: BlockSparseMatmulDescriptor) -> int:
-    """Tiles of eight tokens of a CTA. Units of large blocks leave less room for X."""
+def _widest(desc: BlockSparseMatmulDescriptor) -> int:
+    """Most tiles of eight tokens of a CTA. Units of large blocks leave less room for X."""
     most = 8 if unit_depth(desc.layout.block) == STRIP_ROWS else 4
     return next(one for one in _MOST_STRIPS if TILE_TOKENS * one >= desc.n or one == most)
-
-
-def prepared_x(desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
-    """X, if a pre-pass must copy it.
-
-    A lane loads as many contiguous tokens at a time as a CTA has tiles of eight, so rows of X must be
-    multiples. They are padded for blocks of 16, of which a transposed X would be read in pieces of 32 bytes.
-    Larger blocks read a transposed X faster.
-    """
-    if _reads_along_k(desc) or desc.n % n8_tiles_of(desc) == 0:
-        return ()
-    right = KernelProblem(desc).right
-    x = next(one for one in desc.operands() if one.name == right)
-    return (Prepared.of(x, transposes=desc.layout.block > STRIP_ROWS),)
 
 
 def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:

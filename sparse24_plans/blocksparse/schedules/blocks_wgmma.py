@@ -193,6 +193,11 @@ class Cut(NamedTuple):
     def workspace(self) -> int:
         return self.counter_bytes + self.sum_bytes
 
+    @property
+    def name(self) -> str:
+        """What tells it from other cuts of large blocks, in measured lines."""
+        return f"{self.schedule.tokens},{self.schedule.cluster_n},{self.slices}"
+
     @classmethod
     def of(
         cls,

@@ -64,11 +64,16 @@ class Way(NamedTuple):
 
 def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of a product by ``blocks_wgmma``, as it is cut."""
-    cut, slicing = Cut.of(desc, MULTIPROCESSORS), KernelProblem(desc).slicing
-    longest = desc.longest_panel
-    if cut.slices in (APART, IN_TURN) and slicing:
+    cut = Cut.of(desc, MULTIPROCESSORS)
+    return cut_work(desc, cut.schedule.rows, cut.schedule.tokens, cut.slices)
+
+
+def cut_work(desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, slices: int) -> tuple[float, ...]:
+    """The terms with tiles of ``rows`` x ``tokens``, and the ``slices`` of a ``Cut``."""
+    slicing, longest = KernelProblem(desc).slicing, desc.longest_panel
+    if slices in (APART, IN_TURN) and slicing:
         longest = min(longest, slicing.longest)
-    return blocks_wgmma_cost.work(desc, cut.schedule.rows, cut.schedule.tokens, longest, MULTIPROCESSORS)
+    return blocks_wgmma_cost.work(desc, rows, tokens, longest, MULTIPROCESSORS)
 
 
 def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
