@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
+from ..arithmetic.subnormals import check_subnormals
 from ..device.devices import PlaceLike, described, home_of
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import on_stream
@@ -125,8 +126,8 @@ class GemmSparse24Plan(Plan):
         (token, output) as integers [P, 2]; tokens of batches follow each other, and tokens in no group are
         left out. ``on_block`` is called with the number of results just compared.
 
-        Raises UnsupportedError if the plan's guarantee names no arithmetic, and InvalidProblemError or
-        MisalignedOperandError for wrong arguments.
+        Raises UnsupportedError if the plan's guarantee names no arithmetic, or the thread flushes subnormal
+        numbers, and InvalidProblemError or MisalignedOperandError for wrong arguments.
         """
         name = self.guarantee.arithmetic
         if name is None:
@@ -142,6 +143,7 @@ class GemmSparse24Plan(Plan):
         tokens, outputs = chosen_results(samples, seed, self.descriptor)
         views = self._check(args)
         check_c_is_kept(args)
+        check_subnormals()
         results = results_of(self.descriptor, views, Arithmetic.of(name))
         written = results.written(tokens)
         return replayed(results, views, tokens[written], outputs[written], on_block)

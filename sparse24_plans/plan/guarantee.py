@@ -161,7 +161,7 @@ class PrecisionGuarantee(Model):
         wide["abs_sum"] = _wide("abs_sum", abs_sum)
         for name, one in wide.items():
             _check_shape(name, one.shape, "exact", exact.shape)
-        sums = self.error_bound(k) * wide["abs_sum"] + k * ElementKind.F32.smallest_subnormal
+        sums = tolerance.times(self.error_bound(k), wide["abs_sum"]) + k * ElementKind.F32.smallest_subnormal
         scales = [wide[name] for name in ("scale_x", "scale_w") if name in wide]
         lost = tolerance.of_factors(exact, sums, alpha, *scales)
         if beta:
@@ -205,7 +205,7 @@ class PrecisionGuarantee(Model):
         scores, sizes = _scores(scores, sizes, dimensions=1)
         u, tiny = ElementKind.F32.unit_roundoff, ElementKind.F32.smallest_subnormal
         found = tolerance.of_softmax(scores, 6 * u * sizes + 6 * tiny, self.error_bound(k))
-        return tolerance.of_rounding(found.weights, found.weights * found.relative + tiny, out)
+        return tolerance.of_rounding(found.weights, found.lost + tiny, out)
 
     def attention_tolerance(
         self,
@@ -240,12 +240,13 @@ class PrecisionGuarantee(Model):
         # The exponentials, of which the largest is 1, enter the product as what the kernel multiplies.
         multiplied = ElementKind(self.math_precision.value)
         least = multiplied.smallest_subnormal + sums * multiplied.smallest_normal
-        weights, relative, most = found.weights, found.relative + sums + multiplied.unit_roundoff, 1.0
+        weights, lost, relative, most = found.weights, found.lost, sums + multiplied.unit_roundoff, 1.0
         if dropout is not None:
             factors = _wide("dropout", dropout)
             _check_shape("dropout", factors.shape, "scores", scores.shape)
-            weights, relative, most = weights * factors, relative + 3 * u, factors.max(initial=0.0)
-        lost = (weights * relative) @ values
+            weights, lost, relative = weights * factors, lost * factors, relative + 3 * u
+            most = factors.max(initial=0.0)
+        lost = (lost + (weights + lost) * relative) @ values
         lost = lost + values.sum(axis=-2, keepdims=True) * least * most + k * tiny
         return tolerance.of_rounding(np.abs(weights @ signed), lost, kind), found.of_lse
 

@@ -38,6 +38,8 @@ def piece(address: int, nbytes: int) -> StridedSpan:
 
 def spans_of(view: TensorView) -> tuple[StridedSpan, ...]:
     """Spans that hold the tensor's elements: its lines, or where lines form batches those of each batch."""
+    if 0 in view.shape:
+        return ()
     whole = (piece(view.address, view.nbytes_spanned),)
     width, *outer = _dimensions(view)
     if not outer or len(outer) > 2 or any(one.stride < width.size for one in outer):

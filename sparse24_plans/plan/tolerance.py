@@ -27,6 +27,12 @@ _EXP_VANISHES = 2.0**-119
 """Largest |silu(v)| where 1 / (1 + exp(-v)) is subnormal in float32, so that kernels give 0."""
 
 
+def times(factor: Any, error: Any) -> Any:
+    """A factor times an error, one of them an array. Zero times an unbounded error is zero."""
+    with np.errstate(invalid="ignore"):
+        return np.where((error == 0) | (factor == 0), 0.0, factor * error)
+
+
 def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s) -> Float64s:
     """The error of alpha times the scales times a sum, whose own error is at most ``sums``.
 
@@ -39,7 +45,7 @@ def of_factors(exact: Float64s, sums: Float64s, alpha: float, *scales: Float64s)
     for scale in reversed(scales):
         underflow = underflow + _TINY / 2 * factor
         factor = factor * np.abs(scale)
-    found: Float64s = (factor * sums + underflow) * (1 + relative) + np.abs(exact) * relative
+    found: Float64s = (times(factor, sums) + underflow) * (1 + relative) + np.abs(exact) * relative
     return found
 
 
@@ -75,13 +81,13 @@ def of_epilogue(
     (gate, up), (of_gate, of_up) = (_rows_of_gates(one) for one in (v, error))
     value, after = _activated(gate, of_gate, _GATES[kind.activation], tanh_error)
     up = np.abs(up)
-    product, lost = value * up, after * (up + of_up) + value * of_up
+    product, lost = value * up, after * (up + of_up) + times(value, of_up)
     return product, lost + (product + lost) * _U + _TINY
 
 
 def of_scale(size: Float64s, error: Float64s, scale: float) -> tuple[Float64s, Float64s]:
     """Values of at most ``size`` and their error, times ``scale``. The product is rounded to float32."""
-    size, error = size * abs(scale), error * abs(scale)
+    size, error = size * abs(scale), times(abs(scale), error)
     return size, error + (size + error) * _U + _TINY
 
 
@@ -89,7 +95,7 @@ def of_sum(terms: Float64s, errors: Float64s, weights: Float64s | None) -> tuple
     """The sum along the first axis, times weights, and its error; products and sums are rounded in order."""
     steps = (1 + _U) ** (len(terms) + (weights is not None)) - 1
     if weights is not None:
-        terms, errors = terms * weights, errors * np.abs(weights)
+        terms, errors = terms * weights, times(np.abs(weights), errors)
     error = errors.sum(axis=0)
     error = error + (np.abs(terms).sum(axis=0) + error) * steps + len(terms) * _TINY
     return terms.sum(axis=0), error
@@ -116,7 +122,7 @@ def _activated(v: Float64s, error: Float64s, activation: str, tanh_error: float)
         return size, passed + (size + passed) * _U + _TINY
     passed = _SLOPES[activation] * error
     size = _size_of(v, activation)
-    own = _EVALUATION[activation] * (size + passed)
+    own = times(_EVALUATION[activation], size + passed)
     if activation == "silu":  # the exponent of 2 is rounded, and so is log2(e)
         own = own + 2 * _U * v * v * _sigmoid_slope(v) + (_EXP_VANISHES + _TINY)
     if activation == "gelu":  # the exponent is rounded, too; |v^2 exp(-v^2/2)|' < 1
@@ -124,7 +130,7 @@ def _activated(v: Float64s, error: Float64s, activation: str, tanh_error: float)
     if activation == "gelu_tanh":  # 2u is rounded in four steps, and then as in silu
         exponent = _tanh_exponent(v)
         own = own + 6 * _U * np.abs(v * exponent) * _sigmoid_slope(exponent) + (_EXP_VANISHES + _TINY)
-        own = own + tanh_error * (np.abs(v) + error)
+        own = own + times(tanh_error, np.abs(v) + error)
     return size, passed + own
 
 
@@ -169,8 +175,8 @@ class Softmax(NamedTuple):
 
     weights: Float64s
     """Zeros in a row of -Inf alone."""
-    relative: Float64s
-    """Relative error of the weights."""
+    lost: Float64s
+    """Error of the weights, which are at most 1 however wrong the scores are."""
     of_lse: Float64s
     """Error of the logarithm of each row's sum of exponentials."""
 
@@ -193,4 +199,9 @@ def of_softmax(scores: Float64s, moved: Float64s, sums: float) -> Softmax:
     total = np.where(total == 0, 1.0, total)
     lse = np.abs(top + np.log(total))[..., 0]
     of_lse = 2 * most[..., 0] + grown + 4 * _U * (1 + lse)
-    return Softmax(powers / total, np.expm1(2 * (moved + most) + grown + 6 * _U), of_lse)
+    weights = powers / total
+    with np.errstate(over="ignore", invalid="ignore"):
+        lost = weights * np.expm1(2 * (moved + most) + grown + 6 * _U)
+    # A weight that float64 has lost may come back if its score is wrong enough.
+    largest = np.where(live, 1 + float(np.expm1(grown + 6 * _U)), 0.0)
+    return Softmax(weights, np.where(lost < largest, lost, largest), of_lse)

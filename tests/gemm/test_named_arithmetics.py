@@ -233,3 +233,16 @@ def test_the_row_on_request_keeps_its_promises(element, name):
     x[:, 2::4] = np.nan
     plan.run(GemmSparse24Args(whole.args.weight, x, y))
     assert same_bits(y, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "exponent", "want"), [("f32x6", -149, np.inf), ("f32x3", -133, np.inf), ("f32x3", -135, np.nan)]
+)
+def test_two_terms_hold_no_weight_below_the_least_bf16(name, exponent, want):
+    """An Inf in X meets W as the kernel has it."""
+    desc = GemmSparse24Descriptor(n=1, m=1, k=8, element="f32")
+    plan = GemmSparse24Plan.select(desc, preference=requiring(f"hopper_tc_{name}/slices=1"), device="host")
+    dense = np.array([[2.0**exponent, *[0] * 7]], np.float32)
+    x, y = np.array([[np.inf, *[0] * 7]], np.float32), np.empty((1, 1), np.float32)
+    plan.run(GemmSparse24Args(plan.pack(Sparse24Weight.compress(dense)), x, y))
+    assert np.array_equal(y, [[want]], equal_nan=True)

@@ -6,9 +6,16 @@ import ctypes
 import platform
 import threading
 
+import numpy as np
 import pytest
 
-from sparse24_plans import GemmSparse24Descriptor, UnsupportedError
+from sparse24_plans import (
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    Sparse24Weight,
+    TilePruneSparse24Descriptor,
+    UnsupportedError,
+)
 
 from .cases import BLOCKSPARSE, GEMM, PlanCase, name_of, random_inputs, select
 
@@ -63,6 +70,31 @@ def test_the_tensor_cores_arithmetic_is_refused_too():
     plan = select(desc, "host", preference={"require": {"arithmetic": "hopper_tc/slices=1"}})
     assert plan.explain().chosen == "host_tensor_core"
     check_refused(PlanCase(plan, random_inputs(desc)))
+
+
+@glibc
+def test_sums_that_choose_tiles_are_refused_too():
+    desc = TilePruneSparse24Descriptor(m=8, k=8, element="f32", rule="optimal")
+    plan = select(desc, "host")
+    assert plan.guarantee.subnormals == "preserved"
+    check_refused(PlanCase(plan, random_inputs(desc)))
+
+
+@glibc
+@pytest.mark.parametrize("device", ["host", "h200"])
+@pytest.mark.parametrize("bits", [FTZ, DAZ])
+def test_no_replay_calls_right_subnormals_wrong(device, bits):
+    desc = GemmSparse24Descriptor(n=2, m=8, k=16, element="f32")
+    rng = np.random.default_rng(0)
+    weight = Sparse24Weight.prune_compress(rng.standard_normal((8, 16), np.float32))
+    x, y = rng.standard_normal((2, 16), np.float32) * np.float32(1e-40), np.empty((2, 8), np.float32)
+    args = GemmSparse24Args(weight, x, y)
+    select(desc, "host", preference={"require": {"arithmetic": "fma32_in_order"}}).run(args)
+    plan = select(desc, device, preference={"require": {"arithmetic": "fma32_in_order"}})
+    error = in_a_thread_with(bits, lambda: plan.replay(args))
+    assert isinstance(error, UnsupportedError)
+    assert "flushes them to zero" in str(error)
+    assert plan.replay(args).equal
 
 
 def check_refused(case: PlanCase) -> None:

@@ -117,6 +117,28 @@ def test_column_windows_of_one_buffer_do_not_overlap(device):
         assert fits or "y: expected memory apart from x" in str(verdict.error)
 
 
+@pytest.mark.parametrize("sizes", [(16, 0), (0, 32)], ids=["x", "y"])
+def test_an_operand_without_elements_overlaps_nothing(sizes, device):
+    """It may be an empty window of the other's rows."""
+    n, (m, k) = 6, sizes
+    plan = select(GemmSparse24Descriptor(n=n, m=m, k=k, element="f32"), device)
+    case = PlanCase(plan, random_inputs(plan.descriptor))
+    whole = Guarded((n, 40), F32, device).view
+    for start in (0, 4, 44):
+        x, y = (
+            TensorView(
+                whole.address + (0 if width else start) * F32.itemsize,
+                (n, width),
+                F32,
+                whole.device,
+                strides=(40, 1),
+                owner=whole,
+            )
+            for width in (k, m)
+        )
+        plan.run(replace(case.args, x=x, y=y), workspace=case.workspace and case.workspace.view)
+
+
 def test_operands_in_the_gaps_between_rows_do_not_overlap(device):
     """A bias, and a workspace of what a kernel needs, between rows of y."""
     n, m, k, pitch = 6, 16, 32, 64

@@ -121,6 +121,28 @@ def test_a_result_is_within_the_tolerance(kernel, kind, data, seed):
     assert (error[covered] <= allowed[covered]).all()
 
 
+@kinds
+@pytest.mark.parametrize(
+    "zero", [{}, {"alpha": 0.0}, {"scale_x": 0.0}, {"scale_w": 0.0}, {"scale_y": 0.0}], ids=str
+)
+def test_zero_times_an_unbounded_error_is_zero(kind, zero):
+    """Sums of fp8 this long have no bound, unless all their products are zeros, as in rows of padding."""
+    promise = guarantees.wgmma_sp_fp8(GemmSparse24Descriptor(n=1, m=32, k=16384, element="fp8_e4m3"))
+    assert promise.error_bound(16384) == float("inf")
+    abs_sum = np.array([[0.0] * 32, [1.0] * 32])
+    bias = np.zeros(32) if kind.has_bias else None
+    allowed = promise.tolerance(16384, 0 * abs_sum, abs_sum, "bf16", epilogue=kind, bias=bias, **zero)
+    assert (allowed[0] < 1e-30).all()
+    assert (allowed[1] < 1e-30).all() if zero else np.isposinf(allowed[1]).all()
+
+
+@pytest.mark.parametrize("weights", [[0.0], [2.0]])
+def test_zero_times_an_unbounded_error_adds_nothing(weights):
+    promise = guarantees.wgmma_sp_fp8(GemmSparse24Descriptor(n=1, m=32, k=8, element="fp8_e4m3"))
+    allowed = promise.summed_tolerance(np.ones((1, 2)), np.array([[1e-9, np.inf]]), "f32", np.array(weights))
+    assert np.isposinf(allowed[1]) if weights[0] else (allowed < 1e-30).all()
+
+
 @pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
 @pytest.mark.parametrize("element", ["f32", "bf16"])
 @settings(max_examples=15)
@@ -407,6 +429,22 @@ def test_attention_is_within_the_tolerance(kernel, element, seed, widest):
     want = powers / powers.sum(-1, keepdims=True) @ wide[2]
     assert (np.abs(o.astype(np.float64) - want) <= allowed).all()
     assert (np.abs(lse - (top + np.log(powers.sum(-1, keepdims=True)))[..., 0]) <= of_lse).all()
+
+
+@pytest.mark.parametrize("size", [1e7, 1e9, 1e12])
+def test_no_weight_of_scores_that_rounding_moves_far_is_off_by_more_than_about_1(size):
+    promise = GemmSparse24Plan.select(
+        GemmSparse24Descriptor(n=2, m=32, k=8, element="f32"), device="host"
+    ).guarantee
+    scores = np.array([[size, 0.0, -np.inf], [size, size, size]])
+    sizes, values = np.full((2, 3), size), np.array([[3.0], [5.0], [7.0]])
+    found = promise.softmax_tolerance(3, scores, sizes, "f32")
+    assert (found <= 1.00001).all()
+    assert found[0, 2] <= 4 * TINY
+    # The first row may become any mean of 3 and 5, and the second one of all three.
+    o, _ = promise.attention_tolerance(3, scores, sizes, values, "f32", head_size=4)
+    assert (o >= [[2 * (size > 1e8)], [2 * (size > 1e8)]]).all()
+    assert (o <= [[8.001], [15.001]]).all()
 
 
 def test_rows_of_which_nothing_is_kept():

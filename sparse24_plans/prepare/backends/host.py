@@ -14,7 +14,7 @@ from ...device.tensors import HOST, TensorView
 from ...plan.kernel import Choice
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Views
-from ...vocab import ElementKind, MaskLayout, PrepareOp
+from ...vocab import ElementKind, MaskLayout, PrepareOp, TileRule
 from ...weights import canonical, groups, host_code, packing, threads, tiles
 from ...weights.packed_layouts import layout_of
 from ...weights.quantize import quantized, scales_of
@@ -131,6 +131,8 @@ class Kernel(BaseKernel[PrepareDescriptor]):
     def _tile_prune(self, views: Views) -> None:
         desc, bits = self.descriptor, views["dense"].bits()
         assert isinstance(desc, TilePruneSparse24Descriptor)
+        if desc.rule is TileRule.OPTIMAL:  # it adds; the other rules compare bits
+            check_subnormals()
         masks = tiles.choose(bits, desc.element, desc.rule)
         keep = tiles.kept(masks)
         for suffix, cells, kept in (("", bits, keep), ("_t", bits.T, keep.T)):
