@@ -233,6 +233,17 @@ def test_an_out_dtype_that_a_layer_cannot_give_leaves_it_dense():
         ({"rule": "best"}, InvalidProblemError, "rule: expected one of .*optimal, got 'best'"),
         ({"require": {"fast": True}}, InvalidProblemError, "require: expected fields of"),
         ({"preference": 3}, InvalidProblemError, "preference: expected PlanPreference or a mapping"),
+        ({"group": 32}, InvalidProblemError, "group: expected 128, the default, without stored, got 32"),
+        (
+            {"group": "32", "weight_dtype": torch.int8},
+            InvalidProblemError,
+            "group: expected 128, .* got '32'",
+        ),
+        (
+            {"method": "tiles", "scores": lambda name, linear: None},
+            InvalidProblemError,
+            "scores: expected None for tiles, which are pruned by rule, got a function",
+        ),
     ],
 )
 def test_a_recipe_that_no_layer_takes_is_refused_when_it_is_made(fields, error, message):
