@@ -200,7 +200,8 @@ def to_sparse24(
         same defaults). A layer that ``include`` names must be swappable; others that aren't are skipped.
     recipe : Sparse24Recipe, str or mapping
         A recipe, a method of ``Sparse24Linear.from_linear``, or a mapping from patterns of names to either.
-        The first pattern that matches counts; layers that no pattern matches are skipped.
+        The first pattern that matches counts; layers that no pattern matches are skipped. Every pattern must
+        match a layer.
     progress : bool, optional
         Whether to show a progress bar on stderr. The default is whether stderr is a terminal.
 
@@ -311,8 +312,14 @@ class Choice:
         self.aliases = aliases_of(model)
         self._weights = {name: ["weight"] if is_linear(one) else [*STACKS] for name, one in found.items()}
         include, exclude = patterns_of("include", include), patterns_of("exclude", exclude)
-        known = {one for name in found for one in self._names_of(name)}
-        for argument, patterns in (("include", include), ("exclude", exclude)):
+        names = {one for name in found for one in self._names_of(name)}
+        layers = {one for name in found for one in self.aliases[name]}
+        recipes = patterns_of("recipe", tuple(recipe)) if isinstance(recipe, Mapping) else ()
+        for argument, patterns, known in (
+            ("include", include, names),
+            ("exclude", exclude, names),
+            ("recipe", recipes, layers),
+        ):
             for pattern in patterns:
                 if not any(fnmatchcase(one, pattern) for one in known):
                     raise InvalidProblemError(

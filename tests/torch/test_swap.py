@@ -491,6 +491,12 @@ def test_what_stays_dense_by_default_and_why():
         ({"include": ["body.2"], "recipe": "compress"}, "body.2: expected a layer that can be swapped"),
         ({"recipe": "magnitude"}, "recipe: expected one of"),
         ({"recipe": 3}, "recipe: expected a Sparse24Recipe"),
+        (
+            {"recipe": {"bdy.0": "compress", "*": "prune"}},
+            "recipe: pattern 'bdy.0' matches no linear layer and no experts",
+        ),
+        ({"recipe": {"body.0.weight": "prune", "*": "prune"}}, "recipe: pattern 'body.0.weight' matches no"),
+        ({"recipe": {3: "prune"}}, "recipe: expected a sequence of patterns"),
         ({"include": 3}, "include: expected a sequence of patterns, got 3"),
         ({"include": [3]}, "include: expected a sequence"),
     ],
