@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import (
+    BlockSparseConv2dDescriptor,
+    BlockSparseMatmulDescriptor,
+    BlockSparseShape,
     DeviceProperties,
     ElementKind,
     Explanation,
@@ -225,6 +228,43 @@ def test_words_are_shown_as_they_are_written():
 def test_fields_by_position_are_refused_with_their_names():
     with pytest.raises(InvalidProblemError, match=r"expected fields by name \(element, n, m, k, .*got 4 by"):
         GemmSparse24Descriptor(1, 16, 8, "bf16")
+
+
+_SHAPE = BlockSparseShape(heads=1, rows=16, cols=16, block=16, blocks=1)
+_FILTER = BlockSparseShape(heads=1, rows=16, cols=144, block=16, blocks=9)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: GemmSparse24Descriptor(n=1, m=2**40, k=2**40, element="f32"),
+            f"n, m, k: .* 2\\^63 elements, got 1, {2**40}, {2**40}$",
+        ),
+        (
+            lambda: PruneSparse24Descriptor(m=2**40, k=2**40, element="f32"),
+            f"m, k: .* 2\\^59 elements, got {2**40}, {2**40}$",
+        ),
+        (
+            lambda: BlockSparseShape(heads=2**30, rows=32, cols=32, block=16, blocks=1),
+            f"heads: .* in all heads, got {2**30} heads of 2 x 2$",
+        ),
+        (
+            lambda: BlockSparseMatmulDescriptor(op="dsd", layout=_SHAPE, batch=2**30, n=2**30, element="f32"),
+            f"layout, batch: .* elements, got BlockSparseShape.*, {2**30}$",
+        ),
+        (
+            lambda: BlockSparseConv2dDescriptor(
+                layout=_FILTER, batch=2**30, height=2**15, width=2**15, kernel=3, element="f32"
+            ),
+            f"layout, batch: .* elements, got BlockSparseShape.*, {2**30}$",
+        ),
+    ],
+    ids=["product", "prepare", "layout", "blocks", "convolution"],
+)
+def test_sizes_that_are_too_large_are_shown(make, words):
+    with pytest.raises(InvalidProblemError, match=words):
+        make()
 
 
 def test_a_gpu_without_multiprocessors_is_refused():

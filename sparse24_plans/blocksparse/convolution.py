@@ -201,7 +201,9 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
                 )
         largest = max(one.rows, one.cols) * max(self.height * self.width, self.forward.pixels)
         if max(one.blocks * one.block**2, self.batch * largest) > INT64_MAX // 8:
-            raise ValueError("layout, batch: expected operands of fewer than 2^60 elements")
+            raise ValueError(
+                f"layout, batch: expected operands of fewer than 2^60 elements, got {one!r}, {self.batch}"
+            )
         return self
 
     @property

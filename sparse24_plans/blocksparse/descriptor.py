@@ -65,7 +65,9 @@ class BlockSparseDescriptor(Descriptor):
         one = self.layout
         most = max(one.blocks * one.block**2, one.heads * max(one.rows, one.cols) * width)
         if self.batch * most > INT64_MAX // 8:
-            raise ValueError("layout, batch: expected operands of fewer than 2^60 elements")
+            raise ValueError(
+                f"layout, batch: expected operands of fewer than 2^60 elements, got {one!r}, {self.batch}"
+            )
 
     def _tables(self) -> Operand:
         size = (length(self.layout),)

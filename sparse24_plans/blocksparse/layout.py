@@ -114,9 +114,12 @@ class BlockSparseLayout:
             )
         pointers = pointers.astype(np.int64)
         counts = np.diff(pointers, axis=1)
-        if (pointers[:, 0] != 0).any() or (counts < 0).any():
+        wrong = (pointers[:, 0] != 0) | (counts < 0).any(axis=1)
+        if wrong.any():
+            head = int(wrong.argmax())
             raise InvalidProblemError(
-                "crow_indices: expected values that start at 0 and never decrease in each head"
+                "crow_indices: expected values that start at 0 and never decrease in each head, got "
+                f"{shown(pointers[head].tolist())} in head {head}"
             )
         heads, rows = counts.shape
         columns = _integers("col_indices", col_indices).reshape(-1).astype(np.int64)

@@ -103,7 +103,10 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
         desc = self.descriptor
         if not desc.packed:
             if values is not None:
-                raise InvalidProblemError("values: expected None, because the descriptor has packed=False")
+                raise InvalidProblemError(
+                    "values: expected None, because the descriptor has packed=False, got "
+                    f"{type(values).__name__}"
+                )
             return super().pack(layout)
         operand = next(one for one in self._operands if one.role is Role.PACKED)
         alignment = self._kernel.alignment_of(operand.name)

@@ -53,7 +53,10 @@ class BlockSparseShape(Model):
             if size % self.block:
                 raise ValueError(f"{name}: expected a multiple of block {self.block}, got {size}")
         if self.heads * max(self.block_rows, self.block_cols) >= MOST:
-            raise ValueError("heads: expected fewer than 2^31 - 1 rows and columns of blocks in all heads")
+            raise ValueError(
+                "heads: expected fewer than 2^31 - 1 rows and columns of blocks in all heads, got "
+                f"{self.heads} heads of {self.block_rows} x {self.block_cols}"
+            )
         if self.blocks > self.heads * self.block_rows * self.block_cols:
             most = self.heads * self.block_rows * self.block_cols
             raise ValueError(f"blocks: expected at most {most}, as many as there are, got {self.blocks}")

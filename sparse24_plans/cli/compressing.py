@@ -97,10 +97,10 @@ def compress(
         run = None
         if calibrate is not None:
             if dry_run:
-                raise InvalidProblemError("--dry-run: expected no --calibrate, which has to run the model")
+                raise typer.BadParameter("--dry-run: expected no --calibrate, which has to run the model")
             run = calibration(source, calibrate, out, method or "sparsegpt", device, **chosen, **quantized)
         elif method is not None:
-            raise InvalidProblemError(f"--method: expected --calibrate beside it, got {method} alone")
+            raise typer.BadParameter(f"--method: expected --calibrate beside it, got {method} alone")
         document = compressed(
             source,
             out,
@@ -120,12 +120,12 @@ def compress(
 def _check_quantization(
     element: ElementKind | None, weights: ElementKind | None, beside: Mapping[str, object]
 ) -> None:
-    """Raise InvalidProblemError, naming an option, for options of weights that don't go together."""
+    """Raise typer.BadParameter, naming an option, for options of weights that don't go together."""
     if weights is not None and element is not None:
-        raise InvalidProblemError(f"--weights: expected no --element beside it, got {element}")
+        raise typer.BadParameter(f"--weights: expected no --element beside it, got {element}")
     for option, value in beside.items():
         if weights is None and value is not None:
-            raise InvalidProblemError(f"{option}: expected --weights beside it, got {value} alone")
+            raise typer.BadParameter(f"{option}: expected --weights beside it, got {value} alone")
 
 
 def format_name(text: str) -> str:

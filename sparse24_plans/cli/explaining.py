@@ -34,6 +34,7 @@ from .options import (
     RequireOption,
     hint,
     preference_of,
+    put_once,
     word_option,
 )
 from .output import emit, reported
@@ -204,9 +205,10 @@ def _fields_of(
             )
         if name in _OTHER_FIELDS[kind]:
             try:
-                found[name] = json.loads(text)
+                value = json.loads(text)
             except (ValueError, RecursionError):  # a word
-                found[name] = text
+                value = text
+            put_once(found, name, value, "--field")
     return found
 
 

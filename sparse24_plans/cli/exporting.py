@@ -10,7 +10,8 @@ import typer
 
 from ..checkpoints.compressed_form import DEFAULT_GROUP
 from ..device.devices import GPUS
-from ..errors import InvalidProblemError
+from ..device.files import read_whole
+from ..errors import FormatError, InvalidProblemError, StorageError
 from ..export import export_plans
 from ..export.folder import Problem, name_of
 from ..gemm.descriptor import GemmSparse24Descriptor
@@ -26,14 +27,17 @@ from .options import (
     RequireOption,
     WeightShapesOption,
     WeightsOption,
+    hint,
     named,
-    one_of,
     preference_of,
     shape_of,
     tokens_of,
 )
 from .output import emit, progress, reported
 from .tables import Json, show_line, size_text
+
+_MOST_PROPERTIES = 1 << 16
+"""Bytes of a file of DeviceProperties, which has a few hundred."""
 
 
 def export(
@@ -68,7 +72,7 @@ def export(
     if weights is not None:
         stored = {"weight_element": weights, "weight_group": DEFAULT_GROUP if group is None else group}
     elif group is not None:
-        raise typer.BadParameter("--group: expected --weights beside it")
+        raise typer.BadParameter(f"--group: expected --weights beside it, got {group} alone")
     descriptors = _descriptors(
         most[0], shape, element or [ElementKind.BF16], epilogue or [EpilogueKind.IDENTITY], stored
     )
@@ -88,12 +92,15 @@ def export(
 
 def _gpu(text: str) -> str | DeviceProperties:
     """A known GPU's name, or the properties in a file."""
-    if text in GPUS or not text.endswith(".json"):
-        return one_of(GPUS)(text)
+    if text in GPUS:
+        return text
     try:
-        return DeviceProperties.model_validate_json(Path(text).read_bytes())
-    except (OSError, InvalidProblemError) as error:
-        raise typer.BadParameter(f"expected a file of DeviceProperties, got {text:.80}: {error}") from error
+        return DeviceProperties.model_validate_json(read_whole(text, _MOST_PROPERTIES))
+    except (StorageError, FormatError, InvalidProblemError) as error:
+        raise typer.BadParameter(
+            f"expected a file of DeviceProperties or one of {', '.join(GPUS)}, got {text!r:.80}"
+            f"{hint(text, GPUS)}: {error}"
+        ) from error
 
 
 def _descriptors(

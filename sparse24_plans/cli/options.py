@@ -170,6 +170,12 @@ ScaleRuleOption = Annotated[
 ]
 
 
+def put_once(values: dict[str, Any], name: str, value: Any, option: str) -> None:
+    """Add what a repeatable option says of a name. Another value for the same name is wrong usage."""
+    if values.setdefault(name, value) != value:
+        raise _wrong(option, f"expected one value of {name}, got {values[name]} and {value}")
+
+
 def _wrong(option: str, message: str) -> typer.BadParameter:
     return typer.BadParameter(message, param_hint=f"'{option}'")
 
@@ -185,7 +191,7 @@ def preference_of(require: list[str] | None, backend: str | None, **more: Any) -
     for item in ",".join(require or ()).split(","):
         name, has_value, value = item.strip().partition("=")
         if name:
-            wanted[name] = _required(name, value if has_value else None)
+            put_once(wanted, name, _required(name, value if has_value else None), "--require")
     try:
         requirement = GuaranteeRequirement(**wanted)
     except InvalidProblemError as error:

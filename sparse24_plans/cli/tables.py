@@ -32,7 +32,10 @@ _LEAST_PROSE = 16
 
 def console(*, stderr: bool = False) -> Console:
     """A console on the current stdout or stderr."""
-    return Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+    made = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+    if made.width < 1:  # some shells set COLUMNS=0 for an unknown width, with which rich prints nothing
+        made.width = shutil.get_terminal_size().columns
+    return made
 
 
 def terminal_width() -> int | None:

@@ -85,8 +85,13 @@ PlaceLike: TypeAlias = DeviceLike | DeviceProperties
 """A device, or a GPU that needn't be present: its DeviceProperties, or a name such as ``"h200"``."""
 
 
-def resolve(device: DeviceLike) -> DeviceProperties:
+_DEVICES = "None, 'host', 'cuda', 'cuda:N', a CUDA ordinal or a device"
+
+
+def resolve(device: DeviceLike, expected: str = _DEVICES) -> DeviceProperties:
     """Properties of a device. ``"cuda"`` is the current GPU; None is that GPU, or the host without one.
+
+    ``expected`` says for the message what the caller takes.
 
     Raises InvalidProblemError for no device's name, BackendUnavailableError for a device that isn't there.
     """
@@ -102,7 +107,7 @@ def resolve(device: DeviceLike) -> DeviceProperties:
     if kind == "host":
         return HOST_PROPERTIES
     if kind != "cuda" or (ordinal is not None and not 0 <= ordinal < _MOST_ORDINAL):
-        raise wrong("device", "None, 'host', 'cuda', 'cuda:N', a CUDA ordinal or a device", device)
+        raise wrong("device", expected, device)
     return _current() if ordinal is None else cuda_properties(ordinal)
 
 
@@ -179,7 +184,8 @@ def described(device: PlaceLike) -> tuple[DeviceProperties, bool]:
         return device, device.kind == "cuda"
     if isinstance(device, str) and device in GPUS:
         return absent_gpu(device), True
-    return resolve(device), False
+    absent = f"; or a GPU that needn't be present: {', '.join(GPUS)} or DeviceProperties"
+    return resolve(device, _DEVICES + absent), False
 
 
 def home_of(properties: DeviceProperties) -> Device:

@@ -37,9 +37,11 @@ def _cuda() -> Any:
 def launch_on(device: Device, launch: Launch, stream: int) -> None:
     """Call ``launch(stream)`` with ``device`` current, and the caller's device current after it.
 
-    Raises DriverError where the driver refuses the launch.
+    Raises DriverError where the driver refuses the launch, and InvalidProblemError for a stream on the host.
     """
     if device.kind == "host":
+        if stream != 0:
+            raise wrong("stream", "0 for a host plan, which runs synchronously", stream)
         launch(stream)
         return
     cuda = _cuda()

@@ -249,8 +249,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
         self._expect_relu_bounds()
         rows = max(self.tokens, self.x_rows or 0, self.y_rows or 0)
         if self.weight_rows * self.k > INT64_MAX or rows * max(self.m, self.k) > INT64_MAX:
-            names = "n, m, k, x_rows, y_rows" if self.is_routed else "n, m, k"
-            raise ValueError(f"{names}: expected operands of fewer than 2^63 elements")
+            names = ("n", "m", "k", "x_rows", "y_rows")[: 5 if self.is_routed else 3]
+            came = ", ".join(str(getattr(self, name)) for name in names)
+            raise ValueError(f"{', '.join(names)}: expected operands of fewer than 2^63 elements, got {came}")
         return self
 
     def _expect_quantization(self) -> None:

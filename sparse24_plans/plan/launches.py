@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ..device.streams import CurrentStream, Launch, launch_on
 from ..device.tensors import LOCATION_OF_TYPE, Device, view_at
 from ..errors import InvalidProblemError, shown
+from ..vocab.fields import integer
 from .kernel import Kernel
 from .operands import OperandChecks, Views, check_alignment
 from .overlap import overlap, piece, spans_of
@@ -120,13 +121,23 @@ class Caller:
         Raises MisalignedOperandError, InvalidProblemError or DriverError, before anything is written.
         """
         key = self, addresses, workspace
-        launch = self._launches.find(key)
+        try:
+            launch = self._launches.find(key)
+        except TypeError:  # the checks tell what no key can hold
+            launch = None
         if launch is None:
             launch = self._launches.add(key, self._checked(addresses, workspace), workspace)
         launch_on(self._home, launch, stream)
 
     def _checked(self, addresses: tuple[int, ...], workspace: int) -> Views:
         views: Views = {}
+        if type(addresses) is not tuple or not all(map(_is_address, addresses)):
+            raise InvalidProblemError(
+                "addresses: expected a tuple of the integer addresses of "
+                f"{', '.join(self.operands)}, got {shown(addresses)}"
+            )
+        if not _is_address(workspace):
+            raise InvalidProblemError(f"workspace: expected an address, got {shown(workspace)}")
         if len(addresses) != len(self.operands):
             raise InvalidProblemError(
                 f"addresses: expected those of {', '.join(self.operands)}, got {len(addresses)}"
@@ -141,3 +152,19 @@ class Caller:
         self._checks.check_apart(views)
         self._launches.check_workspace(workspace, views)
         return views
+
+    def __copy__(self) -> Caller:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Caller:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidProblemError(
+            "Caller: cannot be pickled, because it launches in this process; pickle the plan instead"
+        )
+
+
+def _is_address(value: object) -> bool:
+    number = integer(value)
+    return number is not None and number >= 0

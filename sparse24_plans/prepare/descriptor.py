@@ -59,7 +59,7 @@ class PrepareDescriptor(Descriptor):
     def _sizes(self) -> PrepareDescriptor:
         self._expect("element", ELEMENTS)
         if self.m * self.k > INT64_MAX // 16:
-            raise ValueError("m, k: expected fewer than 2^59 elements")
+            raise ValueError(f"m, k: expected fewer than 2^59 elements, got {self.m}, {self.k}")
         return self
 
     @property

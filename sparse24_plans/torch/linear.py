@@ -35,6 +35,14 @@ PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
 
 
+def check_scores(method: str, scores: object) -> None:
+    """Raise InvalidProblemError for scores beside a method that would not rank by them."""
+    if scores is not None and method == "tiles":
+        raise InvalidProblemError(
+            f"scores: expected None for tiles, which are pruned by rule, got a {type(scores).__name__}"
+        )
+
+
 class Sparse24Linear(nn.Module):
     """``activation(x W^T + bias)`` with W [out_features, in_features] 2:4; x may have any leading dimensions.
 
@@ -153,6 +161,7 @@ class Sparse24Linear(nn.Module):
         cls._checked_dtype(weight.dtype)
         if method not in METHODS:
             raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        check_scores(method, scores)
         layer = cls(
             linear.in_features,
             linear.out_features,

@@ -29,7 +29,15 @@ from .experts import (
     obstacle,
     other_meaning,
 )
-from .linear import DTYPES, METHODS, ORIGIN, PreferenceLike, RequirementLike, Sparse24Linear
+from .linear import (
+    DTYPES,
+    METHODS,
+    ORIGIN,
+    PreferenceLike,
+    RequirementLike,
+    Sparse24Linear,
+    check_scores,
+)
 from .module_places import aliases_of, has_hooks, has_merged_adapter, owners_of, put
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .swap_report import DenseMatrix, SwappedLayer, SwapReport
@@ -74,6 +82,7 @@ class Sparse24Recipe:
         if self.method not in METHODS:
             raise InvalidProblemError(f"recipe: expected one of {', '.join(METHODS)}, got {self.method!r}")
         check_callback("scores", self.scores)
+        check_scores(self.method, self.scores)
         check_activation(self.activation)
         if self.rule not in [*TileRule]:
             raise InvalidProblemError(f"rule: expected one of {', '.join(TileRule)}, got {self.rule!r}")
@@ -87,6 +96,10 @@ class Sparse24Recipe:
             quantization_of(ElementKind.BF16, self.stored, self.group, None)
             if self.weight_dtype is not None:
                 raise InvalidProblemError(f"stored: expected None with a weight_dtype, got {self.stored}")
+        elif self.group != Sparse24Recipe.group:
+            raise InvalidProblemError(
+                f"group: expected {Sparse24Recipe.group}, the default, without stored, got {self.group!r}"
+            )
         kind, quantized = self._kind
         wishes = {"require": self.require, "preference": self.preference, "trainable": self.trainable}
         # A layer on the meta device refuses what no layer takes before any layer of a model is swapped.
@@ -187,7 +200,8 @@ def to_sparse24(
         same defaults). A layer that ``include`` names must be swappable; others that aren't are skipped.
     recipe : Sparse24Recipe, str or mapping
         A recipe, a method of ``Sparse24Linear.from_linear``, or a mapping from patterns of names to either.
-        The first pattern that matches counts; layers that no pattern matches are skipped.
+        The first pattern that matches counts; layers that no pattern matches are skipped. Every pattern must
+        match a layer.
     progress : bool, optional
         Whether to show a progress bar on stderr. The default is whether stderr is a terminal.
 
@@ -298,8 +312,14 @@ class Choice:
         self.aliases = aliases_of(model)
         self._weights = {name: ["weight"] if is_linear(one) else [*STACKS] for name, one in found.items()}
         include, exclude = patterns_of("include", include), patterns_of("exclude", exclude)
-        known = {one for name in found for one in self._names_of(name)}
-        for argument, patterns in (("include", include), ("exclude", exclude)):
+        names = {one for name in found for one in self._names_of(name)}
+        layers = {one for name in found for one in self.aliases[name]}
+        recipes = patterns_of("recipe", tuple(recipe)) if isinstance(recipe, Mapping) else ()
+        for argument, patterns, known in (
+            ("include", include, names),
+            ("exclude", exclude, names),
+            ("recipe", recipes, layers),
+        ):
             for pattern in patterns:
                 if not any(fnmatchcase(one, pattern) for one in known):
                     raise InvalidProblemError(

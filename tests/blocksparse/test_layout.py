@@ -205,8 +205,14 @@ def test_bad_shapes(fields, words):
         ([0, 2, 2], [1, 1], 48, r"expected columns that increase in a row, got 1 behind 1 at block \(0, 1\)"),
         ([0, 2, 2], [2, 0], 48, r"expected columns that increase in a row, got 0 behind 2 at block \(0, 0\)"),
         ([0, 1, 3], [0, 1], 48, "col_indices: expected 3 blocks, as crow_indices ends with, got 2"),
-        ([0, 2, 1], [0], 48, "crow_indices: expected values that start at 0 and never decrease in each head"),
-        ([1, 1, 1], [0], 48, "crow_indices: expected values that start at 0"),
+        (
+            [0, 2, 1],
+            [0],
+            48,
+            "crow_indices: expected values that start at 0 and never decrease in each head, "
+            r"got \[0, 2, 1\] in head 0",
+        ),
+        ([[0, 0, 0], [1, 1, 1]], [0], 48, r"crow_indices: expected .* got \[1, 1, 1\] in head 1"),
         ([0, 1, 1], [-1], 48, r"got block \(0, -1\) of head 0"),
         ([0, 1, 1], [0], 40, "cols: expected a multiple of block 16 below 2\\^31, got 40"),
         ([], [], 48, "crow_indices: expected"),

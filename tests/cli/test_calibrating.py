@@ -318,8 +318,9 @@ def test_a_folder_that_is_not_empty_is_refused_before_the_calibration(bert, samp
 
 
 def test_a_dry_run_calibrates_nothing(bert, samples, tmp_path):
-    error = calibrated(bert, tmp_path / "out", "--calibrate", samples, "--dry-run", exit_code=1)["error"]
-    assert error["message"].startswith("--dry-run: expected no --calibrate")
+    error = calibrated(bert, tmp_path / "out", "--calibrate", samples, "--dry-run", exit_code=2)["error"]
+    assert error["type"] == "UsageError"
+    assert "--dry-run: expected no --calibrate" in error["message"]
     assert not (tmp_path / "out").exists()
 
 

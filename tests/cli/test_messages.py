@@ -57,6 +57,14 @@ def said(text: str) -> str:
         (("--require", "subnormals"), "expected subnormals=VALUE, got no value"),
         (("--require", "subnormals=maybe"), "'preserved' or 'flushed'"),
         (("--require", "deterministic=no"), "expected deterministic without a value, got 'no'"),
+        (
+            ("--require", "max_error_bound=1e-3,max_error_bound=2e-3"),
+            "'--require': expected one value of max_error_bound, got 0.001 and 0.002",
+        ),
+        (
+            ("--field", "batches=2", "--field", "batches=3"),
+            "'--field': expected one value of batches, got 2 and 3",
+        ),
     ],
 )
 def test_wrong_words_of_explain(words, message):
@@ -301,8 +309,15 @@ def test_a_table_that_never_ends(tmp_path, words, make):
 )
 def test_options_that_do_not_go_together_are_named_as_typed(checkpoint, words, message):
     out = checkpoint.with_name("out")
-    result = run(*COMPRESS, checkpoint, "-o", out, *words, exit_code=1)
-    assert result.stderr == f"error: {message}\n"
+    result = run(*COMPRESS, checkpoint, "-o", out, *words, exit_code=2)
+    assert f"Invalid value: {message}" in said(result.stderr)
+    assert not out.exists()
+
+
+def test_a_group_is_exported_with_weights_alone(tmp_path):
+    out = tmp_path / "plans"
+    result = run("export", "-o", out, "--n", 4, "--shape", "64x64", "--group", 64, exit_code=2)
+    assert "--group: expected --weights beside it, got 64 alone" in said(result.stderr)
     assert not out.exists()
 
 

@@ -97,6 +97,19 @@ def test_a_pipe_gets_one_line_whatever_its_length():
     assert stream.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("width", [None, 40])
+def test_zero_columns_stand_for_an_unknown_width(monkeypatch, width):
+    with stdout(width) as stream:
+        monkeypatch.setenv("COLUMNS", "0")
+        show_line("some words")
+        show_table(COLUMNS, [{"share": "1%", "shape": "a", "kernel": "b", "name": "c"}])
+    assert [line.strip() for line in stream.getvalue().splitlines()] == [
+        "some words",
+        "share  shape  kernel  layer",
+        "1%  a      b       c",
+    ]
+
+
 def test_prose_in_the_last_column_wraps_beside_the_others():
     columns = (Column("size", "size", right=True), Column("why", "why", prose=True))
     rows = [{"size": "5 kB", "why": "because " * 10}, {"size": "65 kB", "why": "no"}]

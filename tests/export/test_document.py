@@ -48,25 +48,36 @@ def test_the_example_runs_what_the_command_exports(c, tmp_path, named_cubins):
     c.library.s24_close(opened)
 
 
-def test_the_command_takes_the_properties_of_a_gpu_from_a_file(c, tmp_path, named_cubins):
+@pytest.mark.parametrize("name", ["gpu.json", "gpu"])
+def test_the_command_takes_the_properties_of_a_gpu_from_a_file(c, tmp_path, named_cubins, name):
     properties = absent_gpu("h100").model_copy(update={"multiprocessors": 114})
-    (tmp_path / "gpu.json").write_text(properties.model_dump_json())
+    (tmp_path / name).write_text(properties.model_dump_json())
     words = ["export", "-o", str(tmp_path / "plans"), "--shape", "64x64", "--n", "1"]
-    done = CliRunner().invoke(app, [*words, "--device", str(tmp_path / "gpu.json")])
+    done = CliRunner().invoke(app, [*words, "--device", str(tmp_path / name)])
     assert done.exit_code == 0, done.output
     with pytest.raises(RefusedError, match=r"with 114 multiprocessors, as exported, got 9\.0 with 132"):
         c.open(tmp_path / "plans")
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"kind": "gpu"}'])
-def test_the_command_refuses_another_file(tmp_path, content):
-    file = tmp_path / "gpu.json"
+@pytest.mark.parametrize("content", [None, "", "[]", '{"kind": "gpu"}', "x" * (1 << 20)])
+@pytest.mark.parametrize("name", ["gpu.json", "gpu"])
+def test_the_command_refuses_another_file(tmp_path, name, content):
+    file = tmp_path / name
     if content is not None:
         file.write_text(content)
     words = ["export", "-o", str(tmp_path / "plans"), "--shape", "64x64", "--n", "1", "--device", str(file)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert "expected a file of DeviceProperties" in " ".join(done.output.split())
+    assert len(done.output) < 1000
+
+
+def test_the_command_reads_no_device_and_suggests_a_gpu(tmp_path):
+    words = ["export", "-o", str(tmp_path / "plans"), "--shape", "64x64", "--n", "1", "--device"]
+    for device, said in (("/dev/zero", "not a regular file"), ("h10", "did you mean h100?")):
+        done = CliRunner().invoke(app, [*words, device])
+        assert done.exit_code == 2
+        assert said in " ".join(done.output.split())
 
 
 def test_the_command_refuses_a_folder_with_files(tmp_path, named_cubins):

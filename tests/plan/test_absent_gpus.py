@@ -14,6 +14,7 @@ from sparse24_plans import (
     GemmSparse24Args,
     GemmSparse24Descriptor,
     GemmSparse24Plan,
+    InvalidProblemError,
     PackedWeight,
     TensorView,
     UnsupportedError,
@@ -44,6 +45,12 @@ def test_a_gpu_is_known_by_its_name_or_architecture(name):
     assert (plan.device.name, plan.device.compute_capability) == (f"{GPUS[name][0]}, assumed", GPUS[name][1])
     assert plan.kernel == explain(product(), device=name).chosen
     assert plan.kernel == GemmSparse24Plan.select(product(), device=plan.device).kernel
+
+
+@pytest.mark.parametrize("select", [GemmSparse24Plan.select, explain])
+def test_another_name_is_refused_with_the_names_of_gpus(select):
+    with pytest.raises(InvalidProblemError, match=r"device: expected .* sm90a, .* h200 or .*, got 'h300'"):
+        select(product(), device="h300")
 
 
 @pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)

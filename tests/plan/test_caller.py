@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -99,6 +102,42 @@ def test_what_a_caller_looks_at_is_refused_before_anything_is_written():
     assert (x == 1).all()
     caller.launch((*weight, x.ctypes.data, y.ctypes.data), 0, 0)
     assert (y == 4).all()
+
+
+WRONG_ADDRESSES = r"addresses: expected a tuple of the integer addresses of weight, x, y, got "
+LAUNCHES = {
+    "a list": (lambda good: (list(good), 0, 0), WRONG_ADDRESSES),
+    "one address": (lambda good: (good[0], 0, 0), WRONG_ADDRESSES),
+    "words": (lambda good: (("a", *good[1:]), 0, 0), WRONG_ADDRESSES),
+    "a float": (lambda good: ((*good[:2], good[2] + 0.5), 0, 0), WRONG_ADDRESSES),
+    "a negative address": (lambda good: ((-8, *good[1:]), 0, 0), WRONG_ADDRESSES),
+    "a workspace that is a word": (lambda good: (good, "x", 0), "workspace: expected an address, got 'x'"),
+    "no workspace": (lambda good: (good, None, 0), "workspace: expected an address, got None"),
+    "a workspace that is a list": (lambda good: (good, [], 0), r"workspace: expected an address, got \[\]"),
+    "a stream": (
+        lambda good: (good, 0, 5),
+        "stream: expected 0 for a host plan, which runs synchronously, got 5",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments_of", "match"), LAUNCHES.values(), ids=LAUNCHES)
+def test_what_is_no_address_is_refused_by_name(arguments_of, match):
+    plan, args, (x, y) = gemm()
+    caller = plan.caller(args)
+    y[...] = 7
+    good = (*(view.address for view in args.weight.buffers), x.ctypes.data, y.ctypes.data)
+    with pytest.raises(InvalidProblemError, match=match):
+        caller.launch(*arguments_of(good))
+    assert (y == 7).all()
+
+
+def test_a_caller_is_copied_as_itself_and_never_pickled():
+    plan, args, _ = gemm()
+    caller = plan.caller(args)
+    assert copy.copy(caller) is copy.deepcopy(caller) is caller
+    with pytest.raises(InvalidProblemError, match="Caller: cannot be pickled"):
+        pickle.dumps(caller)
 
 
 def test_a_workspace_is_looked_at_too():

@@ -89,7 +89,8 @@ class Case(NamedTuple):
 
     @property
     def recipe(self) -> Sparse24Recipe:
-        return Sparse24Recipe(weight_dtype=self.weight_dtype, stored=self.stored, group=self.group)
+        group = {} if self.stored is None else {"group": self.group}
+        return Sparse24Recipe(weight_dtype=self.weight_dtype, stored=self.stored, **group)
 
 
 CASES = {

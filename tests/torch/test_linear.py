@@ -84,6 +84,8 @@ def test_methods():
     scores = randn(96, 64, seed=3)
     ranked = Sparse24Linear.from_linear(dense_layer(), scores=scores)
     assert torch.equal(ranked.dense_weight(), S.prune(dense_layer().weight.detach(), scores))
+    with pytest.raises(InvalidProblemError, match=r"scores: expected None for tiles, .*, got a Tensor"):
+        Sparse24Linear.from_linear(dense_layer(), method="tiles", scores=scores)
 
 
 def test_requirements_choose_the_row():

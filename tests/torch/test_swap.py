@@ -233,6 +233,17 @@ def test_an_out_dtype_that_a_layer_cannot_give_leaves_it_dense():
         ({"rule": "best"}, InvalidProblemError, "rule: expected one of .*optimal, got 'best'"),
         ({"require": {"fast": True}}, InvalidProblemError, "require: expected fields of"),
         ({"preference": 3}, InvalidProblemError, "preference: expected PlanPreference or a mapping"),
+        ({"group": 32}, InvalidProblemError, "group: expected 128, the default, without stored, got 32"),
+        (
+            {"group": "32", "weight_dtype": torch.int8},
+            InvalidProblemError,
+            "group: expected 128, .* got '32'",
+        ),
+        (
+            {"method": "tiles", "scores": lambda name, linear: None},
+            InvalidProblemError,
+            "scores: expected None for tiles, which are pruned by rule, got a function",
+        ),
     ],
 )
 def test_a_recipe_that_no_layer_takes_is_refused_when_it_is_made(fields, error, message):
@@ -480,6 +491,12 @@ def test_what_stays_dense_by_default_and_why():
         ({"include": ["body.2"], "recipe": "compress"}, "body.2: expected a layer that can be swapped"),
         ({"recipe": "magnitude"}, "recipe: expected one of"),
         ({"recipe": 3}, "recipe: expected a Sparse24Recipe"),
+        (
+            {"recipe": {"bdy.0": "compress", "*": "prune"}},
+            "recipe: pattern 'bdy.0' matches no linear layer and no experts",
+        ),
+        ({"recipe": {"body.0.weight": "prune", "*": "prune"}}, "recipe: pattern 'body.0.weight' matches no"),
+        ({"recipe": {3: "prune"}}, "recipe: expected a sequence of patterns"),
         ({"include": 3}, "include: expected a sequence of patterns, got 3"),
         ({"include": [3]}, "include: expected a sequence"),
     ],
