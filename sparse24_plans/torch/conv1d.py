@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from .linear import ORIGIN
+
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether the module is transformers' Conv1D itself, and no subclass. Doesn't import transformers."""
@@ -32,4 +34,5 @@ def linear_of(module: Any) -> nn.Linear:
     linear = nn.Linear(k, m, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().T, requires_grad=module.weight.requires_grad)
     linear.bias = module.bias
+    setattr(linear, ORIGIN, vars(module).get(ORIGIN, {}))
     return linear.train(module.training)

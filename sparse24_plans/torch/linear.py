@@ -177,8 +177,13 @@ class Sparse24Linear(nn.Module):
                 values, meta = _ops.tile_prune(dense, str(rule))[:2]
             bias = None if linear.bias is None else linear.bias.detach()[order].clone()
             layer._hold(values, meta, bias)
-        layer.train(linear.training)
+        layer._follow(linear)
         return layer
+
+    def _follow(self, linear: nn.Linear) -> None:
+        """Take over the mode of the layer that the weight is from, and how that weight was made."""
+        self.train(linear.training)
+        self.origin = vars(linear).get(ORIGIN, {})
 
     @classmethod
     def _checked_dtype(cls, dtype: torch.dtype) -> torch.dtype:

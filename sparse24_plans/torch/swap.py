@@ -29,7 +29,7 @@ from .experts import (
     obstacle,
     other_meaning,
 )
-from .linear import DTYPES, METHODS, ORIGIN, PreferenceLike, RequirementLike, Sparse24Linear
+from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
 from .module_places import aliases_of, has_hooks, has_merged_adapter, owners_of, put
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .swap_report import DenseMatrix, SwappedLayer, SwapReport
@@ -109,7 +109,6 @@ class Sparse24Recipe:
             **quantized,
         )
         layer.transposed = is_conv1d(module)
-        layer.origin = vars(module).get(ORIGIN, {})
         return layer
 
     def experts(self, name: str, module: nn.Module) -> Sparse24Experts:
@@ -119,12 +118,9 @@ class Sparse24Recipe:
             found = self._scores(f"{name}.{own}", linear)
             if found is not None:
                 scores[own] = found.reshape(getattr(module, own).shape)
-        experts = Sparse24Experts.from_experts(
+        return Sparse24Experts.from_experts(
             module, method=self.method, rule=self.rule, scores=scores, **self.of_experts
         )
-        for own in STACKS:
-            getattr(experts, own).origin = vars(module).get(ORIGIN, {})
-        return experts
 
     @property
     def of_experts(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             options.pop("rule", None)
             by |= {"scale_dtype": scale_dtype, "dtype": linear.weight.dtype, "device": "meta", **options}
             empty = cls(linear.in_features, linear.out_features, linear.bias is not None, **by)
-            empty.train(linear.training)
+            empty._follow(linear)
             return empty
         pruned = {"rule": options.pop("rule")} if "rule" in options else {}
         sparse = Sparse24Linear.from_linear(
@@ -131,7 +131,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             rule=scale_rule,
         )
         layer = cls.from_weight(weight, sparse.bias, in_features=linear.in_features, **options)
-        layer.train(linear.training)
+        layer._follow(linear)
         layer.to(linear.weight.device)
         return layer
 
