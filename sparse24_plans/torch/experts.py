@@ -255,7 +255,9 @@ class Sparse24Experts(nn.Module):
                 return self.forward(own, top_k_index, top_k_weights).to(hidden_states.dtype)
         if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
             return self._differentiable(hidden_states, top_k_index, top_k_weights)
-        experts = top_k_index.int()
+        experts = top_k_index
+        if experts.dtype == torch.int64:  # an index beyond int32 would wrap to that of some expert
+            experts = experts.clamp(-1, self.num_experts).int()
         rows = self.gate_up_proj.of_experts(hidden_states, experts, self.activation, gather=True)
         weights = top_k_weights.float()
         return self.down_proj.of_experts(rows, experts, "none", add_up=True, y_weights=weights)

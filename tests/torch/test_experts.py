@@ -91,7 +91,7 @@ def test_a_tokens_bits_do_not_depend_on_the_others(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("elsewhere", [None, 6, -1])
+@pytest.mark.parametrize("elsewhere", [None, 6, -1, 1 << 32])
 def test_a_training_pass_has_the_bits_of_inference(device, elsewhere):
     """Gradients need other operations, which round in the same order."""
     _, sparse, x = case(device)
@@ -114,7 +114,7 @@ def filled_memory():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("elsewhere", [6, 9, -1, -7])
+@pytest.mark.parametrize("elsewhere", [6, 9, -1, -7, 1 << 32, (1 << 33) + 5, -(1 << 32), -(1 << 40) + 3])
 @pytest.mark.parametrize("stored", [None, "s4"])
 def test_experts_of_other_ranks_add_nothing(device, elsewhere, stored, filled_memory):
     _, sparse, x = case(device, stored=stored, group=64)
