@@ -172,6 +172,20 @@ def test_a_dtype_can_be_asked_for_and_changed(folder):
     assert model.float().lm_head.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_in_float32_that_are_saved_in_16_bits_verify(tmp_path, dtype):
+    model = llama().to(dtype)
+    norms = [one for one in model.modules() if type(one).__name__ == "LlamaRMSNorm"]
+    for one in norms:
+        one.float().weight.data.normal_()
+    model.save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "sparse")
+    from_pretrained(tmp_path / "sparse", dtype=dtype).save_pretrained(tmp_path / "again")
+    found = verify_checkpoint(tmp_path / "again", tmp_path / "dense", device="host")
+    assert found.passed, found.problems
+    assert found.rounded == len(norms) == 5
+
+
 def test_a_base_model_takes_the_folder_of_a_whole_one(folder):
     whole = from_pretrained(folder)
     for inner in (
