@@ -167,7 +167,7 @@ def to_sparse24(
     recipe: RecipeLike = "prune",
     progress: bool | None = None,
 ) -> SwapReport:
-    """Swap the model's linear layers for Sparse24Linear, in place: nn.Linear, and transformers' Conv1D.
+    """Swap the model's nn.Linear, and transformers' Conv1D and FalconLinear, for Sparse24Linear, in place.
 
     Stacked experts, as transformers holds them, become Sparse24Experts if these compute the same. They stay
     dense with a reason in the report if the recipe asks for trainable weights or a ``weight_dtype``, or if
