@@ -388,7 +388,15 @@ class Sparse24Linear(nn.Module):
         ``residual`` [..., out_features], in the result's dtype or float32, is added before the activation and
         before anything is rounded; a gated layer takes none. Raises InvalidProblemError for another width.
         """
-        return self.product(x, self._parameters["bias"], residual)
+        return self.product(x, self._parameter("bias"), residual)
+
+    def _parameter(self, name: str) -> Any:
+        """The parameter, found faster than by ``getattr``.
+
+        It is a plain attribute of DataParallel's replicas, of FSDP's modules, and of a parametrized layer.
+        """
+        own = self._parameters
+        return own[name] if name in own else getattr(self, name)
 
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Compute what ``forward`` does, with the given bias [out_features] or none, not the layer's."""
@@ -398,7 +406,7 @@ class Sparse24Linear(nn.Module):
         weight: Any = self._buffers["packed"]
         meta = None
         if weight is None:
-            weight, meta = self._parameters["values"], words_of(self._buffers["metadata"])
+            weight, meta = self._parameter("values"), words_of(self._buffers["metadata"])
         options, direct = self._options, self._direct_options
         if residual is not None:
             options = (*direct[:4], residual)

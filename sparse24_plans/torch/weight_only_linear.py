@@ -286,7 +286,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         weight: Any = self._buffers["packed"]
         form: tuple[Any, ...] = None, m, self.scale_dtype
         if weight is None:
-            weight, form = self._parameters["values"], (words_of(self._buffers["metadata"]), None, None)
+            weight, form = self._parameter("values"), (words_of(self._buffers["metadata"]), None, None)
         meta, *packed = form
         scales = self._buffers["scales"]
         given = x, weight, meta, scales, bias, self.group, activation, out_dtype, wishes, *packed, residual

@@ -374,6 +374,28 @@ def test_another_width_of_x_is_named_as_it_was_given(kind, shape, mode):
     assert str(found.value) == f"x: expected [..., 60], got {list(shape)}"
 
 
+def _replica(layer: Sparse24Linear) -> Sparse24Linear:
+    """A copy for one device, as nn.DataParallel makes it; FSDP keeps parameters as attributes, too."""
+    found = layer._replicate_for_data_parallel()
+    for name, parameter in layer._parameters.items():
+        setattr(found, name, parameter.detach().clone())
+    return found
+
+
+def _with_parametrized_bias(layer: Sparse24Linear) -> Sparse24Linear:
+    return nn.utils.parametrize.register_parametrization(layer, "bias", nn.Identity())
+
+
+@every_kind
+@pytest.mark.parametrize("way", [_replica, _with_parametrized_bias])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_parameters_may_be_plain_attributes(kind, way, mode):
+    layer, x = filled(kind), torch.randn(3, 64, dtype=torch.bfloat16)
+    with mode():
+        wanted = layer(x)
+        assert torch.equal(way(layer)(x), wanted)
+
+
 @every_kind
 def test_a_scalar_is_refused(kind):
     with pytest.raises(InvalidProblemError, match="x: expected"):
