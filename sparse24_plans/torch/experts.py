@@ -253,14 +253,26 @@ class Sparse24Experts(nn.Module):
             with torch.autocast(kind, enabled=False):
                 own = hidden_states.to(self.gate_up_proj.weight.dtype)
                 return self.forward(own, top_k_index, top_k_weights).to(hidden_states.dtype)
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
-            return self._differentiable(hidden_states, top_k_index, top_k_weights)
+        if torch.is_grad_enabled():
+            self._refuse_training()
+            if hidden_states.requires_grad or top_k_weights.requires_grad:
+                return self._differentiable(hidden_states, top_k_index, top_k_weights)
         experts = top_k_index
         if experts.dtype == torch.int64:  # an index beyond int32 would wrap to that of some expert
             experts = experts.clamp(-1, self.num_experts).int()
         rows = self.gate_up_proj.of_experts(hidden_states, experts, self.activation, gather=True)
         weights = top_k_weights.float()
         return self.down_proj.of_experts(rows, experts, "none", add_up=True, y_weights=weights)
+
+    def _refuse_training(self) -> None:
+        """Raise UnsupportedError for weights that require gradients, since no pass would give them any."""
+        for name in STACKS:
+            values = getattr(self, name).values
+            if values is not None and values.requires_grad:
+                raise UnsupportedError(
+                    f"{name}: expected frozen weights, which alone Sparse24Experts multiply, got values that "
+                    "require gradients; call requires_grad_(False) of the experts"
+                )
 
     def _differentiable(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The same bits, by operations that have gradients."""

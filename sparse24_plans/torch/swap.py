@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..checkpoints.selection import check_callback, patterns_of, reason_to_leave
 from ..errors import FormatError, InvalidProblemError
@@ -30,7 +31,7 @@ from .experts import (
     other_meaning,
 )
 from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear
-from .module_places import aliases_of, has_hooks, has_merged_adapter, owners_of, put
+from .module_places import aliases_of, has_hooks, has_merged_adapter, others_in, owners_of, put
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .swap_report import DenseMatrix, SwappedLayer, SwapReport
 from .weight_only_linear import Sparse24WeightOnlyLinear
@@ -247,6 +248,11 @@ class _Census:
         seen: set[int] = set()
         for name, module in model.named_modules():
             for own, parameter in module.named_parameters(recurse=False):
+                if is_lazy(parameter):
+                    raise InvalidProblemError(
+                        f"model: expected sizes of all parameters, got none for {name}.{own} of a "
+                        f"{type(module).__name__}; run the model once, which gives it its sizes"
+                    )
                 nbytes = 0 if id(parameter) in seen else parameter.nbytes
                 seen.add(id(parameter))
                 if isinstance(module, Sparse24Linear) and own != "bias":
@@ -381,6 +387,8 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
         return reason
     if has_hooks(module):
         return "it has hooks, which a swap would lose"
+    if others := others_in(module):
+        return f"it holds {', '.join(others)}, which a swap would lose"
     rows = weight.shape[1 if is_conv1d(module) else 0]
     if recipe.method == "tiles" and rows % 8:
         return f"tiles need out_features in multiples of 8, got {rows}"
@@ -389,7 +397,10 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
         Sparse24Linear._check_out_dtype(recipe.out_dtype, recipe.weight_dtype or weight.dtype)
     except InvalidProblemError as error:
         return str(error)
-    return "its weight is shared with another module" if owners[id(weight)] > 1 else None
+    shared = [name for name in ("weight", "bias") if owners[id(getattr(module, name))] > 1]
+    if "weight" in shared or (shared and recipe.trainable):  # a frozen bias stays equal to its copy
+        return f"its {shared[0]} is shared with another module"
+    return None
 
 
 def _not_storable(recipe: Sparse24Recipe, dtype: torch.dtype) -> str | None:

@@ -105,6 +105,18 @@ def test_a_training_pass_has_the_bits_of_inference(device, elsewhere):
     assert torch.equal(trained, wanted)
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("own", ["gate_up_proj", "down_proj"])
+def test_weights_that_require_gradients_are_refused_instead_of_never_trained(trains, own):
+    _, sparse, x = case("cpu")
+    getattr(sparse, own).requires_grad_(True)
+    index, weights = routed(len(x), 6, 3, "cpu")
+    with pytest.raises(UnsupportedError, match=f"{own}: expected frozen weights"):
+        sparse(x.requires_grad_(trains), index, weights)
+    with torch.no_grad():
+        sparse(x, index, weights)
+
+
 @pytest.fixture
 def filled_memory():
     """New memory holds NaN, so that rows which nothing wrote show in a result."""
