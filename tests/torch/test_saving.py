@@ -331,6 +331,28 @@ def test_any_module_is_saved_and_loaded(tmp_path, max_shard_bytes, files):
     assert found.passed, found
 
 
+OTHERS = {
+    "a scalar": torch.tensor(3.0),
+    "no rows": torch.zeros(0, 4),
+    "no columns": torch.zeros(4, 0, dtype=torch.bfloat16),
+    "one value": torch.ones(1).expand(4, 3),
+    "every other column": torch.arange(32.0).view(4, 8)[:, ::2],
+    "a view of negatives": torch._neg_view(torch.arange(3.0)),
+    "bools": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_tensors_beside_layers_have_any_shape_and_strides(tmp_path, name):
+    model, loaded = nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))
+    model.register_buffer("other", OTHERS[name])
+    loaded.register_buffer("other", torch.zeros_like(OTHERS[name]))
+    to_sparse24(model)
+    save_sparse24(model, tmp_path / "saved")
+    load_sparse24(loaded, tmp_path / "saved")
+    assert torch.equal(loaded.other, model.other)
+
+
 PADDED = [
     {},
     {"weight_dtype": torch.int8},
