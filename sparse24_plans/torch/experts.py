@@ -15,7 +15,7 @@ from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, Tier
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
 from .library import autocasts
-from .linear import DTYPES, ORIGIN, PreferenceLike, RequirementLike, Sparse24Linear
+from .linear import DTYPES, ORIGIN, PreferenceLike, RequirementLike, Sparse24Linear, checked_size
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _ops: Any = torch.ops.sparse24
@@ -158,6 +158,9 @@ class Sparse24Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        num_experts = checked_size("num_experts", num_experts, least=1)
+        hidden_features = checked_size("hidden_features", hidden_features)
+        features = checked_size("features", features)
         if (reason := _size_obstacle(2 * features, hidden_features)) is not None:
             raise InvalidProblemError(f"features: {reason}")
         if not is_gated(activation):

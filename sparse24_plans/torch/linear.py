@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
@@ -33,6 +33,14 @@ _EMPTY_GROUP = 0x04
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
+
+
+def checked_size(name: str, size: object, least: int = 0) -> int:
+    """The size as an int. Raises InvalidProblemError naming it unless it is an integer from ``least``."""
+    found = integer(size)
+    if found is None or found < least:
+        raise InvalidProblemError(f"{name}: expected an integer from {least}, got {shown(size)}")
+    return found
 
 
 class Sparse24Linear(nn.Module):
@@ -98,9 +106,8 @@ class Sparse24Linear(nn.Module):
     ) -> None:
         super().__init__()
         dtype = self._checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if (found := integer(size)) is None or found < 0:
-                raise InvalidProblemError(f"{name}: expected an integer from 0, got {size!r}")
+        in_features = checked_size("in_features", in_features)
+        out_features = checked_size("out_features", out_features)
         check_activation(activation)
         check_rows(activation, out_features)
         self._check_out_dtype(out_dtype, dtype)

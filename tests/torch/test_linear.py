@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,6 +124,13 @@ def test_the_weight_is_no_operand():
     layer = Sparse24Linear.from_linear(dense_layer())
     with pytest.raises(UnsupportedError, match="weight: expected a tensor for linear"):
         F.linear(randn(5, 64), layer.weight)
+
+
+@pytest.mark.parametrize("name", ["data", "requires_grad", "shape"])
+def test_the_weight_refuses_what_would_be_lost(name):
+    layer = Sparse24Linear.from_linear(dense_layer())
+    with pytest.raises(UnsupportedError, match=rf"weight\.{name}: a Sparse24Linear holds no dense weight"):
+        setattr(layer.weight, name, None)
 
 
 # State ----------------------------------------------------------------------------------------------
@@ -498,6 +506,10 @@ def test_options_that_mean_nothing_are_refused(options, message):
     [
         (lambda: Sparse24Linear(-8, 8), "in_features: expected an integer from 0, got -8"),
         (lambda: Sparse24Linear(8, 8.5), "out_features: expected an integer from 0, got 8.5"),
+        (lambda: Sparse24Experts(True, 64, 64), "num_experts: expected an integer from 1, got True"),
+        (lambda: Sparse24Experts(0, 64, 64), "num_experts: expected an integer from 1, got 0"),
+        (lambda: Sparse24Experts(2, None, 64), "hidden_features: expected an integer from 0, got None"),
+        (lambda: Sparse24Experts(2, 64, "x"), "features: expected an integer from 0, got 'x'"),
         (
             lambda: Sparse24Linear.from_linear(nn.Conv1d(8, 8, 1)),
             "linear: expected an nn.Linear, got a Conv1d",
@@ -511,6 +523,14 @@ def test_options_that_mean_nothing_are_refused(options, message):
 def test_what_no_layer_can_be_is_refused(make, message):
     with pytest.raises(InvalidProblemError, match=message):
         make()
+
+
+@pytest.mark.parametrize("of", [np.int64, torch.tensor], ids=["NumPy", "PyTorch"])
+def test_sizes_may_be_integers_of_other_libraries(of):
+    layer, experts = Sparse24Linear(of(64), of(96)), Sparse24Experts(of(2), of(64), of(64))
+    sizes = layer.in_features, layer.out_features, experts.num_experts, experts.down_proj.out_features
+    assert (sizes, {*map(type, sizes)}) == ((64, 96, 2, 128), {int})
+    assert layer.plan(3).descriptor.k == 64
 
 
 def test_it_compiles_in_one_graph():
