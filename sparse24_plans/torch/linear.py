@@ -400,7 +400,7 @@ class Sparse24Linear(nn.Module):
     def _parameter(self, name: str) -> Any:
         """The parameter, found faster than by ``getattr``.
 
-        It is a plain attribute of DataParallel's replicas, of FSDP's modules, and of a parametrized layer.
+        It is an attribute alone of DataParallel's replicas, of FSDP's modules, and of a parametrized layer.
         """
         own = self._parameters
         return own[name] if name in own else getattr(self, name)
