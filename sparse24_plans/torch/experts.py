@@ -15,7 +15,14 @@ from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, Tier
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
 from .library import autocasts
-from .linear import DTYPES, ORIGIN, PreferenceLike, RequirementLike, Sparse24Linear, checked_size
+from .linear import (
+    DTYPES,
+    PreferenceLike,
+    RequirementLike,
+    Sparse24Linear,
+    checked_size,
+    noted_origin,
+)
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _ops: Any = torch.ops.sparse24
@@ -221,7 +228,7 @@ class Sparse24Experts(nn.Module):
                 preference=layer.preference,
                 **options,
             )
-            whole.origin = vars(module).get(ORIGIN, {})
+            whole.origin = noted_origin(module)
             setattr(found, name, whole)
         found.train(module.training)
         return found

@@ -35,6 +35,12 @@ PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
 
 
+def noted_origin(module: nn.Module) -> Mapping[str, Any]:
+    """How the weight of a dense module was made, in a checkpoint's words; empty if nothing is noted."""
+    found: Mapping[str, Any] = vars(module).get(ORIGIN, {})
+    return found
+
+
 def checked_size(name: str, size: object, least: int = 0) -> int:
     """The size as an int. Raises InvalidProblemError naming it unless it is an integer from ``least``."""
     found = integer(size)
@@ -190,7 +196,7 @@ class Sparse24Linear(nn.Module):
     def _follow(self, linear: nn.Linear) -> None:
         """Take over the mode of the layer that the weight is from, and how that weight was made."""
         self.train(linear.training)
-        self.origin = vars(linear).get(ORIGIN, {})
+        self.origin = noted_origin(linear)
 
     @classmethod
     def _checked_dtype(cls, dtype: torch.dtype) -> torch.dtype:

@@ -18,6 +18,7 @@ from sparse24_plans.torch import (
     Sparse24WeightOnlyLinear,
     calibrate,
     calibrated_block,
+    fuse_gated,
     to_sparse24,
 )
 from sparse24_plans.torch.conv1d import linear_of
@@ -480,6 +481,20 @@ def test_a_saved_model_says_which_weights_were_calibrated(name, second, tmp_path
     marked = {layer.name: layer.calibrated for layer in found.layers}
     assert marked == {one: second not in one for one in marked}
     assert {*marked.values()} == {True, False}
+
+
+@pytest.mark.parametrize("chosen", [[], ["*gate_proj", "*down_proj"]], ids=["all", "gates"])
+def test_a_fused_model_says_which_weights_were_calibrated(chosen, tmp_path):
+    model = transformer("LlamaForCausalLM")
+    model.save_pretrained(tmp_path / "dense")
+    report = calibrate(model, token_batches(1), include=chosen)
+    assert all(block.fused for block in fuse_gated(model).values())
+    to_sparse24(model)
+    model.save_pretrained(tmp_path / "sparse")
+    found = verify_checkpoint(tmp_path / "sparse", tmp_path / "dense", device="host")
+    assert found.passed, found
+    calibrated = {layer.name for layer in found.layers if layer.calibrated}
+    assert calibrated >= {f"{layer.name}.weight" for layer in report.layers}
 
 
 LAYERS = {
