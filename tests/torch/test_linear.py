@@ -22,6 +22,7 @@ from sparse24_plans.torch import (
     calibrate,
     from_pretrained,
 )
+from sparse24_plans.torch.activations import movable
 
 from .cases import DEVICE, FLOATS, S, close, pruned, randn
 from .test_ops import ACTIVATIONS
@@ -233,6 +234,10 @@ BROKEN = {
     "expected uint16 or int16": lambda s: {**s, "weight.meta24": s["weight.meta24"].int()},
     "row 3, group 0": lambda s: {**s, "weight.meta24": _spoiled(s["weight.meta24"])},
     "Missing key": lambda s: {name: t for name, t in s.items() if name != "weight.meta24"},
+    "values24: expected a tensor, got a NoneType": lambda s: {**s, "weight.values24": None},
+    "bias: expected a tensor, got a ndarray": lambda s: {**s, "bias": s["bias"].cpu().numpy()},
+    "meta24: expected a tensor with data": lambda s: {**s, "weight.meta24": s["weight.meta24"].to("meta")},
+    "bias: expected a tensor with data": lambda s: {**s, "bias": s["bias"].to("meta")},
     "Unexpected key": lambda s: {**s, "scale": torch.ones(1)},
 }
 
@@ -296,6 +301,23 @@ def test_loading_copies_into_the_layers_own_tensors(kind):
     for tensor in source.state_dict().values():
         tensor.view(torch.uint8).zero_()
     assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in state(layer).items())
+
+
+@every_kind
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_may_have_any_strides(kind, assign):
+    """A tensor that was gathered along its columns, or cut out of a larger one, isn't contiguous."""
+    source, layer = filled(kind), new(kind)
+    spread = {}
+    for key, tensor in source.state_dict().items():
+        wide = torch.empty(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
+        wide.view(torch.uint8).fill_(0)
+        spread[key] = wide[..., 0]
+        spread[key].view(movable(tensor).dtype).copy_(movable(tensor))
+    layer.load_state_dict(spread, assign=assign)
+    assert equal_states(layer, source)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert torch.equal(layer.to(x.device)(x), source.to(x.device)(x))
 
 
 @every_kind
