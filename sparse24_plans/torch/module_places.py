@@ -46,7 +46,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 def others_in(module: nn.Module) -> list[str]:
     """Names of what a linear layer holds besides its weight and bias: parameters, buffers and modules."""
-    return sorted({*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"})
+    alone: Any = {"recurse": False, "remove_duplicate": False}
+    held = (module.named_parameters(**alone), module.named_buffers(**alone), module.named_children())
+    return sorted({name for kind in held for name, _ in kind} - {"weight", "bias"})
 
 
 def has_merged_adapter(model: nn.Module, names: Sequence[str]) -> bool:
