@@ -29,6 +29,7 @@ from sparse24_plans.torch import (
     Sparse24GatedMLP,
     Sparse24Linear,
     Sparse24Recipe,
+    Sparse24Tensor,
     from_pretrained,
     fuse_gated,
     load_sparse24,
@@ -451,6 +452,17 @@ def test_transformers_without_a_quantizer_of_ours_is_told(tmp_path, monkeypatch)
     monkeypatch.delitem(sys.modules, "sparse24_plans.integrations.transformers", raising=False)
     with pytest.raises(BackendUnavailableError, match=r"transformers 5\.8"):
         save_sparse24(swapped(), tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_semi_structured_tensor_is_not_saved(tmp_path):
+    model = small()
+    to_sparse24(model, include=["0"])
+    model[2].weight = nn.Parameter(
+        Sparse24Tensor.from_dense(torch.ops.sparse24.prune(model[2].weight.detach()))
+    )
+    with pytest.raises(UnsupportedError, match=r"2\.weight: expected a plain tensor, got a Sparse24Tensor"):
+        save_sparse24(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
 
