@@ -232,6 +232,22 @@ def same_tensor(a: ModelReader, b: ModelReader, name: str) -> bool:
     return all(np.array_equal(a.read(name, *piece), b.read(name, *piece)) for piece in _pieces(info))
 
 
+def is_rounded(a: ModelReader, b: ModelReader, name: str) -> bool:
+    """Whether ``b`` holds the float32 tensor ``name`` of ``a`` rounded to 16 bits, to nearest even."""
+    given, own = a.tensors[name], b.tensors.get(name)
+    if own is None or own.dtype not in ("F16", "BF16") or (given.dtype, given.shape) != ("F32", own.shape):
+        return False
+    dtype = ELEMENTS[own.dtype].dtype
+    for start, stop in _pieces(given):
+        with np.errstate(over="ignore"):
+            wanted = a.read(name, start, stop).view(np.float32).astype(dtype)
+        found = b.read(name, start // 2, stop // 2).view(dtype)
+        same_bits = wanted.view(np.uint16) == found.view(np.uint16)
+        if not (same_bits | (np.isnan(wanted) & np.isnan(found))).all():
+            return False
+    return True
+
+
 def _pieces(info: TensorInfo) -> Iterator[tuple[int, int]]:
     """Start and stop, in bytes, of the pieces in which a tensor is copied."""
     for start in range(0, info.nbytes, _COPY_BYTES):

@@ -25,7 +25,7 @@ from ..weights.quantized import Sparse24QuantizedWeight, scale_rule_of
 from ..weights.weight import Sparse24Weight, prune
 from .compress import COMPRESSED_DTYPES
 from .compressed_form import multiplied_as, quantized_weight
-from .folder import DTYPES, ELEMENTS, ModelReader, same_tensor
+from .folder import DTYPES, ELEMENTS, ModelReader, is_rounded, same_tensor
 from .layers import (
     CALIBRATED,
     SCALE_RULE,
@@ -83,6 +83,8 @@ class Verification:
     copied: int
     """The number of tensors that equal the dense checkpoint's."""
     problems: tuple[str, ...]
+    rounded: int = 0
+    """The number of tensors that equal the dense checkpoint's float32 ones rounded to 16 bits."""
 
     @property
     def passed(self) -> bool:
@@ -106,8 +108,9 @@ def verify_checkpoint(
     quantized one must have the values and scales of its rule for that, or of any if its note names none, as
     those of a saved model do. Its product with random activations
     [tokens, K], by the plan that ``preference`` and ``device`` select, must agree with the float64 product of
-    the (dequantized) weight within the plan's guarantee. Every other tensor must be equal byte for byte, but
-    for biases of layers that quantize their input, which a saved model holds in float32.
+    the (dequantized) weight within the plan's guarantee. Every other tensor must be equal byte for byte, or
+    in 16 bits equal a float32 one rounded to nearest even, as a model that was loaded in 16 bits saves its
+    norms. Biases of layers that quantize their input may be in float32, in which a saved model holds them.
     Only the shapes of calibrated weights are compared, because calibration changes the kept values. Memory
     stays bounded by about one tensor.
 
@@ -144,10 +147,10 @@ def verify_checkpoint(
             layers.append(result)
             if on_layer is not None:
                 on_layer(result)
-        copied, problems = _compare_rest(ours, theirs, stored)
+        copied, rounded, problems = _compare_rest(ours, theirs, stored)
     if problems and not stored:
         problems.insert(0, f"{compressed} holds no compressed layer")
-    return Verification(place, tokens, tuple(layers), copied, tuple(problems))
+    return Verification(place, tokens, tuple(layers), copied, tuple(problems), rounded)
 
 
 def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, layer: Layer) -> str | None:
@@ -230,23 +233,25 @@ def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
     return dense
 
 
-def _compare_rest(ours: ModelReader, theirs: ModelReader, layers: list[Layer]) -> tuple[int, list[str]]:
-    """The number of tensors that were copied faithfully, and the problems of the others."""
+def _compare_rest(ours: ModelReader, theirs: ModelReader, layers: list[Layer]) -> tuple[int, int, list[str]]:
+    """The numbers of tensors that were copied faithfully and rounded, and the problems of the others."""
     in_rows = [layer.name for layer in layers if layer.element in LARGEST]
     biases = {name.removesuffix(".weight") + ".bias" for name in in_rows}
-    copied, problems = 0, []
+    copied, rounded, problems = 0, 0, []
     others = theirs.tensors.keys() - {layer.name for layer in layers}
     for name in others:
         if name not in ours.tensors:
             problems.append(f"{shown(name)}: missing")
         elif same_tensor(theirs, ours, name) or (name in biases and _is_widened(theirs, ours, name)):
             copied += 1
+        elif is_rounded(theirs, ours, name):
+            rounded += 1
         else:
             problems.append(f"{shown(name)}: differs from the dense checkpoint")
     stored = {source for layer in layers for source in layer.sources}
     extra = ours.tensors.keys() - stored - {name + SCALE_SUFFIX for name in in_rows} - others
     problems += [f"{shown(name)}: not in the dense checkpoint" for name in extra]
-    return copied, sorted(problems)
+    return copied, rounded, sorted(problems)
 
 
 def _is_widened(theirs: ModelReader, ours: ModelReader, name: str) -> bool:

@@ -236,6 +236,7 @@ def _verdict(found: Json) -> str:
     layers = found["layers"]
     failed = [printable(layer["name"]) for layer in layers if not layer["passed"]]
     others = f"{counted(found['copied'], 'tensor')} copied unchanged"
+    others += f", {found['rounded']} rounded from float32 to 16 bits" if found["rounded"] else ""
     calibrated = sum(layer["calibrated"] for layer in layers)
     shapes = f" ({calibrated} calibrated, of which the shapes alone were compared)" if calibrated else ""
     checked = f"{counted(len(layers), 'layer')}{shapes} on {found['device']}, {others}"

@@ -16,7 +16,7 @@ from ..checkpoints.quantization import check_groups, parts_of
 from ..checkpoints.selection import Selection
 from ..errors import FormatError, InvalidProblemError
 from ..weights.quantize import SCALE_SUFFIX
-from .elements import DTYPE_OF, tensor_of, tensors_of
+from .elements import DTYPE_OF, host_bytes, tensor_of, tensors_of
 from .layer_state import META_KEY, VALUES_KEY
 from .linear import DTYPES
 from .quantized_linear import LARGEST, SCALES
@@ -134,8 +134,9 @@ class Source:
         info = self.reader.tensors[name]
         if info.dtype not in DTYPES_BY_NAME:
             raise FormatError(f"{name}: expected one of {', '.join(DTYPES_BY_NAME)}, got {info.dtype}")
-        flat = torch.from_numpy(self.reader.read(name).copy())
-        return flat.view(DTYPES_BY_NAME[info.dtype]).reshape(info.shape)
+        stored = torch.empty(info.shape, dtype=DTYPES_BY_NAME[info.dtype], device="cpu")
+        host_bytes(stored)[:] = self.reader.read(name)
+        return stored
 
 
 def scales_of(reader: ModelReader, weight: Layer) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""transformers' Conv1D, a linear layer that holds its weight as [in, out]."""
+"""Linear layers of transformers: Conv1D, which holds its weight as [in, out], and nn.Linear's subclasses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import sys
 from typing import Any
 
 from torch import nn
+
+from .linear import ORIGIN, noted_origin
+
+_KNOWN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+"""Subclasses of nn.Linear that hold what it holds, and whose own forward computes what its forward does."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -20,8 +25,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_swappable(module: nn.Module) -> bool:
-    """Whether a Sparse24Linear can replace the module: an nn.Linear or a Conv1D, and no subclass."""
-    return type(module) is nn.Linear or is_conv1d(module)
+    """Whether a Sparse24Linear can replace the module: an nn.Linear or a Conv1D, but no unknown subclass."""
+    kind = type(module)
+    is_known = f"{kind.__module__}.{kind.__qualname__}" in _KNOWN_SUBCLASSES
+    return kind is nn.Linear or is_known or is_conv1d(module)
 
 
 def linear_of(module: Any) -> nn.Linear:
@@ -32,4 +39,5 @@ def linear_of(module: Any) -> nn.Linear:
     linear = nn.Linear(k, m, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().T, requires_grad=module.weight.requires_grad)
     linear.bias = module.bias
+    setattr(linear, ORIGIN, noted_origin(module))
     return linear.train(module.training)

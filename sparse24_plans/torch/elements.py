@@ -134,7 +134,7 @@ def in_dtype(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def host_bytes(tensor: torch.Tensor) -> Any:
     """The tensor's bytes as a NumPy array, in its own memory if it is contiguous and on the host."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().cpu().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 # Weights ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, Tier
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
 from .library import autocasts
-from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
+from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear, checked_size, noted_origin
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _ops: Any = torch.ops.sparse24
@@ -158,6 +158,9 @@ class Sparse24Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        num_experts = checked_size("num_experts", num_experts, least=1)
+        hidden_features = checked_size("hidden_features", hidden_features)
+        features = checked_size("features", features)
         if (reason := _size_obstacle(2 * features, hidden_features)) is not None:
             raise InvalidProblemError(f"features: {reason}")
         if not is_gated(activation):
@@ -218,6 +221,7 @@ class Sparse24Experts(nn.Module):
                 preference=layer.preference,
                 **options,
             )
+            whole.origin = noted_origin(module)
             setattr(found, name, whole)
         found.train(module.training)
         return found
@@ -252,12 +256,26 @@ class Sparse24Experts(nn.Module):
             with torch.autocast(kind, enabled=False):
                 own = hidden_states.to(self.gate_up_proj.weight.dtype)
                 return self.forward(own, top_k_index, top_k_weights).to(hidden_states.dtype)
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
-            return self._differentiable(hidden_states, top_k_index, top_k_weights)
-        experts = top_k_index.int()
+        if torch.is_grad_enabled():
+            self._refuse_training()
+            if hidden_states.requires_grad or top_k_weights.requires_grad:
+                return self._differentiable(hidden_states, top_k_index, top_k_weights)
+        experts = top_k_index
+        if experts.dtype == torch.int64:  # an index beyond int32 would wrap to that of some expert
+            experts = experts.clamp(-1, self.num_experts).int()
         rows = self.gate_up_proj.of_experts(hidden_states, experts, self.activation, gather=True)
         weights = top_k_weights.float()
         return self.down_proj.of_experts(rows, experts, "none", add_up=True, y_weights=weights)
+
+    def _refuse_training(self) -> None:
+        """Raise UnsupportedError for weights that require gradients, since no pass would give them any."""
+        for name in STACKS:
+            values = getattr(self, name).values
+            if values is not None and values.requires_grad:
+                raise UnsupportedError(
+                    f"{name}: expected frozen weights, which alone Sparse24Experts multiply, got values that "
+                    "require gradients; call requires_grad_(False) of the experts"
+                )
 
     def _differentiable(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The same bits, by operations that have gradients."""

@@ -53,6 +53,10 @@ def load(layer: Any, state_dict: Mapping[str, Any], prefix: str, *about: Any) ->
             key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in wanted
         ]
     found = {key: state_dict[prefix + key] for key in tensors if prefix + key in state_dict}
+    if strange := [key for key, one in found.items() if not isinstance(one, Tensor)]:
+        got = type(found[strange[0]]).__name__
+        error_msgs.append(f"{prefix}{strange[0]}: expected a tensor, got a {got}")
+        return
     assign = bool(local_metadata.get("assign_to_params_buffers"))
     if not assign and layer._weight.is_meta and any(not one.is_meta for one in found.values()):
         warnings.warn(
@@ -84,13 +88,18 @@ def _load_tensors(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None
         if own is None or given.shape != own.shape:
             shape = None if own is None else list(own.shape)
             raise InvalidProblemError(f"{key}: expected {shape}, got {list(given.shape)}")
+        if given.is_meta and not (assign or own.is_meta):
+            raise InvalidProblemError(f"{key}: expected a tensor with data, got one on the meta device")
         if key == META_KEY:
             if given.dtype not in META_DTYPES:
                 raise InvalidProblemError(f"{key}: expected uint16 or int16, got {given.dtype}")
             given = given.view(torch.int16)
         elif key not in scales:
             layer._check_loaded(key, given.dtype)
-        held[key] = given if assign else given.to(own.device, own.dtype, copy=layer.values is None)
+        moved = given if assign else given.to(own.device, own.dtype, copy=layer.values is None)
+        if moved.stride() != own.stride():  # even where contiguous() finds a single element contiguous
+            moved = moved.clone(memory_format=torch.contiguous_format)
+        held[key] = moved
     if VALUES_KEY in found:
         layer.origin = {}  # a state_dict doesn't say how its values were made
     values, meta, bias, *new = held.values()

@@ -18,7 +18,7 @@ class LayerWeight:
     """Stands in for a linear layer's ``weight`` in code that reads its shape. It holds no dense matrix."""
 
     def __init__(self, layer: Any) -> None:
-        self._layer = layer
+        object.__setattr__(self, "_layer", layer)
 
     @property
     def shape(self) -> torch.Size:
@@ -60,6 +60,12 @@ class LayerWeight:
         raise NoDenseWeightError(
             f"weight.{name}: a Sparse24Linear holds no dense weight to read or change; take its "
             "dense_weight(). An adapter stays beside the layer, or is merged before the model is swapped"
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse what would change this object alone, which the layer makes anew at each access."""
+        raise NoDenseWeightError(
+            f"weight.{name}: a Sparse24Linear holds no dense weight to change; change its values"
         )
 
     def __repr__(self) -> str:

@@ -148,6 +148,11 @@ def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: K
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args)
         wants_gradient = grad_enabled() and wanted(*args)
+        if wants_gradient and _transform() is not None:
+            raise UnsupportedError(
+                f"{op.name()} has no gradient in transforms of torch.func (grad, vjp, jacrev, vmap); call "
+                "torch.autograd.grad or backward outside of them"
+            )
         if not wants_gradient and (keyset & _below_views).highestPriorityTypeId() in _BACKENDS:
             return kernel(*args, **kwargs)
         return full(keyset, *args, **kwargs)

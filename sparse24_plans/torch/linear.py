@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
@@ -41,6 +41,20 @@ def check_scores(method: str, scores: object) -> None:
         raise InvalidProblemError(
             f"scores: expected None for tiles, which are pruned by rule, got a {type(scores).__name__}"
         )
+
+
+def noted_origin(module: nn.Module) -> Mapping[str, Any]:
+    """How the weight of a dense module was made, in a checkpoint's words; empty if nothing is noted."""
+    found: Mapping[str, Any] = vars(module).get(ORIGIN, {})
+    return found
+
+
+def checked_size(name: str, size: object, least: int = 0) -> int:
+    """The size as an int. Raises InvalidProblemError naming it unless it is an integer from ``least``."""
+    found = integer(size)
+    if found is None or found < least:
+        raise InvalidProblemError(f"{name}: expected an integer from {least}, got {shown(size)}")
+    return found
 
 
 class Sparse24Linear(nn.Module):
@@ -106,9 +120,8 @@ class Sparse24Linear(nn.Module):
     ) -> None:
         super().__init__()
         dtype = self._checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if (found := integer(size)) is None or found < 0:
-                raise InvalidProblemError(f"{name}: expected an integer from 0, got {size!r}")
+        in_features = checked_size("in_features", in_features)
+        out_features = checked_size("out_features", out_features)
         check_activation(activation)
         check_rows(activation, out_features)
         self._check_out_dtype(out_dtype, dtype)
@@ -186,8 +199,13 @@ class Sparse24Linear(nn.Module):
                 values, meta = _ops.tile_prune(dense, str(rule))[:2]
             bias = None if linear.bias is None else linear.bias.detach()[order].clone()
             layer._hold(values, meta, bias)
-        layer.train(linear.training)
+        layer._follow(linear)
         return layer
+
+    def _follow(self, linear: nn.Linear) -> None:
+        """Take over the mode of the layer that the weight is from, and how that weight was made."""
+        self.train(linear.training)
+        self.origin = noted_origin(linear)
 
     @classmethod
     def _checked_dtype(cls, dtype: torch.dtype) -> torch.dtype:
@@ -392,7 +410,15 @@ class Sparse24Linear(nn.Module):
         ``residual`` [..., out_features], in the result's dtype or float32, is added before the activation and
         before anything is rounded; a gated layer takes none. Raises InvalidProblemError for another width.
         """
-        return self.product(x, self._parameters["bias"], residual)
+        return self.product(x, self._parameter("bias"), residual)
+
+    def _parameter(self, name: str) -> Any:
+        """The parameter, found faster than by ``getattr``.
+
+        It is an attribute alone of DataParallel's replicas, of FSDP's modules, and of a parametrized layer.
+        """
+        own = self._parameters
+        return own[name] if name in own else getattr(self, name)
 
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Compute what ``forward`` does, with the given bias [out_features] or none, not the layer's."""
@@ -402,7 +428,7 @@ class Sparse24Linear(nn.Module):
         weight: Any = self._buffers["packed"]
         meta = None
         if weight is None:
-            weight, meta = self._parameters["values"], words_of(self._buffers["metadata"])
+            weight, meta = self._parameter("values"), words_of(self._buffers["metadata"])
         options, direct = self._options, self._direct_options
         if residual is not None:
             options = (*direct[:4], residual)

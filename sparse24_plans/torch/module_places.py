@@ -44,6 +44,13 @@ def has_hooks(module: nn.Module) -> bool:
     return "forward" in own or any(hooks for key, hooks in own.items() if key.endswith("_hooks"))
 
 
+def others_in(module: nn.Module) -> list[str]:
+    """Names of what a linear layer holds besides its weight and bias: parameters, buffers and modules."""
+    alone: Any = {"recurse": False, "remove_duplicate": False}
+    held = (module.named_parameters(**alone), module.named_buffers(**alone), module.named_children())
+    return sorted({name for kind in held for name, _ in kind} - {"weight", "bias"})
+
+
 def has_merged_adapter(model: nn.Module, names: Sequence[str]) -> bool:
     """Whether PEFT has added an adapter to the weights of the module. Doesn't import PEFT."""
     home = sys.modules.get("peft.tuners.tuners_utils")

@@ -157,7 +157,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             layer.weight_scale.copy_(scale)
             if layer.input_scale is not None:
                 layer.input_scale.fill_(_checked_scale(input_scale))
-        layer.train(linear.training)
+        layer._follow(linear)
         return layer
 
     def padded(self, values: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from .gated import Sparse24GatedMLP
 from .layer_state import META_KEY, VALUES_KEY
 from .linear import Sparse24Linear
 from .quantized_linear import SCALES, Sparse24QuantizedLinear
+from .tensor import Sparse24Tensor
 from .weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -99,7 +100,7 @@ def saved_state(
     """The tensors of a checkpoint, and its compressed weights, by the names of the model's modules.
 
     ``state`` is the model's state_dict, if another than its own is to be saved. Raises InvalidProblemError
-    for tensors without data, UnsupportedError for tensors cut over ranks.
+    for tensors without data, UnsupportedError for tensors cut over ranks and for Sparse24Tensors.
     """
     tensors = dict(model.state_dict(destination=_PartsOnHost()) if state is None else state)
     for name, layer in modules_of(model, Sparse24Linear):
@@ -118,6 +119,11 @@ def saved_state(
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise InvalidProblemError(f"{name}: expected a tensor with data, got one on the meta device")
+        if isinstance(tensor, Sparse24Tensor):
+            raise UnsupportedError(
+                f"{name}: expected a plain tensor, got a Sparse24Tensor; give its layer its to_dense(), "
+                'which to_sparse24(model, recipe="compress") takes'
+            )
         if hasattr(tensor, "device_mesh"):
             raise UnsupportedError(
                 f"{name}: expected a tensor that is on one device, got one that is cut over ranks; save the "

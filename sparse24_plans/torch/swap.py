@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..checkpoints.selection import check_callback, patterns_of, reason_to_leave
 from ..errors import FormatError, InvalidProblemError
@@ -29,16 +30,8 @@ from .experts import (
     obstacle,
     other_meaning,
 )
-from .linear import (
-    DTYPES,
-    METHODS,
-    ORIGIN,
-    PreferenceLike,
-    RequirementLike,
-    Sparse24Linear,
-    check_scores,
-)
-from .module_places import aliases_of, has_hooks, has_merged_adapter, owners_of, put
+from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear, check_scores
+from .module_places import aliases_of, has_hooks, has_merged_adapter, others_in, owners_of, put
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .swap_report import DenseMatrix, SwappedLayer, SwapReport
 from .weight_only_linear import Sparse24WeightOnlyLinear
@@ -122,7 +115,6 @@ class Sparse24Recipe:
             **quantized,
         )
         layer.transposed = is_conv1d(module)
-        layer.origin = vars(module).get(ORIGIN, {})
         return layer
 
     def experts(self, name: str, module: nn.Module) -> Sparse24Experts:
@@ -132,12 +124,9 @@ class Sparse24Recipe:
             found = self._scores(f"{name}.{own}", linear)
             if found is not None:
                 scores[own] = found.reshape(getattr(module, own).shape)
-        experts = Sparse24Experts.from_experts(
+        return Sparse24Experts.from_experts(
             module, method=self.method, rule=self.rule, scores=scores, **self.of_experts
         )
-        for own in STACKS:
-            getattr(experts, own).origin = vars(module).get(ORIGIN, {})
-        return experts
 
     @property
     def of_experts(self) -> dict[str, Any]:
@@ -184,7 +173,7 @@ def to_sparse24(
     recipe: RecipeLike = "prune",
     progress: bool | None = None,
 ) -> SwapReport:
-    """Swap the model's linear layers for Sparse24Linear, in place: nn.Linear, and transformers' Conv1D.
+    """Swap the model's nn.Linear, and transformers' Conv1D and FalconLinear, for Sparse24Linear, in place.
 
     Stacked experts, as transformers holds them, become Sparse24Experts if these compute the same. They stay
     dense with a reason in the report if the recipe asks for trainable weights or a ``weight_dtype``, or if
@@ -265,6 +254,11 @@ class _Census:
         seen: set[int] = set()
         for name, module in model.named_modules():
             for own, parameter in module.named_parameters(recurse=False):
+                if is_lazy(parameter):
+                    raise InvalidProblemError(
+                        f"model: expected sizes of all parameters, got none for {name}.{own} of a "
+                        f"{type(module).__name__}; run the model once, which gives it its sizes"
+                    )
                 nbytes = 0 if id(parameter) in seen else parameter.nbytes
                 seen.add(id(parameter))
                 if isinstance(module, Sparse24Linear) and own != "bias":
@@ -405,6 +399,8 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
         return reason
     if has_hooks(module):
         return "it has hooks, which a swap would lose"
+    if others := others_in(module):
+        return f"it holds {', '.join(others)}, which a swap would lose"
     rows = weight.shape[1 if is_conv1d(module) else 0]
     if recipe.method == "tiles" and rows % 8:
         return f"tiles need out_features in multiples of 8, got {rows}"
@@ -413,7 +409,10 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
         Sparse24Linear._check_out_dtype(recipe.out_dtype, recipe.weight_dtype or weight.dtype)
     except InvalidProblemError as error:
         return str(error)
-    return "its weight is shared with another module" if owners[id(weight)] > 1 else None
+    shared = [name for name in ("weight", "bias") if owners[id(getattr(module, name))] > 1]
+    if "weight" in shared or (shared and recipe.trainable):  # a frozen bias stays equal to its copy
+        return f"its {shared[0]} is shared with another module"
+    return None
 
 
 def _not_storable(recipe: Sparse24Recipe, dtype: torch.dtype) -> str | None:

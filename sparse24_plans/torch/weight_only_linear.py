@@ -114,7 +114,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             options.pop("rule", None)
             by |= {"scale_dtype": scale_dtype, "dtype": linear.weight.dtype, "device": "meta", **options}
             empty = cls(linear.in_features, linear.out_features, linear.bias is not None, **by)
-            empty.train(linear.training)
+            empty._follow(linear)
             return empty
         pruned = {"rule": options.pop("rule")} if "rule" in options else {}
         sparse = Sparse24Linear.from_linear(
@@ -131,7 +131,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             rule=scale_rule,
         )
         layer = cls.from_weight(weight, sparse.bias, in_features=linear.in_features, **options)
-        layer.train(linear.training)
+        layer._follow(linear)
         layer.to(linear.weight.device)
         return layer
 
@@ -286,7 +286,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         weight: Any = self._buffers["packed"]
         form: tuple[Any, ...] = None, m, self.scale_dtype
         if weight is None:
-            weight, form = self._parameters["values"], (words_of(self._buffers["metadata"]), None, None)
+            weight, form = self._parameter("values"), (words_of(self._buffers["metadata"]), None, None)
         meta, *packed = form
         scales = self._buffers["scales"]
         given = x, weight, meta, scales, bias, self.group, activation, out_dtype, wishes, *packed, residual

@@ -107,6 +107,25 @@ def forget_all_layers(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
         del metadata[f"sparse24.{element}.weight"]
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize(("step", "passes"), [(0, True), (1, False)])
+def test_a_float32_tensor_may_be_rounded_to_16_bits(pair, dtype, step, passes):
+    """A model loaded in 16 bits saves its norms so. Any other number or shape is a problem."""
+    dense, out = pair
+    special = np.array([np.nan, -np.inf, 1e38, -0.0, 1 + 2.0**-9, 3e-8], np.float32)
+    wide = np.concatenate([special, random_array((1 << 21,))])  # more than is read at a time
+    rewrite(dense, swap("norm", wide))
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(ElementKind(dtype).dtype)
+    narrow.view(np.uint16)[-1] += step
+    rewrite(out, swap("norm", narrow))
+    found = verify_checkpoint(out, dense, device="host")
+    assert (found.passed, found.copied, found.rounded) == (passes, 1, int(passes))
+    assert found.problems == (() if passes else ("norm: differs from the dense checkpoint",))
+    rewrite(out, swap("norm", narrow[:-1]))
+    assert not verify_checkpoint(out, dense, device="host").passed
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

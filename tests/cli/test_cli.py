@@ -238,6 +238,17 @@ def test_verify_as_a_table(checkpoint, compressed):
     assert result.stdout.splitlines()[-1].startswith("PASS: 2 layers on host")
 
 
+def test_verify_says_that_a_tensor_was_rounded(checkpoint, compressed):
+    arrays = safetensors.numpy.load_file(compressed)
+    with safetensors.safe_open(compressed, "numpy") as file:
+        metadata = file.metadata()
+    arrays["norm"] = arrays["norm"].astype(np.float16)
+    safetensors.numpy.save_file(arrays, compressed, metadata)
+    assert run_json("verify", compressed, "--against", checkpoint, "--device", "host")["rounded"] == 1
+    said = run("verify", compressed, "--against", checkpoint, "--device", "host").stdout.split()
+    assert "1 tensor copied unchanged, 1 rounded from float32 to 16 bits;" in " ".join(said)
+
+
 @pytest.mark.parametrize(
     ("options", "kernel"),
     [

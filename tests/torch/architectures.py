@@ -132,6 +132,7 @@ CASES = {
         inputs="input_features",
     ),
     "GPT-2": Case("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, layers=8, fused=0),
+    "Falcon": Case("FalconConfig", {"bias": True, "parallel_attn": False}, layers=8, fused=0),
 }
 
 

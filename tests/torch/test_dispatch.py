@@ -220,6 +220,13 @@ def test_ops_without_a_gradient_say_so():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_transforms_that_take_gradients_are_refused(transform):
+    values, meta, _ = weight()
+    with pytest.raises(UnsupportedError, match=r"sparse24::linear has no .*torch\.func"):
+        transform(lambda v: S.linear(v, values, meta).sum())(randn(5, 64))
+
+
 def test_forward_mode_is_refused_instead_of_giving_no_tangent():
     values, meta, _ = weight()
     x, tangent = randn(5, 64), randn(5, 64, seed=3)

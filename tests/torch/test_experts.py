@@ -91,7 +91,7 @@ def test_a_tokens_bits_do_not_depend_on_the_others(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("elsewhere", [None, 6, -1])
+@pytest.mark.parametrize("elsewhere", [None, 6, -1, 1 << 32])
 def test_a_training_pass_has_the_bits_of_inference(device, elsewhere):
     """Gradients need other operations, which round in the same order."""
     _, sparse, x = case(device)
@@ -105,6 +105,18 @@ def test_a_training_pass_has_the_bits_of_inference(device, elsewhere):
     assert torch.equal(trained, wanted)
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("own", ["gate_up_proj", "down_proj"])
+def test_weights_that_require_gradients_are_refused_instead_of_never_trained(trains, own):
+    _, sparse, x = case("cpu")
+    getattr(sparse, own).requires_grad_(True)
+    index, weights = routed(len(x), 6, 3, "cpu")
+    with pytest.raises(UnsupportedError, match=f"{own}: expected frozen weights"):
+        sparse(x.requires_grad_(trains), index, weights)
+    with torch.no_grad():
+        sparse(x, index, weights)
+
+
 @pytest.fixture
 def filled_memory():
     """New memory holds NaN, so that rows which nothing wrote show in a result."""
@@ -114,7 +126,7 @@ def filled_memory():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("elsewhere", [6, 9, -1, -7])
+@pytest.mark.parametrize("elsewhere", [6, 9, -1, -7, 1 << 32, (1 << 33) + 5, -(1 << 32), -(1 << 40) + 3])
 @pytest.mark.parametrize("stored", [None, "s4"])
 def test_experts_of_other_ranks_add_nothing(device, elsewhere, stored, filled_memory):
     _, sparse, x = case(device, stored=stored, group=64)

@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from sparse24_plans.torch import (
     calibrate,
     from_pretrained,
 )
+from sparse24_plans.torch.activations import movable
 
 from .cases import DEVICE, FLOATS, S, close, pruned, randn
 from .test_ops import ACTIVATIONS
@@ -127,6 +129,13 @@ def test_the_weight_is_no_operand():
         F.linear(randn(5, 64), layer.weight)
 
 
+@pytest.mark.parametrize("name", ["data", "requires_grad", "shape"])
+def test_the_weight_refuses_what_would_be_lost(name):
+    layer = Sparse24Linear.from_linear(dense_layer())
+    with pytest.raises(UnsupportedError, match=rf"weight\.{name}: a Sparse24Linear holds no dense weight"):
+        setattr(layer.weight, name, None)
+
+
 # State ----------------------------------------------------------------------------------------------
 
 
@@ -227,6 +236,10 @@ BROKEN = {
     "expected uint16 or int16": lambda s: {**s, "weight.meta24": s["weight.meta24"].int()},
     "row 3, group 0": lambda s: {**s, "weight.meta24": _spoiled(s["weight.meta24"])},
     "Missing key": lambda s: {name: t for name, t in s.items() if name != "weight.meta24"},
+    "values24: expected a tensor, got a NoneType": lambda s: {**s, "weight.values24": None},
+    "bias: expected a tensor, got a ndarray": lambda s: {**s, "bias": s["bias"].cpu().numpy()},
+    "meta24: expected a tensor with data": lambda s: {**s, "weight.meta24": s["weight.meta24"].to("meta")},
+    "bias: expected a tensor with data": lambda s: {**s, "bias": s["bias"].to("meta")},
     "Unexpected key": lambda s: {**s, "scale": torch.ones(1)},
 }
 
@@ -290,6 +303,23 @@ def test_loading_copies_into_the_layers_own_tensors(kind):
     for tensor in source.state_dict().values():
         tensor.view(torch.uint8).zero_()
     assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in state(layer).items())
+
+
+@every_kind
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_may_have_any_strides(kind, assign):
+    """A tensor that was gathered along its columns, or cut out of a larger one, isn't contiguous."""
+    source, layer = filled(kind), new(kind)
+    spread = {}
+    for key, tensor in source.state_dict().items():
+        wide = torch.empty(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
+        wide.view(torch.uint8).fill_(0)
+        spread[key] = wide[..., 0]
+        spread[key].view(movable(tensor).dtype).copy_(movable(tensor))
+    layer.load_state_dict(spread, assign=assign)
+    assert equal_states(layer, source)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert torch.equal(layer.to(x.device)(x), source.to(x.device)(x))
 
 
 @every_kind
@@ -374,6 +404,28 @@ def test_another_width_of_x_is_named_as_it_was_given(kind, shape, mode):
     with mode(), pytest.raises(InvalidProblemError) as found:
         layer(randn(*shape, dtype=torch.bfloat16).cpu())
     assert str(found.value) == f"x: expected [..., 60], got {list(shape)}"
+
+
+def _replica(layer: Sparse24Linear) -> Sparse24Linear:
+    """A copy for one device, as nn.DataParallel makes it; FSDP keeps parameters as attributes, too."""
+    found = layer._replicate_for_data_parallel()
+    for name, parameter in layer._parameters.items():
+        setattr(found, name, parameter.detach().clone())
+    return found
+
+
+def _with_parametrized_bias(layer: Sparse24Linear) -> Sparse24Linear:
+    return nn.utils.parametrize.register_parametrization(layer, "bias", nn.Identity())
+
+
+@every_kind
+@pytest.mark.parametrize("way", [_replica, _with_parametrized_bias])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_parameters_may_be_plain_attributes(kind, way, mode):
+    layer, x = filled(kind), torch.randn(3, 64, dtype=torch.bfloat16)
+    with mode():
+        wanted = layer(x)
+        assert torch.equal(way(layer)(x), wanted)
 
 
 @every_kind
@@ -478,6 +530,10 @@ def test_options_that_mean_nothing_are_refused(options, message):
     [
         (lambda: Sparse24Linear(-8, 8), "in_features: expected an integer from 0, got -8"),
         (lambda: Sparse24Linear(8, 8.5), "out_features: expected an integer from 0, got 8.5"),
+        (lambda: Sparse24Experts(True, 64, 64), "num_experts: expected an integer from 1, got True"),
+        (lambda: Sparse24Experts(0, 64, 64), "num_experts: expected an integer from 1, got 0"),
+        (lambda: Sparse24Experts(2, None, 64), "hidden_features: expected an integer from 0, got None"),
+        (lambda: Sparse24Experts(2, 64, "x"), "features: expected an integer from 0, got 'x'"),
         (
             lambda: Sparse24Linear.from_linear(nn.Conv1d(8, 8, 1)),
             "linear: expected an nn.Linear, got a Conv1d",
@@ -491,6 +547,14 @@ def test_options_that_mean_nothing_are_refused(options, message):
 def test_what_no_layer_can_be_is_refused(make, message):
     with pytest.raises(InvalidProblemError, match=message):
         make()
+
+
+@pytest.mark.parametrize("of", [np.int64, torch.tensor], ids=["NumPy", "PyTorch"])
+def test_sizes_may_be_integers_of_other_libraries(of):
+    layer, experts = Sparse24Linear(of(64), of(96)), Sparse24Experts(of(2), of(64), of(64))
+    sizes = layer.in_features, layer.out_features, experts.num_experts, experts.down_proj.out_features
+    assert (sizes, {*map(type, sizes)}) == ((64, 96, 2, 128), {int})
+    assert layer.plan(3).descriptor.k == 64
 
 
 def test_it_compiles_in_one_graph():

@@ -370,8 +370,10 @@ def test_experts_that_nothing_24_computes_are_decompressed(name, tmp_path):
             assert torch.equal(state[key], wanted)
 
 
-def test_a_model_whose_layers_are_all_loaded_dense_is_saved_as_a_dense_one(tmp_path):
-    """Falcon's layers are a subclass of nn.Linear, so its weights are decompressed."""
+def test_a_model_whose_layers_are_all_loaded_dense_is_saved_as_a_dense_one(tmp_path, monkeypatch):
+    """Its layers are of an unknown subclass of nn.Linear, so its weights are decompressed."""
+    home = transformers.models.falcon.modeling_falcon
+    monkeypatch.setattr(home, "FalconLinear", type("UnknownLinear", (nn.Linear,), {}))
     config = transformers.FalconConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )

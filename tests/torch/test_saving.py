@@ -29,6 +29,7 @@ from sparse24_plans.torch import (
     Sparse24GatedMLP,
     Sparse24Linear,
     Sparse24Recipe,
+    Sparse24Tensor,
     from_pretrained,
     fuse_gated,
     load_sparse24,
@@ -170,6 +171,20 @@ def test_a_dtype_can_be_asked_for_and_changed(folder):
     assert torch.equal(logits(model), logits(want))
     assert model.half().dtype == torch.float16
     assert model.float().lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_in_float32_that_are_saved_in_16_bits_verify(tmp_path, dtype):
+    model = llama().to(dtype)
+    norms = [one for one in model.modules() if type(one).__name__ == "LlamaRMSNorm"]
+    for one in norms:
+        one.float().weight.data.normal_()
+    model.save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "sparse")
+    from_pretrained(tmp_path / "sparse", dtype=dtype).save_pretrained(tmp_path / "again")
+    found = verify_checkpoint(tmp_path / "again", tmp_path / "dense", device="host")
+    assert found.passed, found.problems
+    assert found.rounded == len(norms) == 5
 
 
 def test_a_base_model_takes_the_folder_of_a_whole_one(folder):
@@ -317,6 +332,28 @@ def test_any_module_is_saved_and_loaded(tmp_path, max_shard_bytes, files):
     assert found.passed, found
 
 
+OTHERS = {
+    "a scalar": torch.tensor(3.0),
+    "no rows": torch.zeros(0, 4),
+    "no columns": torch.zeros(4, 0, dtype=torch.bfloat16),
+    "one value": torch.ones(1).expand(4, 3),
+    "every other column": torch.arange(32.0).view(4, 8)[:, ::2],
+    "a view of negatives": torch._neg_view(torch.arange(3.0)),
+    "bools": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_tensors_beside_layers_have_any_shape_and_strides(tmp_path, name):
+    model, loaded = nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))
+    model.register_buffer("other", OTHERS[name])
+    loaded.register_buffer("other", torch.zeros_like(OTHERS[name]))
+    to_sparse24(model)
+    save_sparse24(model, tmp_path / "saved")
+    load_sparse24(loaded, tmp_path / "saved")
+    assert torch.equal(loaded.other, model.other)
+
+
 PADDED = [
     {},
     {"weight_dtype": torch.int8},
@@ -415,6 +452,17 @@ def test_transformers_without_a_quantizer_of_ours_is_told(tmp_path, monkeypatch)
     monkeypatch.delitem(sys.modules, "sparse24_plans.integrations.transformers", raising=False)
     with pytest.raises(BackendUnavailableError, match=r"transformers 5\.8"):
         save_sparse24(swapped(), tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_semi_structured_tensor_is_not_saved(tmp_path):
+    model = small()
+    to_sparse24(model, include=["0"])
+    model[2].weight = nn.Parameter(
+        Sparse24Tensor.from_dense(torch.ops.sparse24.prune(model[2].weight.detach()))
+    )
+    with pytest.raises(UnsupportedError, match=r"2\.weight: expected a plain tensor, got a Sparse24Tensor"):
+        save_sparse24(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
 

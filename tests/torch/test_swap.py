@@ -206,6 +206,40 @@ def test_layers_with_any_kind_of_hook_are_skipped(kind):
     assert type(m.body[0]) is nn.Linear
 
 
+HELD = {
+    "buffer": lambda layer: layer.register_buffer("mask", torch.ones(1)),
+    "module": lambda layer: layer.add_module("mask", nn.Linear(8, 8)),
+    "parameter": lambda layer: layer.register_parameter("mask", nn.Parameter(torch.ones(1))),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_layers_that_hold_more_than_a_layer_does_are_skipped(kind):
+    m = model()
+    HELD[kind](m.body[0])
+    report = to_sparse24(m, exclude=["*.mask"] if kind == "module" else [])
+    assert [layer.name for layer in report.layers] == ["body.2"]
+    assert report.skipped["body.0"] == "it holds mask, which a swap would lose"
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_bias_of_two_layers_is_not_trained_as_two(trainable):
+    m = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    m[1].bias = m[0].bias
+    report = to_sparse24(m, recipe=Sparse24Recipe(trainable=trainable))
+    shared = "its bias is shared with another module"
+    assert report.skipped == (dict.fromkeys(("0", "1"), shared) if trainable else {})
+
+
+def test_layers_without_sizes_are_refused():
+    m = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    with pytest.raises(InvalidProblemError, match=r"model: expected sizes .* 1\.weight of a LazyLinear"):
+        to_sparse24(m)
+    assert type(m[0]) is nn.Linear
+    m(torch.ones(1, 64))
+    assert len(to_sparse24(m).layers) == 2
+
+
 def test_an_out_dtype_that_a_layer_cannot_give_leaves_it_dense():
     halves = Sparse24Recipe(out_dtype=torch.float16)
 
