@@ -21,11 +21,11 @@ from .gemm_dispatch import linear
 from .layer_state import VALUES_KEY, bytes_of, words_of
 from .layer_weight import LayerWeight
 from .library import only_dispatches
+from .methods import METHODS, check_rule, check_scores
 
 _ops: Any = torch.ops.sparse24
 _linear = _ops.linear.default
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-METHODS = ("prune", "compress", "tiles")
 ORIGIN = "_sparse24_origin"
 """The attribute of a dense module in which ``calibrate`` notes that it made the weight, as checkpoints do."""
 _EMPTY_GROUP = 0x04
@@ -33,14 +33,6 @@ _EMPTY_GROUP = 0x04
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
-
-
-def check_scores(method: str, scores: object) -> None:
-    """Raise InvalidProblemError for scores beside a method that would not rank by them."""
-    if scores is not None and method == "tiles":
-        raise InvalidProblemError(
-            f"scores: expected None for tiles, which are pruned by rule, got a {type(scores).__name__}"
-        )
 
 
 def noted_origin(module: nn.Module) -> Mapping[str, Any]:
@@ -175,6 +167,7 @@ class Sparse24Linear(nn.Module):
         if method not in METHODS:
             raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
         check_scores(method, scores)
+        check_rule(method, rule)
         layer = cls(
             linear.in_features,
             linear.out_features,

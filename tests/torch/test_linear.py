@@ -518,6 +518,8 @@ def test_the_repr_names_row_bytes_and_guarantee():
         ({"require": {"fast": True}}, "fast"),
         ({"preference": 3}, "preference: expected PlanPreference"),
         ({"method": "magnitude"}, "method: expected one of"),
+        ({"rule": "greedy_value"}, "rule: expected optimal, the default, for method prune, got greedy_value"),
+        ({"method": "tiles", "rule": "best"}, "rule: expected one of .*optimal, got 'best'"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):
