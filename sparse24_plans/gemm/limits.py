@@ -133,7 +133,7 @@ def transpose_bytes(problem: GemmSparse24Descriptor) -> int:
 
 def wgmma_sp_workspace(problem: GemmSparse24Descriptor) -> int:
     """Bytes of workspace without which the kernel can't run."""
-    return transpose_bytes(problem) if must_transpose_x(problem) else 0
+    return transpose_bytes(problem) if must_transpose_x(problem) and not problem.is_empty else 0
 
 
 def _transpose_tiles(problem: GemmSparse24Descriptor) -> int:
