@@ -79,8 +79,8 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             raise InvalidProblemError(f"group: expected one of {', '.join(map(str, GROUPS))}, got {group!r}")
         if scale_dtype not in (None, dtype, torch.float32):
             raise InvalidProblemError(f"scale_dtype: expected {dtype} or torch.float32, got {scale_dtype}")
+        self.dtype, self.weight_element, self.group = dtype, kind, group  # before a bias of this dtype
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype, **options)
-        self.dtype, self.weight_element, self.group = dtype, kind, group
         self.scale_dtype = scale_dtype or dtype
         by = self.quantization
         values = torch.zeros(
@@ -296,6 +296,9 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             return run(weight_only_call(*given))
         y: Tensor = _ops.weight_only_linear(*given)
         return y
+
+    def _check_bias(self, bias: torch.dtype, weight: torch.dtype) -> None:
+        super()._check_bias(bias, self.dtype)
 
     def _problem(self, n: int) -> dict[str, Any]:
         return {
