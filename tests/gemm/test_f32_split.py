@@ -373,7 +373,10 @@ CUTS = [
 @pytest.mark.parametrize(("row", "n", "m", "cut"), CUTS, ids=str)
 def test_every_cut(monkeypatch, row, n, m, cut):
     """Forced on a problem that is ragged in n, m and k, and long enough for groups of sums."""
-    monkeypatch.setattr(f32_split, "best_schedule", lambda *_: cut)
+    chunking = f32_split_heuristics.Chunking
+    monkeypatch.setattr(
+        f32_split, "best_chunking", lambda desc, entry, *_: chunking.of(cut, desc, entry.split_terms)
+    )
     alpha = 1 + CUTS.index((row, n, m, cut)) / 64  # of its own: plans are cached
     desc = GemmSparse24Descriptor(n=n, m=m, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
     case = make_case(desc, row=row, pad=8)

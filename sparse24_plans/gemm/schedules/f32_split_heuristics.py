@@ -19,7 +19,7 @@ from ...weights.packed_layouts import TILE_M, TILES_32BIT
 from ..arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
-from ..limits import most_chunk, producers_split, split_bytes
+from ..limits import SPLIT_CHUNK_BYTES, most_chunk, producers_split, split_bytes
 from ..wgmma import grid_size
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
@@ -161,8 +161,18 @@ class Chunking(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, most: int) -> Chunking:
-        """Chunks of whole tiles, about as many in each, and of at most ``most`` tokens."""
+    def of(
+        cls,
+        schedule: WgmmaSpSchedule,
+        desc: GemmSparse24Descriptor,
+        terms: int,
+        room: int = SPLIT_CHUNK_BYTES,
+    ) -> Chunking:
+        """Chunks of whole tiles, about as many in each, whose terms take at most ``room`` bytes.
+
+        A chunk of the fewest tokens may take more.
+        """
+        most = most_chunk(terms, desc, room)
         if most == desc.n:
             return cls(schedule, most)
         tiles, width = -(-desc.n // schedule.tokens), schedule.tokens
@@ -215,7 +225,7 @@ def _fastest_chunking(desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int
     most = most_chunk(row.split_terms, desc)
     allowed = allowed_schedules(desc.model_copy(update={"n": most}), row, whole_m)
     return fastest(
-        [Chunking.of(one, desc, most) for one in allowed],
+        [Chunking.of(one, desc, row.split_terms) for one in allowed],
         lambda tried: _microseconds(tried, desc, row.split_terms),
     )
 
@@ -239,7 +249,7 @@ def _smaller_chunks(
             continue
         regions = Regions.of(one, whole, terms, device)
         room = max(0, max_workspace - (regions.end - regions.handed))
-        cut = Chunking.of(one, desc, most_chunk(terms, desc, room))
+        cut = Chunking.of(one, desc, terms, room)
         if one.stream_k and one.work_tiles(cut.tokens, desc.m) <= one.stream_k:
             continue  # the chunk has too few work tiles for every cluster to have one
         found.append((cut, Regions.of(one, cut.chunk(desc), terms, device).end))
