@@ -218,8 +218,13 @@ def plan_of(cell: Cell, entry: GemmEntry) -> GemmSparse24Plan:
 
 def choosing(entry: GemmEntry, schedule: WgmmaSpSchedule) -> AbstractContextManager[object]:
     """The entry's kernels that are made meanwhile take this schedule."""
-    module = "f32_split" if entry.split_terms else "wgmma_sp"
-    return mock.patch(f"sparse24_plans.gemm.backends.{module}.best_schedule", return_value=schedule)
+    if not entry.split_terms:
+        return mock.patch("sparse24_plans.gemm.backends.wgmma_sp.best_schedule", return_value=schedule)
+
+    def chunking(desc: GemmSparse24Descriptor, *_: object) -> f32_split_heuristics.Chunking:
+        return f32_split_heuristics.Chunking.of(schedule, desc, entry.split_terms)
+
+    return mock.patch("sparse24_plans.gemm.backends.f32_split.best_chunking", chunking)
 
 
 def rows_of(family: str, cell: Cell) -> Iterator[Row]:

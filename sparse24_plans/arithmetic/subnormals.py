@@ -16,6 +16,6 @@ def check_subnormals() -> None:
     """
     if _LEAST_NORMAL * _HALF == 0 or _SUBNORMAL * _ONE == 0:
         raise UnsupportedError(
-            "subnormals: expected a thread that keeps them, as the plan promises; this one flushes them to "
+            "subnormals: expected a thread that keeps them, for right results; this one flushes them to "
             "zero (a library linked with -ffast-math sets that mode when it is loaded)"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..arithmetic.epilogue import UNGATED
 from ..plan.cublaslt import needs_cublaslt
+from ..plan.kernel import Choice
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
     BLOCKS_LAYOUT,
@@ -75,7 +76,8 @@ class MatmulEntry(BlockSparseEntry):
             return f"serves blocks of {', '.join(map(str, self.blocks))}, not {descriptor.layout.block}"
         return None
 
-    def least_workspace(self, descriptor: BlockSparseMatmulDescriptor) -> int:
+    def least_workspace(self, choice: Choice) -> int:
+        descriptor: BlockSparseMatmulDescriptor = choice.descriptor
         smallest = descriptor.model_copy(update={"batch": 1})
         if descriptor.op is BlockSparseOp.SDD:
             return self.min_workspace(smallest)

@@ -16,6 +16,7 @@ from .shape import BLOCK_SIZES, MOST, BlockSparseShape
 Array = np.ndarray[Any, Any]
 
 _JSON_FORMAT = "sparse24_block_layout_v1"
+_JSON_FIELDS = ("format", "bitmap_shape", "bitmap", "block")
 
 
 class BlockSparseLayout:
@@ -273,6 +274,11 @@ class BlockSparseLayout:
         """
         try:
             header = json.loads(text)
+            if not isinstance(header, dict):
+                raise ValueError("it is no JSON object")
+            absent = [name for name in _JSON_FIELDS if name not in header]
+            if absent:
+                raise ValueError(f"it has no {', '.join(absent)}")
             if header["format"] != _JSON_FORMAT:
                 raise ValueError(f"format {shown(header['format'])}")
             sizes = header["bitmap_shape"]

@@ -35,6 +35,7 @@ from .options import (
     hint,
     preference_of,
     put_once,
+    usage_checked,
     word_option,
 )
 from .output import emit, reported
@@ -156,7 +157,8 @@ def explain(
     chosen = {"out_element": out_element, "bias_element": bias_element, "c_element": c_element}
     problem |= {name: word for name, word in chosen.items() if word is not None}
     fields, wishes = (_fields_of(kind, field) for kind in _OTHER_FIELDS)
-    with reported(as_json):
+    with usage_checked():
+        desc = GemmSparse24Descriptor(**problem, **fields)
         preference = preference_of(
             require,
             prefer_backend,
@@ -165,9 +167,10 @@ def explain(
             allow_sm90a=allow_sm90a,
             **wishes,
         )
+    with reported(as_json):
         table = None if tuning is None else TuningTable.load(tuning)
         place = device if arch is None else absent_gpu(arch)
-        answer = _explain_problem(GemmSparse24Descriptor(**problem, **fields), preference, place, table)
+        answer = _explain_problem(desc, preference, place, table)
         emit(answer, _show_explanation, as_json=as_json)
     raise typer.Exit(0 if answer["chosen"] else 1)
 

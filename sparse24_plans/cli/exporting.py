@@ -32,6 +32,7 @@ from .options import (
     preference_of,
     shape_of,
     tokens_of,
+    usage_checked,
 )
 from .output import emit, progress, reported
 from .tables import Json, show_line, size_text
@@ -112,7 +113,7 @@ def _descriptors(
 ) -> dict[str, Problem]:
     """The products, and what packs their weights if these aren't quantized: ``stored`` says how they are."""
     found: dict[str, Problem] = {}
-    try:
+    with usage_checked("--n, --shape, --element, --weights, --group, --epilogue: "):
         for (m, k), element in product(map(shape_of, shapes), elements):
             problems: list[Problem] = [
                 GemmSparse24Descriptor(n=most, m=m, k=k, element=element, epilogue=one, **stored)
@@ -121,10 +122,6 @@ def _descriptors(
             if element in PACKED_ELEMENTS and not stored:
                 problems.append(PackSparse24Descriptor(m=m, k=k, element=element))
             found |= {name_of(one): one for one in problems}
-    except InvalidProblemError as error:
-        raise typer.BadParameter(
-            f"--n, --shape, --element, --weights, --group, --epilogue: {error}"
-        ) from error
     return found
 
 

@@ -13,7 +13,6 @@ from ..bench import record as bench_record
 from ..bench.scope import BACKENDS, PARTS, SHAPES, TOKENS, Scope
 from ..device.devices import resolve
 from ..device.files import check_writable
-from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.kernel_table import ENTRIES
 from ..gemm.tuned import TuningTable
@@ -29,6 +28,7 @@ from .options import (
     one_of,
     shape_of,
     tokens_of,
+    usage_checked,
     word_option,
 )
 from .output import emit, progress, reported
@@ -96,7 +96,7 @@ def _scope(
     backend: list[str] | None,
     only: list[str] | None,
 ) -> Scope:
-    try:
+    with usage_checked("--"):
         return Scope(
             elements=element or (ElementKind.BF16,),
             tokens=tokens_of(n) if n else TOKENS,
@@ -104,8 +104,6 @@ def _scope(
             parts=only or PARTS,
             backends=backend or (),
         )
-    except InvalidProblemError as error:
-        raise typer.BadParameter(f"--{error}") from error
 
 
 def _measure(scope: Scope, out: Path | None, seconds: float | None, *, quiet: bool) -> Json:
@@ -159,13 +157,11 @@ def tune(
 
 def _problems(tokens: str, shapes: list[str], elements: list[ElementKind]) -> list[GemmSparse24Descriptor]:
     chosen, sizes = tokens_of(tokens), [shape_of(shape) for shape in shapes]
-    try:
+    with usage_checked("--n, --shape: "):
         return [
             GemmSparse24Descriptor(n=n, m=m, k=k, element=element)
             for element, (m, k), n in product(elements, sizes, chosen)
         ]
-    except InvalidProblemError as error:
-        raise typer.BadParameter(f"--n, --shape: {error}") from error
 
 
 def _tune(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -156,6 +156,7 @@ GroupOption = Annotated[
     typer.Option(
         "--group",
         metavar="N",
+        parser=lambda text: int(one_of(map(str, GROUPS))(text)),
         help=f"With --weights: the columns of a row that share a scale, {DEFAULT_GROUP} by default; 0: all. "
         + named(map(str, GROUPS)),
     ),
@@ -174,6 +175,15 @@ def put_once(values: dict[str, Any], name: str, value: Any, option: str) -> None
     """Add what a repeatable option says of a name. Another value for the same name is wrong usage."""
     if values.setdefault(name, value) != value:
         raise _wrong(option, f"expected one value of {name}, got {values[name]} and {value}")
+
+
+@contextmanager
+def usage_checked(prefix: str = "") -> Iterator[None]:
+    """Report values of options that no model takes as wrong usage; ``prefix`` begins the message."""
+    try:
+        yield
+    except InvalidProblemError as error:
+        raise typer.BadParameter(f"{prefix}{error}") from error
 
 
 def _wrong(option: str, message: str) -> typer.BadParameter:

@@ -23,8 +23,11 @@ def replay(
         typer.Option("--samples", min=1, metavar="N", help="Compare N random results, not all."),
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", min=0, metavar="N", help="Seed that draws the random results.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--seed", min=0, metavar="N", help="With --samples: seed that draws the results, 0 by default."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute a recorded run again on the host, and compare its bits.
@@ -32,11 +35,13 @@ def replay(
     Says that they are equal, or shows the first difference: both values, and the step that may explain it.
     The exit code is 1 if something differs.
     """
+    if seed is not None and samples is None:
+        raise typer.BadParameter(f"--seed: expected --samples beside it, got {seed} alone")
     with reported(as_json):
         run = load_run(record)
         total = run.descriptor.result_rows * run.descriptor.outputs
         with progress("replaying", min(total, samples or total), quiet=as_json) as advance:
-            found = run.replay(samples, seed=seed, on_block=advance)
+            found = run.replay(samples, seed=seed or 0, on_block=advance)
         emit(_document(run, found), partial(_show, found=found), as_json=as_json)
     raise typer.Exit(0 if found.equal else 1)
 

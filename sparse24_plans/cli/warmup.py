@@ -11,7 +11,7 @@ import typer
 from ..device.devices import GPUS, HOST_PROPERTIES, absent_gpu, resolve
 from ..device.jit.cache import CompiledKernel, cache_folder
 from ..device.jit.compiler import load_nvrtc
-from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError
+from ..errors import BackendUnavailableError, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.descriptor import Descriptor
@@ -32,6 +32,7 @@ from .options import (
     preference_of,
     shape_of,
     tokens_of,
+    usage_checked,
     word_option,
 )
 from .output import emit, progress, reported
@@ -116,7 +117,7 @@ def _jobs(
         (shape_of(shape) for shape in shapes),
         tokens_of(tokens),
     )
-    try:
+    with usage_checked("--n, --shape, --element, --epilogue, --op: "):
         problems = dict.fromkeys(
             GemmSparse24Descriptor(
                 n=n,
@@ -128,8 +129,6 @@ def _jobs(
             )
             for element, op, epilogue, (m, k), n in cases
         )
-    except InvalidProblemError as error:
-        raise typer.BadParameter(f"--n, --shape, --element, --epilogue, --op: {error}") from error
     return [(GemmSparse24Plan, problem, preference) for problem in problems]
 
 

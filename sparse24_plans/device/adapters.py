@@ -154,8 +154,10 @@ def _from_protocol(about: Any, element: ElementKind | None, argument: str, owner
         dtype, shape = np.dtype(about["typestr"]), about["shape"]
         address, readonly = about["data"]
     except (TypeError, ValueError, KeyError) as error:
+        fault = f"it has no {error.args[0]}" if isinstance(error, KeyError) else error
         raise InvalidProblemError(
-            f"{argument}: expected an array interface with typestr, shape and address: {error}"
+            f"{argument}: expected an array interface with typestr, shape and data, an address and a flag: "
+            f"{fault}"
         ) from error
     if about.get("mask") is not None:
         raise InvalidProblemError(f"{argument}: expected a tensor without a mask")

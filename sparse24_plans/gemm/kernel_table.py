@@ -9,7 +9,7 @@ from functools import partial
 from ..arithmetic.epilogue import IN_STEPS, UNGATED
 from ..errors import InvalidProblemError
 from ..plan.cublaslt import needs_cublaslt
-from ..plan.kernel import Kernel
+from ..plan.kernel import Choice, Kernel
 from ..plan.kernel_table import KernelEntry, with_wgmma
 from ..vocab import (
     CANONICAL_LAYOUT,
@@ -120,15 +120,18 @@ class GemmEntry(KernelEntry):
         """Whether K may be summed in as many pieces as suit n: its bits may depend on n, or are exact."""
         return descriptor.element is S8 or not self.guarantee(descriptor).batch_invariant
 
-    def least_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
+    def least_workspace(self, choice: Choice) -> int:
+        descriptor: GemmSparse24Descriptor = choice.descriptor
         if descriptor.group_tokens is GroupTokens.COUNTS:
             numbers: tuple[int, ...] = (descriptor.step,)
         else:  # with 16 tokens the columns of a column-major X are multiples of 16 bytes
             numbers = descriptor.step, 16 * descriptor.step
-        return min(self.needed_workspace(of_places(descriptor, n)) for n in numbers)
+        smallest = [choice._replace(descriptor=of_places(descriptor, n)) for n in numbers]
+        return min(self.needed_workspace(one) for one in smallest)
 
-    def needed_workspace(self, descriptor: GemmSparse24Descriptor) -> int:
-        return self.min_workspace(descriptor) + (0 if self.on_host else sum(Regions.of(descriptor)))
+    def needed_workspace(self, choice: Choice) -> int:
+        routing = 0 if self.on_host else sum(Regions.of(choice.descriptor))
+        return super().needed_workspace(choice) + routing
 
     def kernel_for(self, descriptor: GemmSparse24Descriptor) -> type[Kernel[GemmSparse24Descriptor]]:
         return self._kernel_of("routed") if descriptor.is_routed else self.kernel
@@ -204,7 +207,6 @@ def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
         elements=(F32,),
         layout=TILE64X64_LAYOUT if terms == MAX_TERMS else TILE64X64_PARTS_LAYOUT,
         limits=partial(limits.f32_split, terms),
-        min_workspace=partial(limits.split_workspace, terms),
         column_order=False,
         batches=False,
         for_a_bound=terms < MAX_TERMS,

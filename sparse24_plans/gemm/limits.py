@@ -15,7 +15,6 @@ from ..plan.schedule_choice import constants
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
 from ..weights.packed_layouts import TILE_M
-from .arithmetic.bf16_terms import SPLIT_GROUP
 from .descriptor import GemmSparse24Descriptor
 from .group_checks import MOST_GROUPS
 
@@ -32,8 +31,6 @@ _PRODUCER_SPLIT_TOKENS, _PRODUCER_SPLIT_CELLS = 24, 2**23
 """Most tokens, and cells of W, with which a launch less is worth more than producers that only load."""
 SPLIT_CHUNK_BYTES, _LEAST_CHUNK = 512 << 20, 128
 """Most bytes of bf16 terms of X that the workspace holds at once, and tokens whose terms it always holds."""
-_BLOCKED_SUM_BYTES = 132 * 128 * 128 * 4
-"""Bytes of the blocked sums of the largest CTA tiles, one per SM of an H200."""
 DIRECT_TOKENS, _SECTOR = 64, 32
 """A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
 its columns begin at multiples of a memory sector, _SECTOR bytes."""
@@ -136,7 +133,7 @@ def transpose_bytes(problem: GemmSparse24Descriptor) -> int:
 
 def wgmma_sp_workspace(problem: GemmSparse24Descriptor) -> int:
     """Bytes of workspace without which the kernel can't run."""
-    return transpose_bytes(problem) if must_transpose_x(problem) else 0
+    return transpose_bytes(problem) if must_transpose_x(problem) and not problem.is_empty else 0
 
 
 def _transpose_tiles(problem: GemmSparse24Descriptor) -> int:
@@ -163,16 +160,14 @@ def f32_split(terms: int, problem: GemmSparse24Descriptor) -> str | None:
     return wgmma_sp(problem) or grid_limit_refusal(blocks)
 
 
-def most_chunk(terms: int, problem: GemmSparse24Descriptor, most: int | None = None) -> int:
-    """Most tokens of a chunk: the workspace holds the terms of one chunk of X at a time.
+def most_chunk(terms: int, problem: GemmSparse24Descriptor, room: int = SPLIT_CHUNK_BYTES) -> int:
+    """Most tokens of a chunk: the workspace holds the terms of one chunk of X at a time, in ``room`` bytes.
 
-    ``most``: bytes that the workspace may have, at least :func:`split_workspace` of them.
+    A chunk of the fewest tokens may need more.
     """
     if problem.n <= _LEAST_CHUNK:
         return problem.n
-    room = SPLIT_CHUNK_BYTES
-    if most is not None:
-        room = min(room, (most - _blocked_sum_bytes(terms, problem)) // 256 * 256)
+    room = min(room, SPLIT_CHUNK_BYTES) // 256 * 256
     return min(max(room // (terms * max(problem.k, 1) * BF16.itemsize), _LEAST_CHUNK), problem.n)
 
 
@@ -184,24 +179,6 @@ def producers_split(problem: GemmSparse24Descriptor, tokens: int) -> bool:
 def split_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:
     """Bytes of the bf16 terms of X, whose tokens are one chunk."""
     return terms * problem.n * problem.k * BF16.itemsize
-
-
-def split_workspace(terms: int, problem: GemmSparse24Descriptor) -> int:
-    """Bytes of the terms of the least chunk of X, and of its blocked sums.
-
-    No tokens count as one token, so that the kernel of one token serves them, too, and reads its layout.
-    """
-    least = problem.model_copy(update={"n": max(1, min(problem.n, _LEAST_CHUNK))})
-    split = 0 if producers_split(problem, problem.n) else align_up(split_bytes(terms, least))
-    return split + _blocked_sum_bytes(terms, least)
-
-
-def _blocked_sum_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:
-    """Bytes of the blocked sums of all results, or of the largest tiles, one per SM."""
-    if not 0 < SPLIT_GROUP[terms] < problem.k:
-        return 0
-    results = align_up(problem.m) * align_up(problem.n, 16 if problem.n <= 64 else 128)
-    return min(4 * results, _BLOCKED_SUM_BYTES)
 
 
 def _integer_sums(problem: GemmSparse24Descriptor) -> str | None:

@@ -86,6 +86,12 @@ class Kernel(Generic[D]):
         return kernel
 
     @classmethod
+    def least_workspace(cls, choice: Choice) -> int:
+        """The bytes of workspace without which no kernel of the choice can run, whatever limit it states."""
+        needed: int = choice.entry.min_workspace(choice.descriptor)
+        return needed
+
+    @classmethod
     def most_workspace(cls, choice: Choice) -> int:
         """An upper bound of the workspace for 1 to as many tokens as the choice's problem has.
 

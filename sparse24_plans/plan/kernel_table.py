@@ -38,8 +38,9 @@ class KernelEntry:
     """A kernel of a family. ``backend`` names the module under the family's ``backends/`` that launches it.
 
     ``limits`` gives the reason why a problem can't be served, ``missing`` says what has to be installed; both
-    give None if there is no obstacle. ``min_workspace`` gives the bytes without which the kernel can't run. A
-    family's subclass adds fields in which its problems differ, and a ``refusal`` that reads them.
+    give None if there is no obstacle. ``min_workspace`` gives the bytes without which the kernel can't run; a
+    kernel's class may know better, in ``least_workspace``. A family's subclass adds fields in which its
+    problems differ, and a ``refusal`` that reads them.
     """
 
     name: str
@@ -111,13 +112,13 @@ class KernelEntry:
         """A reason why the kernel is for problems of another kind altogether, or None."""
         return None
 
-    def needed_workspace(self, descriptor: Any) -> int:
-        """``min_workspace``, with that of the other launches of ``kernel_for``."""
-        return self.min_workspace(descriptor)
+    def needed_workspace(self, choice: Choice) -> int:
+        """The kernel's least workspace, with that of the other launches of ``kernel_for``."""
+        return self.kernel.least_workspace(choice)
 
-    def least_workspace(self, descriptor: Any) -> int:
+    def least_workspace(self, choice: Choice) -> int:
         """``needed_workspace`` of the problem's smallest batch."""
-        return self.needed_workspace(descriptor)
+        return self.needed_workspace(choice)
 
     def shard_refusal(self, descriptor: Any, whole_m: int) -> str | None:
         """A reason why a shard's bits differ from those of the whole weight with this M, or None."""
@@ -288,13 +289,13 @@ def _judge(choice: Choice, tested: Sequence[str]) -> JudgedEntry[Any]:
     if (reason := entry.refusal(choice.descriptor) or entry.limits(choice.descriptor)) is not None:
         return JudgedEntry(entry, reason)
     absent, allowed = entry.missing(choice.device), choice.preference.max_workspace_bytes
-    needed = 0 if allowed is None else entry.needed_workspace(choice.descriptor)
+    needed = 0 if allowed is None else entry.needed_workspace(choice)
     short = allowed if allowed is not None and needed > allowed else None
     if (reason := _unwanted(choice if short is None else _roomy(choice), tested)) is not None:
         return JudgedEntry(entry, reason)
     if short is not None:
         reason = f"needs a workspace of {needed} bytes, max_workspace_bytes is {short}"
-        crowded = absent is None and entry.least_workspace(choice.descriptor) <= short
+        crowded = absent is None and entry.least_workspace(choice) <= short
         return JudgedEntry(entry, reason, crowded=crowded)
     return JudgedEntry(entry, absent, unavailable=absent is not None)
 

@@ -17,7 +17,15 @@ from ..gemm.plan import GemmSparse24Plan
 from . import stacked
 from .activations import epilogue_of
 from .elements import DTYPE_OF, element_of, weight_sizes
-from .gemm_call import check_devices, check_dtypes, check_scale, quantization_of, residual_element, scale_kind
+from .gemm_call import (
+    beta_of,
+    check_devices,
+    check_dtypes,
+    check_scale,
+    quantization_of,
+    residual_element,
+    scale_kind,
+)
 from .gemm_ops import stacked_autocast
 from .library import define
 from .plan_cache import descriptor, preference_of
@@ -91,7 +99,7 @@ def _describe(call: Batched, batches: int, n: int, m: int, k: int) -> GemmSparse
         bias_element=None if call.bias is None else element_of(call.bias.dtype, "bias"),
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
-        beta=None if residual is None else call.beta,
+        beta=beta_of(call.residual, call.beta),
         c_element=residual_element(residual, element, out),
         batches=batches,
         **({} if by is None else by.problem),

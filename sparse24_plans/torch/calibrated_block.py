@@ -30,7 +30,7 @@ from .calibration_inputs import Calls, Enough, Moment
 from .conv1d import is_linear, linear_of
 from .elements import element_of, host_bytes
 from .experts import STACKS
-from .linear import ORIGIN
+from .origin import note_origin
 
 _RUN_KEY, _ERRORS_KEY, _IDLE_KEY = "sparse24_calibration", "output_errors", "experts_without_tokens"
 
@@ -104,7 +104,7 @@ class Block:
                 if file is not None:
                     self._save(file, run, errors)
         for layer in self._layers.values():
-            setattr(layer, ORIGIN, {CALIBRATED: method})
+            note_origin(layer, {CALIBRATED: method})
         return [
             CalibratedLayer(name, m, k, errors[name], self._quantized.get(name), self._idle.get(name, ()))
             for name, (m, k) in sizes.items()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .linear import ORIGIN, noted_origin
+from .origin import note_origin, noted_origin
 
 _KNOWN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Subclasses of nn.Linear that hold what it holds, and whose own forward computes what its forward does."""
@@ -39,5 +39,5 @@ def linear_of(module: Any) -> nn.Linear:
     linear = nn.Linear(k, m, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().T, requires_grad=module.weight.requires_grad)
     linear.bias = module.bias
-    setattr(linear, ORIGIN, noted_origin(module))
+    note_origin(linear, noted_origin(module))
     return linear.train(module.training)

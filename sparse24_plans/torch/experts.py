@@ -15,7 +15,8 @@ from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, Tier
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
 from .library import autocasts
-from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear, checked_size, noted_origin
+from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear, checked_size
+from .origin import noted_origin
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _ops: Any = torch.ops.sparse24
@@ -206,6 +207,7 @@ class Sparse24Experts(nn.Module):
         found = cls.like(module, require=require, preference=preference, device="meta", **form)
         if stored is not None:
             options |= form
+        origin = noted_origin(module)
         for name in STACKS:
             layer, stack = getattr(found, name), getattr(module, name).detach()
             ranks = None if scores is None else scores.get(name)
@@ -221,7 +223,7 @@ class Sparse24Experts(nn.Module):
                 preference=layer.preference,
                 **options,
             )
-            whole.origin = noted_origin(module)
+            whole.origin = origin
             setattr(found, name, whole)
         found.train(module.training)
         return found

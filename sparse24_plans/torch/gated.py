@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ..checkpoints.layers import origin_of_all
 from ..errors import FormatError, InvalidProblemError
 from .activations import FORWARD, GATED_BY, called, is_gated, movable, name_of, row_order, rows_in_order
-from .linear import ORIGIN, Sparse24Linear, noted_origin
+from .linear import Sparse24Linear
 from .module_places import aliases_of, has_hooks, is_held_once, owners_of, put
+from .origin import note_origin, noted_origin
 from .quantized_linear import Sparse24QuantizedLinear
 from .swap import Sparse24Recipe, obstacle_of
 from .weight_only_linear import Sparse24WeightOnlyLinear
@@ -211,7 +212,7 @@ def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
     whole.weight = nn.Parameter(torch.cat((gate.weight, up.weight)).detach(), requires_grad=False)
     if gate.bias is not None:
         whole.bias = nn.Parameter(torch.cat((gate.bias, up.bias)).detach(), requires_grad=False)
-    setattr(whole, ORIGIN, origin_of_all([noted_origin(one) for one in (gate, up)]))
+    note_origin(whole, origin_of_all([noted_origin(one) for one in (gate, up)]))
     return whole
 
 

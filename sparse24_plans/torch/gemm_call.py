@@ -159,12 +159,22 @@ def describe(call: Call, n: int, m: int, k: int, **more: Any) -> GemmSparse24Des
         bias_element=None if bias is None else element_of(bias.dtype, "bias"),
         scale_x=scale_kind(call.scale_x),
         scale_w=scale_kind(call.scale_w),
-        beta=None if call.residual is None else call.beta,
+        beta=beta_of(call.residual, call.beta),
         c_element=residual_element(call.residual, element, out),
         **({} if by is None else by.problem),
         **more,
     )
     return found
+
+
+def beta_of(residual: Tensor | None, beta: float) -> float | None:
+    """The descriptor's ``beta``; None without a residual, which a ``beta`` of 0 leaves out, too.
+
+    Raises InvalidProblemError for a factor without the residual that it would multiply.
+    """
+    if residual is None and beta not in (0, 1):
+        raise InvalidProblemError(f"beta: expected 1, the default, without a residual, got {beta}")
+    return None if residual is None or beta == 0 else beta
 
 
 def residual_element(

@@ -103,6 +103,8 @@ def _load_tensors(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None
     if VALUES_KEY in found:
         layer.origin = {}  # a state_dict doesn't say how its values were made
     values, meta, bias, *new = held.values()
+    if bias is not None:
+        layer._check_bias(bias.dtype, values.dtype)
     if META_KEY in found and meta.device.type != "meta":
         check_metadata(values, meta)
     if assign or layer.values is None:

@@ -21,32 +21,17 @@ from .gemm_dispatch import linear
 from .layer_state import VALUES_KEY, bytes_of, words_of
 from .layer_weight import LayerWeight
 from .library import only_dispatches
+from .methods import METHODS, check_rule, check_scores
+from .origin import noted_origin
 
 _ops: Any = torch.ops.sparse24
 _linear = _ops.linear.default
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-METHODS = ("prune", "compress", "tiles")
-ORIGIN = "_sparse24_origin"
-"""The attribute of a dense module in which ``calibrate`` notes that it made the weight, as checkpoints do."""
 _EMPTY_GROUP = 0x04
 """The metadata of a group without non-zeros, which names positions 0 and 1."""
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
-
-
-def check_scores(method: str, scores: object) -> None:
-    """Raise InvalidProblemError for scores beside a method that would not rank by them."""
-    if scores is not None and method == "tiles":
-        raise InvalidProblemError(
-            f"scores: expected None for tiles, which are pruned by rule, got a {type(scores).__name__}"
-        )
-
-
-def noted_origin(module: nn.Module) -> Mapping[str, Any]:
-    """How the weight of a dense module was made, in a checkpoint's words; empty if nothing is noted."""
-    found: Mapping[str, Any] = vars(module).get(ORIGIN, {})
-    return found
 
 
 def checked_size(name: str, size: object, least: int = 0) -> int:
@@ -55,6 +40,13 @@ def checked_size(name: str, size: object, least: int = 0) -> int:
     if found is None or found < least:
         raise InvalidProblemError(f"{name}: expected an integer from {least}, got {shown(size)}")
     return found
+
+
+def check_bias(bias: torch.dtype, weight: torch.dtype) -> None:
+    """Raise InvalidProblemError for a bias that no product of a weight of 16 or 32 bits adds."""
+    if bias not in (weight, torch.float32):
+        known = " or ".join(map(str, dict.fromkeys((weight, torch.float32))))
+        raise InvalidProblemError(f"bias: expected {known}, got {bias}")
 
 
 class Sparse24Linear(nn.Module):
@@ -175,6 +167,7 @@ class Sparse24Linear(nn.Module):
         if method not in METHODS:
             raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
         check_scores(method, scores)
+        check_rule(method, rule)
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -398,6 +391,17 @@ class Sparse24Linear(nn.Module):
     def _check_loaded(self, key: str, dtype: torch.dtype) -> None:
         """Raise UnsupportedError unless a state_dict's values or bias may have the dtype."""
         (self if key == VALUES_KEY else Sparse24Linear)._checked_dtype(dtype)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, as setting it does, too. Raises InvalidProblemError for a bias's dtype."""
+        if name == "bias" and param is not None:
+            self._check_bias(param.dtype, self._weight.dtype)
+        super().register_parameter(name, param)
+
+    def _check_bias(self, bias: torch.dtype, weight: torch.dtype) -> None:
+        """Raise InvalidProblemError for a bias that no product of the layer's ``weight`` adds."""
+        if weight.itemsize > 1:
+            check_bias(bias, weight)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *about: Any) -> None:
         layer_state.load(self, state_dict, prefix, *about)

@@ -30,7 +30,8 @@ from .experts import (
     obstacle,
     other_meaning,
 )
-from .linear import DTYPES, METHODS, PreferenceLike, RequirementLike, Sparse24Linear, check_scores
+from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear, check_bias
+from .methods import METHODS, check_rule, check_scores
 from .module_places import aliases_of, has_hooks, has_merged_adapter, others_in, owners_of, put
 from .quantized_linear import LARGEST, Sparse24QuantizedLinear
 from .swap_report import DenseMatrix, SwappedLayer, SwapReport
@@ -77,8 +78,7 @@ class Sparse24Recipe:
         check_callback("scores", self.scores)
         check_scores(self.method, self.scores)
         check_activation(self.activation)
-        if self.rule not in [*TileRule]:
-            raise InvalidProblemError(f"rule: expected one of {', '.join(TileRule)}, got {self.rule!r}")
+        check_rule(self.method, self.rule)
         if self.out_dtype not in (None, *DTYPES):
             known = ", ".join(map(str, DTYPES))
             raise InvalidProblemError(f"out_dtype: expected one of {known}, got {self.out_dtype!r}")
@@ -391,6 +391,7 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
     if not is_swappable(module):
         return f"it is a {type(module).__module__}.{type(module).__name__}, not an nn.Linear"
     weight: Any = module.weight
+    bias: Any = module.bias
     if type(weight) not in (nn.Parameter, Tensor):
         return f"its weight is a {type(weight).__name__}"
     if weight.dtype not in DTYPES:
@@ -406,6 +407,8 @@ def obstacle_of(module: nn.Module, recipe: Sparse24Recipe, owners: Counter[int])
         return f"tiles need out_features in multiples of 8, got {rows}"
     try:
         check_rows(recipe.activation, rows)
+        if bias is not None:
+            check_bias(bias.dtype, weight.dtype)
         Sparse24Linear._check_out_dtype(recipe.out_dtype, recipe.weight_dtype or weight.dtype)
     except InvalidProblemError as error:
         return str(error)

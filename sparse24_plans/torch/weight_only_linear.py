@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidProblemError, UnsupportedError
-from ..vocab import ElementKind, ScaleRule, element_kind
+from ..vocab import ElementKind, ScaleRule, TileRule, element_kind
 from ..weights.packed_layouts import QUANTIZED_LAYOUTS, Quantization
 from ..weights.packing_quantized import unpack_quantized
 from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight, stored_width
@@ -18,6 +18,7 @@ from .gemm_dispatch import run, weight_only_call
 from .layer_state import VALUES_KEY, words_of
 from .library import autocasts, only_dispatches
 from .linear import Sparse24Linear
+from .methods import check_rule
 from .quantized_linear import keeping_dtypes
 
 _ops: Any = torch.ops.sparse24
@@ -78,8 +79,8 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             raise InvalidProblemError(f"group: expected one of {', '.join(map(str, GROUPS))}, got {group!r}")
         if scale_dtype not in (None, dtype, torch.float32):
             raise InvalidProblemError(f"scale_dtype: expected {dtype} or torch.float32, got {scale_dtype}")
+        self.dtype, self.weight_element, self.group = dtype, kind, group  # before a bias of this dtype
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype, **options)
-        self.dtype, self.weight_element, self.group = dtype, kind, group
         self.scale_dtype = scale_dtype or dtype
         by = self.quantization
         values = torch.zeros(
@@ -111,7 +112,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         """
         by: dict[str, Any] = {"stored": stored, "group": group}
         if isinstance(linear, nn.Linear) and linear.weight.is_meta:
-            options.pop("rule", None)
+            check_rule(method, options.pop("rule", TileRule.OPTIMAL))
             by |= {"scale_dtype": scale_dtype, "dtype": linear.weight.dtype, "device": "meta", **options}
             empty = cls(linear.in_features, linear.out_features, linear.bias is not None, **by)
             empty._follow(linear)
@@ -295,6 +296,9 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             return run(weight_only_call(*given))
         y: Tensor = _ops.weight_only_linear(*given)
         return y
+
+    def _check_bias(self, bias: torch.dtype, weight: torch.dtype) -> None:
+        super()._check_bias(bias, self.dtype)
 
     def _problem(self, n: int) -> dict[str, Any]:
         return {

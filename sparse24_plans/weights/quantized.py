@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arithmetic.subnormals import check_subnormals
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.streams import on_stream
 from ..device.tensors import HOST, TensorView, wrong
@@ -146,7 +147,8 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         ``group`` and ``scale_element`` are as for the constructor, and so is ``element``, by default that of
         ``weight``.
 
-        Raises InvalidProblemError; UnsupportedError for a weight in device memory.
+        Raises InvalidProblemError; UnsupportedError for a weight in device memory, or in a thread that
+        flushes subnormal numbers.
         """
         if type(weight) is not Sparse24Weight:
             raise wrong("weight", "a Sparse24Weight", weight)
@@ -156,6 +158,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
             raise wrong("weight", "elements " + " or ".join(DENSE_ELEMENTS), weight.element)
         rule = scale_rule_of(rule)
         _check_on_host("quantize", weight)
+        check_subnormals()
         bits = weight.values_view.bits()
         values = np.empty((weight.m, stored_width(weight.k, by)), memory_element(by.element).dtype)
         scales = np.empty((weight.m, by.scales_of_a_row(weight.k)), by.scale_element.dtype)
@@ -203,8 +206,12 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         return one.value_bytes(self.m, self.k) + self.m * self.k // 4 + one.scale_bytes(self.m, self.k)
 
     def dequantize(self) -> Sparse24Weight:
-        """W itself, of ``element``, with the same metadata. Raises UnsupportedError for device memory."""
+        """W itself, of ``element``, with the same metadata.
+
+        Raises UnsupportedError for device memory, or in a thread that flushes subnormal numbers.
+        """
         _check_on_host("dequantize", self)
+        check_subnormals()
         kept = np.empty((self.m, self.k // 2), self.element.bits_dtype)
         write_dequantized(self.views[0], self.views[2], self.quantization, self.element, kept)
         return Sparse24Weight(kept.view(self.element.dtype), self.views[1], validate=False)

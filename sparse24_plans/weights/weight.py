@@ -74,6 +74,11 @@ class Sparse24Weight(CanonicalWeight):
         self, values: Any, metadata: Any, *, element: ElementLike | None = None, validate: bool = True
     ) -> None:
         v = TensorView.of(values, element=element, argument="values")
+        if element is None and v.element is ElementKind.U16:
+            raise InvalidProblemError(
+                "element: expected one for values of uint16, which may be the bits of f16 or bf16: pass "
+                "element='f16' or element='bf16', or element='u16' for integers, which no product takes"
+            )
         d = TensorView.of(metadata, element=ElementKind.U16, argument="metadata")
         if len(v.shape) != 2 or v.shape[1] % 4:
             raise InvalidProblemError(

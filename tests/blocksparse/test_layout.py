@@ -293,6 +293,19 @@ def test_bad_headers(change):
         BlockSparseLayout.from_json(json.dumps({**header, **change}))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "got '{}': it has no format, bitmap_shape, bitmap, block"),
+        ("3", "got '3': it is no JSON object"),
+        (json.dumps({"format": "sparse24_block_layout_v1", "block": 16}), "it has no bitmap_shape, bitmap$"),
+    ],
+)
+def test_a_header_that_lacks_parts_names_them(text, message):
+    with pytest.raises(FormatError, match=message):
+        BlockSparseLayout.from_json(text)
+
+
 def test_spare_bits_of_a_header_are_zero():
     header = json.loads(BlockSparseLayout([[1, 1, 1]], 16).to_json())
     with pytest.raises(FormatError, match="a bitmap of 1 bytes for 3 blocks"):

@@ -361,8 +361,8 @@ def test_explain_takes_every_field(fields, chosen):
     assert {name: answer["descriptor"][name] for name in fields} == fields
     forced = run_json("explain", *PROBLEM, "--arch", "h100", "--field", "prefer_kernel=mma_sp")
     assert forced["chosen"] == "mma_sp"
-    wrong = run_json("explain", *PROBLEM, "--field", "batches=x", exit_code=1)["error"]
-    assert wrong["message"].startswith("GemmSparse24Descriptor: batches: ")
+    wrong = run_json("explain", *PROBLEM, "--field", "batches=x", exit_code=2)["error"]
+    assert "GemmSparse24Descriptor: batches: " in wrong["message"]
 
 
 def test_explain_where_nothing_can_serve():
@@ -433,11 +433,10 @@ def failing(tmp_path: Path) -> dict[str, tuple[tuple[object, ...], str, str]]:
         "broken file": (("compress", broken, "-o", tmp_path / "o"), "FormatError", "at least 8 bytes"),
         "missing file": (("compress", missing, "-o", tmp_path / "o"), "StorageError", str(missing)),
         "not compressed": (("verify", broken, "--against", broken), "FormatError", str(broken)),
-        "bad problem": (("explain", "--n", 1, "--m", 1, "--k", 9), "InvalidProblemError", "multiple of 8"),
     }
 
 
-@pytest.mark.parametrize("case", ["broken file", "missing file", "not compressed", "bad problem"])
+@pytest.mark.parametrize("case", ["broken file", "missing file", "not compressed"])
 def test_an_error_is_one_line_on_stderr_or_one_document(tmp_path, case):
     arguments, kind, message = failing(tmp_path)[case]
     result = run(*arguments, exit_code=1)
@@ -511,7 +510,7 @@ def test_wrong_usage_with_json_is_a_document():
 
 
 def test_a_wrong_preference_with_json_is_a_document():
-    result = run("explain", *PROBLEM, "--max-workspace", 10**20, "--json", exit_code=1)
+    result = run("explain", *PROBLEM, "--max-workspace", 10**20, "--json", exit_code=2)
     assert "max_workspace_bytes" in json.loads(result.stdout)["error"]["message"]
 
 

@@ -75,6 +75,12 @@ def test_rows_that_a_router_sends_are_told_and_counted(tmp_path, monkeypatch):
     assert totals == [48]
 
 
+def test_a_seed_without_samples_is_wrong_usage(record):
+    result = run("replay", record(), "--seed", 0, exit_code=2)
+    assert "--seed: expected --samples beside it, got 0 alone" in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
 def test_what_is_no_record(tmp_path):
     (tmp_path / "text").write_text("no record")
     assert "expected a safetensors file" in run("replay", tmp_path / "text", exit_code=1).stderr

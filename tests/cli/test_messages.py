@@ -80,6 +80,29 @@ def test_a_shape_is_two_numbers(shape):
     assert len(result.stderr) < 400
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "--n", 1, "--m", 64, "--k", 63),
+        ("explain", "--n", 1, "--m", 64, "--k", 64, "--field", "batches=x"),
+        ("export", "-o", "plans", "--n", 1, "--shape", "64x63"),
+        ("warmup", "--n", 1, "--shape", "64x63"),
+        ("tune", "-o", "table", "--n", 1, "--shape", "64x63"),
+    ],
+    ids=str,
+)
+def test_values_of_options_that_no_problem_has_are_wrong_usage(words):
+    result = run(*words, exit_code=2)
+    assert "GemmSparse24Descriptor: " in said(result.stderr)
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", [("compress", "missing"), ("export", "--n", 4, "--shape", "64x64")])
+def test_a_group_is_one_that_kernels_know(command):
+    result = run(*command, "-o", "out", "--weights", "s4", "--group", 48, exit_code=2)
+    assert "expected one of 0, 32, 64, 128, got '48'" in said(result.stderr)
+
+
 @pytest.mark.parametrize("n", [0, "1,2", ""])
 def test_an_export_is_for_one_number_of_tokens(tmp_path, n):
     result = run("export", "-o", tmp_path / "plans", "--shape", "64x64", "--n", n, exit_code=2)

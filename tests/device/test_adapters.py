@@ -279,6 +279,17 @@ def test_array_interface_that_names_no_address(data):
         TensorView.of(OnlyArrayInterface(numbers((4, 8), F32), data=data), argument="x")
 
 
+@pytest.mark.parametrize("protocol", ["__array_interface__", "__cuda_array_interface__"])
+@pytest.mark.parametrize("absent", ["typestr", "shape", "data"])
+def test_an_array_interface_that_lacks_a_part_names_it(protocol, absent):
+    about = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}
+    thing = SimpleNamespace(**{protocol: {key: value for key, value in about.items() if key != absent}})
+    with pytest.raises(
+        InvalidProblemError, match=f"x: expected an array interface with .*: it has no {absent}$"
+    ):
+        TensorView.of(thing, argument="x")
+
+
 # No tensor ----------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from sparse24_plans import (
     GemmSparse24Plan,
     PlanPreference,
     Sparse24Weight,
+    UnsupportedError,
 )
 from sparse24_plans.device.jit.launcher import recording
 from sparse24_plans.device.tensors import Device, TensorView
@@ -45,6 +46,10 @@ ROWS = ("f32_split3", "f32_split3_invariant", "f32_split6", "f32_split6_invarian
 every_row = pytest.mark.parametrize("row", ROWS)
 NAMES = {2: "hopper_tc_f32x3", 3: "hopper_tc_f32x6"}
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def least_workspace(row, desc, device=HOPPER):
+    return row.needed_workspace(Choice(desc, device, row, PlanPreference(), {}))
 
 
 # Parts ----------------------------------------------------------------------------------------------
@@ -180,15 +185,42 @@ def test_invariant_kernels_split_k_independently_of_n_and_slices_of_w(m, k, toke
 def test_the_least_workspace_is_enough(name, n, m, k):
     """The workspace that a kernel asks for suffices for some schedule, and no limit changes the bits."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-    least, named = row.min_workspace(desc), set()
+    least, named = least_workspace(row, desc), set()
     for most in (least, least + 10**7, None):
         choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
         kernel = row.kernel.sized(choice)
         assert most is None or kernel.workspace_size <= most
+        assert most != least or kernel.workspace_size == least
         assert (kernel.launches == 1) == limits.producers_split(desc, n)
         named.add(row.kernel.arithmetic(choice))
     assert len(named) == 1
     assert row.limits(desc) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "k"),
+    [(128, 7, 8192), (16, 905, 4104), (65, 24, 4104), (129, 16, 8192), (2973, 1, 8192), (7, 0, 8192)],
+    ids=str,
+)
+@pytest.mark.parametrize("multiprocessors", [114, 132])
+@every_row
+def test_a_plan_is_selected_again_with_its_own_workspace(row, n, m, k, multiprocessors):
+    """Schedules with slices of K keep no blocked sums, and the least workspace counts none for them."""
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    device = HOPPER.model_copy(update={"multiprocessors": multiprocessors})
+
+    def selected(most):
+        wanted = {"prefer_kernel": row, "max_workspace_bytes": most}
+        return GemmSparse24Plan.select(desc, preference=wanted, device=device)
+
+    free = selected(None)
+    again = selected(free.workspace_size())
+    assert again.explain().details == free.explain().details
+    least = least_workspace(row_of(row), desc, device)
+    assert selected(least).workspace_size() == least
+    if least:
+        with pytest.raises(UnsupportedError, match=f"needs a workspace of {least} bytes"):
+            selected(least - 1)
 
 
 @settings(max_examples=25)
@@ -219,7 +251,7 @@ def test_chunks_read_and_write_each_row_once(beta):
     """Whatever the strides, and in the order of the rows: the launches say so."""
     desc = GemmSparse24Descriptor(n=1000, m=320, k=4616, element="f32", beta=beta)
     row = row_of("f32_split6")
-    wish = PlanPreference(max_workspace_bytes=row.min_workspace(desc))
+    wish = PlanPreference(max_workspace_bytes=least_workspace(row, desc))
     with recording():
         kernel = row.kernel(Choice(desc, HOPPER, row, wish, {}))
         shapes = {"source": (1000, 4624), "result": (1000, 324), "c": (1000, 332)}
@@ -341,7 +373,10 @@ CUTS = [
 @pytest.mark.parametrize(("row", "n", "m", "cut"), CUTS, ids=str)
 def test_every_cut(monkeypatch, row, n, m, cut):
     """Forced on a problem that is ragged in n, m and k, and long enough for groups of sums."""
-    monkeypatch.setattr(f32_split, "best_schedule", lambda *_: cut)
+    chunking = f32_split_heuristics.Chunking
+    monkeypatch.setattr(
+        f32_split, "best_chunking", lambda desc, entry, *_: chunking.of(cut, desc, entry.split_terms)
+    )
     alpha = 1 + CUTS.index((row, n, m, cut)) / 64  # of its own: plans are cached
     desc = GemmSparse24Descriptor(n=n, m=m, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
     case = make_case(desc, row=row, pad=8)
@@ -357,7 +392,7 @@ def test_bits_do_not_depend_on_chunks(row, n, m, k):
     data = random_data(np.random.default_rng(), desc)
     data.x[n // 2, 7], data.x[n - 1, 9] = np.inf, 3.4e38
     found, chunks = set(), set()
-    least = row_of(row).min_workspace(desc)
+    least = least_workspace(row_of(row), desc)
     for most in (None, least, 2 * least + 2**25):
         wish = PlanPreference(max_workspace_bytes=most)
         plan = plan_of_row(row).select(desc, device=device_of_row(row), preference=wish)

@@ -128,6 +128,12 @@ def test_the_error_bound_that_is_required_is_that_of_the_reduction():
     assert chosen(HOST, GemmSparse24Descriptor(m=4096, k=8, **backward), **need) is None
 
 
+@pytest.mark.parametrize(("n", "m"), [(2, 0), (0, 8)])
+def test_an_empty_result_needs_no_workspace_to_transpose_x(n, m):
+    desc = GemmSparse24Descriptor(n=n, m=m, k=512, element="bf16", x_order="column")
+    assert chosen(HOPPER, desc, max_workspace_bytes=0) == chosen(HOPPER, desc) == "wgmma_sp"
+
+
 def test_the_workspace_that_is_allowed_counts_the_accumulators_of_an_epilogue():
     desc = GemmSparse24Descriptor(n=16, m=256, k=512, element="f32", epilogue="bias")
     needed = WEIGHT_BYTES + 16 * 256 * 4

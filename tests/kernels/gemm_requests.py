@@ -239,7 +239,8 @@ def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceP
     """Every schedule of float32 in parts, which no configuration can ask for."""
     with recorded_loads(row.kernel) as found:
         for schedule in f32_split_heuristics.allowed_schedules(desc, row):
-            with mock.patch.object(f32_split, "best_schedule", lambda *_, one=schedule: one):
+            chunking = f32_split_heuristics.Chunking.of(schedule, desc, row.split_terms)
+            with mock.patch.object(f32_split, "best_chunking", return_value=chunking):
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 

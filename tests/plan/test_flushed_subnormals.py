@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from sparse24_plans import (
     GemmSparse24Args,
     GemmSparse24Descriptor,
+    Sparse24QuantizedWeight,
     Sparse24Weight,
     TilePruneSparse24Descriptor,
     UnsupportedError,
@@ -78,6 +80,33 @@ def test_sums_that_choose_tiles_are_refused_too():
     plan = select(desc, "host")
     assert plan.guarantee.subnormals == "preserved"
     check_refused(PlanCase(plan, random_inputs(desc)))
+
+
+def of_a_quantized_weight() -> dict[str, Any]:
+    """The functions that round a quantized weight's values, without a plan's run."""
+    rng = np.random.default_rng(0)
+    weight = Sparse24Weight.prune_compress(rng.standard_normal((8, 64), np.float32).astype(np.float16))
+    stored = {"stored": "s8", "group": 32}
+    quantized = Sparse24QuantizedWeight.quantize(weight, **stored)
+    fields = {"weight_element": "s8", "weight_group": 32}
+    plan = select(GemmSparse24Descriptor(n=2, m=8, k=64, element="f16", **fields), "host")
+    return {
+        "quantize": lambda: Sparse24QuantizedWeight.quantize(weight, **stored),
+        "dequantize": quantized.dequantize,
+        "decompress": quantized.decompress,
+        "pack": lambda: plan.pack(quantized),
+    }
+
+
+@glibc
+@pytest.mark.parametrize("bits", [FTZ, DAZ])
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "decompress", "pack"])
+def test_a_quantized_weight_is_refused_as_a_run_is(name, bits):
+    function = of_a_quantized_weight()[name]
+    error = in_a_thread_with(bits, function)
+    assert isinstance(error, UnsupportedError)
+    assert "flushes them to zero" in str(error)
+    assert in_a_thread_with(0, function) is None
 
 
 @glibc

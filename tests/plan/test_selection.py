@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,7 +134,8 @@ def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference
         if row.name not in able:
             continue
         require = preference.require
-        guarantee = row.promises(Choice(desc, device, row, preference, {}))
+        choice = Choice(desc, device, row, preference, {})
+        guarantee = row.promises(choice)
         assert preference.prefer_backend in (None, row.backend)
         assert preference.prefer_kernel in (None, row.name)
         assert preference.tier in (None, row.tier)
@@ -147,7 +149,7 @@ def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference
             assert row.column_order or (desc.x_order, desc.y_order) == ("row", "row")
             assert row.scales or (desc.scale_x, desc.scale_w) == ("none", "none")
         if preference.max_workspace_bytes is not None:
-            assert row.min_workspace(desc) <= preference.max_workspace_bytes
+            assert row.needed_workspace(choice) <= preference.max_workspace_bytes
         for name in type(require).model_fields:
             wanted = getattr(require, name)
             if name == "max_error_bound":
@@ -306,6 +308,39 @@ def test_a_plan_explains_itself_as_explain_did_and_its_kernel_too(desc):
     assert lines[0] == "device: host"
     assert lines[1] == f"chosen: {after.chosen}  {after.details}"
     assert f"  {after.chosen} (host): chosen" in lines
+
+
+@every_family
+@settings(max_examples=20)
+@given(data=st.data(), invariant=st.booleans(), device=st.sampled_from([AMPERE, HOPPER]))
+def test_a_plan_is_chosen_again_with_its_own_workspace(family, data, invariant, device):
+    """One byte less chooses another that fits, or the refusal names bytes with which the kernel serves."""
+    desc = data.draw(family.problems.filter(lambda one: getattr(one, "n", 1)))
+    wanted = PlanPreference(require=GuaranteeRequirement(batch_invariant=invariant))
+
+    def explained(most: int, **more: Any) -> Any:
+        fields = {"max_workspace_bytes": most, **more}
+        return explain(desc, preference=wanted.model_copy(update=fields), device=device)
+
+    free = explain(desc, preference=wanted, device=device)
+    if not free.workspace_is_exact:
+        return
+    again = explained(free.workspace_size)
+    assert (again.chosen, again.details, again.workspace_size) == (
+        free.chosen,
+        free.details,
+        free.workspace_size,
+    )
+    if not free.workspace_size:
+        return
+    less = explained(free.workspace_size - 1)
+    assert (less.workspace_size or 0) < free.workspace_size
+    for name, _, reason in less.rows:
+        if named := re.fullmatch(
+            r"needs a workspace of (\d+) bytes, max_workspace_bytes is \d+", reason or ""
+        ):
+            enough = explained(int(named[1]), prefer_kernel=name)
+            assert (enough.chosen, enough.workspace_size) == (name, int(named[1]))
 
 
 @every_problem

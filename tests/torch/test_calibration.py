@@ -514,6 +514,35 @@ def test_a_layer_made_alone_says_that_its_weight_was_calibrated(name, made):
     assert (layer.origin, other.origin) == ({"calibrated": "wanda"}, {})
 
 
+CHANGED = {
+    "a copy": (copy.deepcopy, {"calibrated": "wanda"}),
+    "16 bits": (lambda model: model.bfloat16(), {"calibrated": "wanda"}),
+    "its own state_dict": (lambda model: loaded(model, model.state_dict()), {"calibrated": "wanda"}),
+    "another state_dict": (lambda model: loaded(model, transformer("GPT2LMHeadModel").state_dict()), {}),
+    "another, assigned": (
+        lambda model: loaded(model, transformer("GPT2LMHeadModel").state_dict(), assign=True),
+        {},
+    ),
+}
+
+
+def dense_state():
+    return transformer("GPT2LMHeadModel").state_dict()
+
+
+def loaded(model, state, **options):
+    model.load_state_dict(state, **options)
+    return model
+
+
+@pytest.mark.parametrize(("change", "origin"), CHANGED.values(), ids=CHANGED)
+def test_a_weight_that_calibrate_did_not_make_is_not_called_calibrated(change, origin):
+    model = transformer("GPT2LMHeadModel")
+    report = calibrate(model, token_batches(1), method="wanda")
+    layer = linear_of(change(model).get_submodule(report.layers[0].name))
+    assert Sparse24Linear.from_linear(layer).origin == origin
+
+
 @pytest.mark.parametrize("stored", [None, "s8"])
 def test_experts_made_alone_say_that_their_weights_were_calibrated(stored):
     model = transformer("MixtralForCausalLM").bfloat16()

@@ -21,6 +21,7 @@ from sparse24_plans.torch import (
     blocksparse,
     calibrate,
     from_pretrained,
+    to_sparse24,
 )
 from sparse24_plans.torch.activations import movable
 
@@ -454,6 +455,35 @@ def test_the_meta_device_and_back():
     assert same(layer, Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16)))
 
 
+@pytest.mark.parametrize("kind", [Sparse24Linear, Sparse24WeightOnlyLinear])
+@pytest.mark.parametrize(
+    ("weight", "bias"), [(torch.float32, torch.float16), (torch.float16, torch.bfloat16)], ids=str
+)
+def test_a_bias_that_no_product_adds_is_refused_at_once(kind, weight, bias):
+    if kind is Sparse24WeightOnlyLinear and weight == torch.float32:
+        return
+    layer = kind.from_linear(dense_layer(dtype=weight))
+    before, x = state(layer), randn(5, 64, dtype=weight)
+    wrong = nn.Parameter(torch.zeros(96, dtype=bias, device=DEVICE), requires_grad=False)
+    with pytest.raises(InvalidProblemError, match=f"bias: expected .*torch.float32, got {bias}"):
+        layer.bias = wrong
+    with pytest.raises(RuntimeError, match=f"bias: expected .*torch.float32, got {bias}"):
+        layer.load_state_dict({**before, "bias": wrong}, assign=True)
+    assert state(layer).keys() == before.keys()
+    assert layer(x).dtype == weight
+    layer.load_state_dict({**before, "bias": wrong})  # the layer's own bias takes the values
+    layer.bias = nn.Parameter(wrong.float(), requires_grad=False)
+    assert layer(x).dtype == weight
+
+
+def test_a_dense_layer_whose_bias_no_product_adds_stays_dense():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].bias = nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    report = to_sparse24(model)
+    assert type(model[0]) is nn.Linear
+    assert "bias: expected torch.float32, got torch.float16" in str(report.left_dense)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_weight_is_held_packed_alone():
     layer = Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16).cpu())
@@ -518,6 +548,8 @@ def test_the_repr_names_row_bytes_and_guarantee():
         ({"require": {"fast": True}}, "fast"),
         ({"preference": 3}, "preference: expected PlanPreference"),
         ({"method": "magnitude"}, "method: expected one of"),
+        ({"rule": "greedy_value"}, "rule: expected optimal, the default, for method prune, got greedy_value"),
+        ({"method": "tiles", "rule": "best"}, "rule: expected one of .*optimal, got 'best'"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):

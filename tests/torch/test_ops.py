@@ -253,6 +253,15 @@ def test_dgrad_is_the_product_with_the_weight(dtype, leading):
 # Preparing ----------------------------------------------------------------------------------------
 
 
+def test_ops_trust_metadata_that_a_weight_refuses():
+    values, meta = S.prune_compress(randn(8, 64))
+    meta[3, 1] = 0  # a group's two values at position 0
+    with pytest.raises(FormatError) as caught:
+        Sparse24Weight(values.cpu(), meta.cpu().view(torch.uint16))
+    assert (caught.value.row, caught.value.group) == (3, 2)
+    assert S.decompress(values, meta).shape == (8, 64)
+
+
 @floats
 def test_prune_compress_decompress(dtype):
     dense = randn(32, 64, dtype=dtype)

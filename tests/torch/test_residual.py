@@ -50,6 +50,18 @@ def test_leading_dimensions_activations_and_beta():
     )
 
 
+def test_a_factor_without_a_residual_is_refused():
+    values, meta, _ = weight()
+    x = randn(5, 64)
+    for device in (x.device, "meta"):
+        given = [one.to(device) for one in (x, values, meta)]
+        with pytest.raises(InvalidProblemError, match=r"beta: expected 1, .* without a residual, got 2\.0"):
+            S.linear(*given, beta=2.0)
+        with pytest.raises(InvalidProblemError, match=r"beta: expected 1, .* without a residual, got 3\.0"):
+            S.bmm(given[0][None], *given[1:], beta=3.0)
+    assert torch.equal(S.linear(x, values, meta, beta=0.0), S.linear(x, values, meta))
+
+
 @pytest.mark.parametrize(
     ("residual", "message"),
     [

@@ -265,6 +265,11 @@ def test_an_out_dtype_that_a_layer_cannot_give_leaves_it_dense():
         ({"out_dtype": torch.int8}, InvalidProblemError, "out_dtype: expected one of torch.float32"),
         ({"out_dtype": "float16"}, InvalidProblemError, "out_dtype: expected one of torch.float32"),
         ({"rule": "best"}, InvalidProblemError, "rule: expected one of .*optimal, got 'best'"),
+        (
+            {"rule": "greedy_value"},
+            InvalidProblemError,
+            "rule: expected optimal, .* for method prune, got greedy_value: method tiles alone",
+        ),
         ({"require": {"fast": True}}, InvalidProblemError, "require: expected fields of"),
         ({"preference": 3}, InvalidProblemError, "preference: expected PlanPreference or a mapping"),
         ({"group": 32}, InvalidProblemError, "group: expected 128, the default, without stored, got 32"),

@@ -114,7 +114,8 @@ def test_decompress_takes_every_valid_metadata(data, element):
     codes = np.array([[a + 4 * b for a, b in row] for row in kept], np.uint8).reshape(m, 2 * units)
     top = 2 ** (8 * element.itemsize) - 1
     bits = data.draw(hnp.arrays(element.bits_dtype, (m, 4 * units), elements=st.integers(0, top)))
-    weight = Sparse24Weight(bits.view(element.dtype), codes.view("<u2").reshape(m, units).copy())
+    metadata = codes.view("<u2").reshape(m, units).copy()
+    weight = Sparse24Weight(bits.view(element.dtype), metadata, element=element)
     want = np.zeros((m, 8 * units), element.bits_dtype)
     for row, group in itertools.product(range(m), range(2 * units)):
         for slot, position in enumerate(kept[row][group]):

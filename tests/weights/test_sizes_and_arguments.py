@@ -184,6 +184,14 @@ def test_a_weights_element_that_is_none(element):
         Sparse24Weight(np.zeros((1, 4), np.uint16), np.full((1, 1), 0x0404, np.uint16), element=element)
 
 
+def test_values_of_16_bits_that_may_be_any_type_need_an_element():
+    bits, metadata = np.full((1, 4), 0x3C00, np.uint16), np.full((1, 1), 0x0404, np.uint16)
+    with pytest.raises(InvalidProblemError, match=r"element: expected one .*uint16, .*element='bf16'"):
+        Sparse24Weight(bits, metadata)
+    for element in ("f16", "bf16", "u16"):
+        assert Sparse24Weight(bits, metadata, element=element).element == element
+
+
 def test_a_weight_moves_only_where_it_is_not():
     weight = Sparse24Weight.prune_compress(np.ones((4, 8), np.float32))
     assert weight.to("host") is weight

@@ -17,9 +17,9 @@ from ...plan.operands import Views
 from ..arithmetic.tensor_core import named
 from ..groups import PER_TOKEN, lines_of
 from ..limits import BF16, SPLIT_CTA_ELEMENTS, most_chunk, producers_split
-from ..schedules.f32_split_heuristics import RANGE_TILES, Regions, best_schedule, chunk_of
+from ..schedules.f32_split_heuristics import RANGE_TILES, Chunking, Regions, best_chunking, least_workspace
 from ..schedules.wgmma_sp import WgmmaSpSchedule
-from ..wgmma import SOURCE, WgmmaKernel, WgmmaSpParams, grid_size, possible_schedules
+from ..wgmma import SOURCE, WgmmaKernel, WgmmaSpParams, possible_schedules
 
 _SPLIT = "gemm/f32_split.cu"
 _THREADS = 256
@@ -44,11 +44,10 @@ class Kernel(WgmmaKernel):
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
-        desc, terms = self.descriptor, self.entry.split_terms
+        desc = self.descriptor
         if desc.is_empty:
             return
-        schedule, most = _schedule_of(choice), choice.preference.max_workspace_bytes
-        tokens = chunk_of(schedule, desc, terms, most)
+        schedule, tokens = _chunking_of(choice)
         count, rest = -(-desc.n // tokens), desc.n % tokens
         first = _Chunk(choice, schedule, tokens)
         self._chunks = [first] * count
@@ -71,18 +70,21 @@ class Kernel(WgmmaKernel):
         return launch_in_order(*found)
 
     @classmethod
+    def least_workspace(cls, choice: Choice) -> int:
+        return least_workspace(choice.descriptor, choice.entry, choice.device, choice.preference.whole_m)
+
+    @classmethod
     def most_workspace(cls, choice: Choice) -> int:
         desc, terms = choice.descriptor, choice.entry.split_terms
         chunk = desc.model_copy(update={"n": most_chunk(terms, desc)})
         tried = possible_schedules(choice, {1})
-        ctas = ((one, grid_size(one, one.work_tiles(chunk.n, chunk.m), choice.device)) for one in tried)
-        return max(Regions.of(one, chunk, terms, count).end for one, count in ctas)
+        return max(Regions.of(one, chunk, terms, choice.device).end for one in tried)
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         if choice.descriptor.is_empty:
             return super().arithmetic(choice)
-        terms, slices = choice.entry.split_terms, _schedule_of(choice).split_k
+        terms, slices = choice.entry.split_terms, _chunking_of(choice).schedule.split_k
         return named(choice.descriptor, str(Arithmetic.split(terms, slices)))
 
 
@@ -100,7 +102,7 @@ class _Chunk(WgmmaKernel):
             self.launches, prepass, element = 2, f"X in {terms} bf16 terms", BF16
         unit = RANGE_TILES[terms]
         self._load(desc, schedule, device, x_bytes=element.itemsize, prepass=prepass, tiles_per_unit=unit)
-        self._regions = Regions.of(schedule, desc, terms, self._ctas)
+        self._regions = Regions.of(schedule, desc, terms, device)
         self.workspace_size = self._regions.end
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -122,6 +124,6 @@ class _Chunk(WgmmaKernel):
         return parameters
 
 
-def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
-    preference = choice.preference
-    return best_schedule(choice.descriptor, choice.entry, preference.whole_m, preference.max_workspace_bytes)
+def _chunking_of(choice: Choice) -> Chunking:
+    desc, device, entry, preference, _ = choice
+    return best_chunking(desc, entry, device, preference.whole_m, preference.max_workspace_bytes)

@@ -14,12 +14,13 @@ import numpy as np
 
 from ...plan.kernel import align_up
 from ...plan.schedule_choice import constants, fastest, invariant_split
-from ...vocab import ElementKind
+from ...vocab import DeviceProperties, ElementKind
 from ...weights.packed_layouts import TILE_M, TILES_32BIT
 from ..arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
-from ..limits import most_chunk, producers_split, split_bytes
+from ..limits import SPLIT_CHUNK_BYTES, most_chunk, producers_split, split_bytes
+from ..wgmma import grid_size
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
 
@@ -142,73 +143,125 @@ class Regions(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, ctas: int) -> Regions:
+    def of(
+        cls, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, device: DeviceProperties
+    ) -> Regions:
         handed = 0 if producers_split(desc, schedule.tokens) else align_up(split_bytes(terms, desc))
         groups = handed + align_up(schedule.workspace_bytes())
         in_groups = schedule.split_k == 1 and 0 < SPLIT_GROUP[terms] < desc.k
+        ctas = grid_size(schedule, schedule.work_tiles(desc.n, desc.m), device)
         sums = 4 * schedule.rows * schedule.tokens * ctas * (2 if schedule.stream_k else 1)
         return cls(handed, groups, groups + (sums if in_groups else 0))
 
 
-def chunk_of(
-    schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, max_workspace: int | None = None
-) -> int:
-    """Tokens of a chunk: whole tiles, about as many in each, and no more than the workspace may hold."""
-    most = most_chunk(terms, desc, max_workspace)
-    if most == desc.n:
-        return most
-    tiles, width = -(-desc.n // schedule.tokens), schedule.tokens
-    return -(-tiles // -(-tiles // (most // width))) * width
+class Chunking(NamedTuple):
+    """A schedule, and the tokens of each chunk that it multiplies."""
+
+    schedule: WgmmaSpSchedule
+    tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        schedule: WgmmaSpSchedule,
+        desc: GemmSparse24Descriptor,
+        terms: int,
+        room: int = SPLIT_CHUNK_BYTES,
+    ) -> Chunking:
+        """Chunks of whole tiles, about as many in each, whose terms take at most ``room`` bytes.
+
+        A chunk of the fewest tokens may take more.
+        """
+        most = most_chunk(terms, desc, room)
+        if most == desc.n:
+            return cls(schedule, most)
+        tiles, width = -(-desc.n // schedule.tokens), schedule.tokens
+        return cls(schedule, -(-tiles // -(-tiles // (most // width))) * width)
+
+    def chunk(self, desc: GemmSparse24Descriptor) -> GemmSparse24Descriptor:
+        return desc.model_copy(update={"n": self.tokens})
 
 
 @lru_cache(4096)
-def best_schedule(
-    desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None, max_workspace: int | None = None
-) -> WgmmaSpSchedule:
-    """The kernel's schedule of the least predicted time.
+def best_chunking(
+    desc: GemmSparse24Descriptor,
+    row: GemmEntry,
+    device: DeviceProperties,
+    whole_m: int | None = None,
+    max_workspace: int | None = None,
+) -> Chunking:
+    """The kernel's schedule of the least predicted time, and its chunks.
 
     ``whole_m``: M of the weight that W is a part of. ``max_workspace``: bytes that the kernel may ask for. A
     limit can make chunks smaller, but it changes no split-K, so the bits are those without one.
     """
-    found = _fastest(desc, row, whole_m)
-    return found if max_workspace is None else _fastest(desc, row, whole_m, found.split_k, max_workspace)
+    found, terms = _fastest_chunking(desc, row, whole_m), row.split_terms
+    needed = Regions.of(found.schedule, found.chunk(desc), terms, device).end
+    if max_workspace is None or needed <= max_workspace:
+        return found
+    smaller = _smaller_chunks(desc, row, device, whole_m, max_workspace)
+    return fastest(
+        [one for one, needed in smaller if needed <= max_workspace],
+        lambda tried: _microseconds(tried, desc, terms),
+    )
 
 
-def _fastest(
+def least_workspace(
+    desc: GemmSparse24Descriptor, row: GemmEntry, device: DeviceProperties, whole_m: int | None = None
+) -> int:
+    """The least ``max_workspace`` with which :func:`best_chunking` finds a schedule.
+
+    No tokens count as one token, so that the kernel of one token serves them, too, and reads its layout.
+    """
+    if desc.m == 0:
+        return 0
+    some = desc.model_copy(update={"n": max(1, desc.n)})
+    return min(needed for _, needed in _smaller_chunks(some, row, device, whole_m, 0))
+
+
+@lru_cache(4096)
+def _fastest_chunking(desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None) -> Chunking:
+    """The fastest schedule if any workspace were allowed."""
+    most = most_chunk(row.split_terms, desc)
+    allowed = allowed_schedules(desc.model_copy(update={"n": most}), row, whole_m)
+    return fastest(
+        [Chunking.of(one, desc, row.split_terms) for one in allowed],
+        lambda tried: _microseconds(tried, desc, row.split_terms),
+    )
+
+
+def _smaller_chunks(
     desc: GemmSparse24Descriptor,
     row: GemmEntry,
+    device: DeviceProperties,
     whole_m: int | None,
-    split_k: int | None = None,
-    max_workspace: int | None = None,
-) -> WgmmaSpSchedule:
-    """The fastest schedule of all chunks of tokens, with a given split-K if it is not None."""
-    terms = row.split_terms
-    most = desc.model_copy(update={"n": most_chunk(terms, desc, max_workspace)})
+    max_workspace: int,
+) -> list[tuple[Chunking, int]]:
+    """The largest chunks of each schedule that a workspace has room for, or the smallest of all.
 
+    Each stands with its bytes of workspace. All have the split-K of the kernel without a limit.
+    """
+    terms, found = row.split_terms, []
+    whole = desc.model_copy(update={"n": most_chunk(terms, desc)})
+    split_k = _fastest_chunking(desc, row, whole_m).schedule.split_k
+    for one in allowed_schedules(whole, row, whole_m):
+        if one.split_k != split_k:
+            continue
+        regions = Regions.of(one, whole, terms, device)
+        room = max(0, max_workspace - (regions.end - regions.handed))
+        cut = Chunking.of(one, desc, terms, room)
+        if one.stream_k and one.work_tiles(cut.tokens, desc.m) <= one.stream_k:
+            continue  # the chunk has too few work tiles for every cluster to have one
+        found.append((cut, Regions.of(one, cut.chunk(desc), terms, device).end))
+    return found
+
+
+def _microseconds(tried: Sequence[Chunking], desc: GemmSparse24Descriptor, terms: int) -> Array:
+    """Predicted time of all chunks with each schedule."""
     problem = cache(lambda n: desc.model_copy(update={"n": n}))
-
-    def chunk(one: WgmmaSpSchedule) -> GemmSparse24Descriptor:
-        return problem(chunk_of(one, desc, terms, max_workspace))
-
-    def times(tried: Sequence[WgmmaSpSchedule]) -> Array:
-        chunks = [chunk(one) for one in tried]
-        work = SplitCostInputs.of(list(zip(tried, chunks, strict=True)))
-        each = microseconds(work, constants(model_of(terms, most.n)))
-        return each * [desc.n / one.n for one in chunks]
-
-    return fastest(
-        [one for one in allowed_schedules(most, row, whole_m) if split_k in (None, one.split_k)],
-        times,
-        lambda one: _workspace(one, chunk(one), terms),
-        max_workspace,
-    )
-
-
-def _workspace(one: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int) -> int:
-    clusters = one.stream_k or min(
-        one.work_tiles(desc.n, desc.m), one.resident_clusters(H200_MULTIPROCESSORS)
-    )
-    return Regions.of(one, desc, terms, clusters * one.cluster).end
+    work = SplitCostInputs.of([(one.schedule, problem(one.tokens)) for one in tried])
+    each = microseconds(work, constants(model_of(terms, desc.n)))
+    return each * [desc.n / one.tokens for one in tried]
 
 
 def allowed_schedules(
