@@ -6,7 +6,6 @@ import numpy as np
 
 from ..device.jit.enum_codes import ELEMENT_CODES, type_defines
 from ..device.jit.structs import KernelParams, field, kernel_params
-from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
 from ..plan.operands import Views, leading_dimension
 from ..vocab import CANONICAL_LAYOUT, GroupTokens, ScaleKind
@@ -123,8 +122,3 @@ def batch_parameters(desc: GemmSparse24Descriptor, views: Views, work_tiles: int
     strides = {field: views[name].strides[0] for name, field in names.items() if name in views}
     rows = 0 if desc.shared_weight else desc.m
     return BatchParams(count=desc.batch_count, work_tiles=work_tiles, weight_rows=rows, **strides)
-
-
-def address(view: TensorView | None) -> int:
-    """Return the operand's address, or 0 if the operand is absent."""
-    return 0 if view is None else view.address

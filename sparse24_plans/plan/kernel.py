@@ -128,6 +128,8 @@ def align_up(size: int, alignment: int = 256) -> int:
 
 def launch_in_order(*launches: Launch) -> Launch:
     """One launch that enqueues several, in order."""
+    if len(launches) == 1:
+        return launches[0]
 
     def launch(stream: int) -> None:
         for one in launches:

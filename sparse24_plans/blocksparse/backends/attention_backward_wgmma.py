@@ -123,10 +123,14 @@ class _Launch:
         )
 
     def parameters(self, views: Views, workspace: int) -> AttentionBackwardWgmmaParams:
-        found = AttentionBackwardWgmmaParams.from_buffer_copy(self._parameters)
         one, rows = self._pass, rows_of_queries(self._walk.problem)
-        found.o, found.d_o, found.lse = (views[name].address for name in ("o", "do", "lse"))
-        found.bases, found.deltas = workspace, workspace + 4 * rows
+        found = self._parameters.with_values(
+            o=views["o"].address,
+            d_o=views["do"].address,
+            lse=views["lse"].address,
+            bases=workspace,
+            deltas=workspace + 4 * rows,
+        )
         for name in one.gradients:
             found.gradients[name == "dv"] = views[name].address
         boxes = dict.fromkeys(one.stationary, BOX)

@@ -15,11 +15,11 @@ from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.cublaslt import CublasKernel, Factor
 from ...plan.kernel import Choice, launch_in_order, nothing
-from ...plan.operands import Alignment, Views, leading_dimension
+from ...plan.operands import Alignment, Views, address_of, leading_dimension
 from ...vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import MOST_STRIDES, GemmKernel, address, c_parameters, product_defines
+from ..kernel import MOST_STRIDES, GemmKernel, c_parameters, product_defines
 from ..limits import cublas_regions
 
 _EPILOGUE = "gemm/inflate_cublas.cu"
@@ -96,7 +96,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
             min(lines * -(-width // _CHUNK), _MOST_BLOCKS),
             EpilogueParams(
                 accumulators=acc,
-                bias=address(views.get("bias")),
+                bias=address_of(views, "bias"),
                 out=views["result"].address,
                 outer=lines,
                 inner=width,
