@@ -253,7 +253,7 @@ def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weigh
 
 
 def _energy(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any] | None = None) -> float:
-    """The sum of squares, or that of the differences to another array."""
+    """The sum of squares of an array, or of its differences from another one."""
     with np.errstate(all="ignore"):  # NaN and Inf give NaN, which is reported
         wide = array.astype(np.float64).reshape(-1)
         if other is not None:

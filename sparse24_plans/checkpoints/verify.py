@@ -216,7 +216,7 @@ def _compare_quantized(weight: Sparse24QuantizedWeight, theirs: ModelReader, lay
 def _difference(
     weight: Sparse24QuantizedWeight, theirs: ModelReader, layer: Layer, rule: ScaleRule
 ) -> str | None:
-    """Where the layer differs from what this rule makes of the pruned dense one, or None."""
+    """Describe how the layer differs from the pruned dense one quantized by this rule; None if it doesn't."""
     for rows, dense in dense_blocks(theirs, layer):
         again = quantized_weight(Sparse24Weight.prune_compress(dense), weight.quantization, rule)
         for what, view, own in zip(("value", "position", "scale"), again.views, weight.views, strict=True):

@@ -75,7 +75,7 @@ def _check_memory(argument: str, address: Any, used: bool) -> int:
 
 
 def check_device(argument: str, device: Any) -> Device:
-    """``device``. Raises InvalidProblemError for anything but a Device that there can be."""
+    """``device``. Raises InvalidProblemError for anything but a valid Device."""
     if type(device) is not Device or device[0] not in ("host", "cuda"):
         raise wrong(argument, "a Device of kind host or cuda", device)
     if type(device[1]) is not int or not 0 <= device[1] < _MOST_DEVICES:

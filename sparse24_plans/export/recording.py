@@ -2,7 +2,8 @@
 
 A kernel's own code makes the launches, for several sets of addresses and strides. A number that follows the
 address of an operand, its stride or its alignment is told by how it differs between them; all others are the
-problem's. So no fact of a kernel is written a second time, and a launch that can't be told so is refused.
+problem's. No fact about a kernel is therefore written a second time. A launch that can't be described in this
+way is refused.
 """
 
 from __future__ import annotations

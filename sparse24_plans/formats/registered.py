@@ -51,7 +51,7 @@ def register_format(
     origin: str = "registered by the user",
     replace: bool = False,
 ) -> None:
-    """Add a format of one's own under a name.
+    """Register a format of your own under a name.
 
     ``from_foreign``, ``to_foreign`` and ``convert_checkpoint`` then take the name. The command ``sparse24``
     finds formats of installed packages (docs/formats.md). A weight has the parts ``packed`` [M, K/2], the

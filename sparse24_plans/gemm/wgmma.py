@@ -299,7 +299,7 @@ def source_boxes(
 
 
 def tail_rows(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> int:
-    """Rows of X that a CTA loads for the last token tile, or of groups for any, as they may end anywhere."""
+    """Rows of X that a CTA loads for the last token tile. With groups, any tile may be a group's last one."""
     return schedule.tail_rows(schedule.tokens if desc.groups else desc.n)
 
 

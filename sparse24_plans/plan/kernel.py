@@ -44,7 +44,7 @@ class Kernel(Generic[D]):
     """Number of kernels and fills that one run enqueues. ``bind`` makes several of them one CUDA graph."""
     workspace_size: int = 0
     workspace_is_exact: bool = True
-    """Whether ``workspace_size`` is no bound, which it is for a library's kernel on an absent GPU."""
+    """Whether ``workspace_size`` is exact. For a library's kernel on an absent GPU it is an upper bound."""
     workspace_alignment: int = 1
     default_alignment: ClassVar[Alignment] = Alignment()
     """Alignment of operands that ``alignments`` doesn't name."""

@@ -87,7 +87,7 @@ class Block:
         self._names += [f"{name}.{own}" for name in self._experts for own in STACKS]
         self._quantized: dict[str, Sparse24QuantizedWeight] = {}
         self._idle: dict[str, tuple[int, ...]] = {}
-        """By stack, the experts without tokens."""
+        """The experts without tokens, for each stack."""
         self._times: Counter[str] = Counter()
         """How often the first batch calls each layer, after which other calls of the block are left."""
 

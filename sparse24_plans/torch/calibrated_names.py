@@ -29,7 +29,7 @@ class Part(NamedTuple):
 def parts_by_tensor(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
     """The part of a calibrated weight that each tensor of the model's checkpoint holds, by its name.
 
-    ``shapes`` are the shapes of the checkpoint's tensors. Those that hold no such part are left out.
+    ``shapes`` are the shapes of the checkpoint's tensors. Tensors that hold no such part are left out.
     """
     known: dict[str, Part] = {}
     sizes: dict[str, tuple[int, ...]] = {}

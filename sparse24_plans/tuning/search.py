@@ -6,8 +6,8 @@ fastest right ones are then timed by the benchmarks' method (timing.py), interle
 one of them replaces the default only for a gain above 3%. A configuration that ends the CUDA context costs
 one worker process and is left out from then on.
 
-The winner is self-tested: its bits must repeat, on two streams at once, and in a second process. What it
-passes becomes part of the guarantee of plans that pin it, through the table (gemm/tuned.py).
+The winner is self-tested: its bits must repeat, on two streams at once, and in a second process. The promises
+that it keeps become part of the guarantee of plans that pin it, through the table (gemm/tuned.py).
 """
 
 from __future__ import annotations
@@ -250,7 +250,8 @@ class _Tuner:
 def choose(times: list[tuple[Configuration, float]]) -> tuple[Configuration | None, float, float]:
     """(configuration, its time, the default's) of the winner; the default unless beaten by LEAST_GAIN.
 
-    (None, 0, 0) where nothing was right. Where only the default was wrong, the fastest counts as its own.
+    The result is (None, 0, 0) if no configuration was right. If only the default was wrong, the winner's own
+    time stands in for it.
     """
     if not times:
         return None, 0.0, 0.0

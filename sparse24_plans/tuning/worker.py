@@ -1,8 +1,9 @@
 """The process in which ``tune`` measures: JSON lines in, JSON lines out.
 
 It is a process of its own because some algorithms of some libraries end the CUDA context (an illegal
-instruction in cuSPARSELt 0.8.0, for one), and nothing brings a context back. What it is about to try it says
-first, so the parent knows what killed it, and starts another one that leaves that out.
+instruction in cuSPARSELt 0.8.0, for one), and nothing brings a context back. A worker announces each
+experiment before it begins it. The parent thus knows which one killed the worker, and starts another worker
+without that experiment.
 """
 
 from __future__ import annotations

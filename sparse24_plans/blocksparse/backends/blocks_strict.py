@@ -61,7 +61,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self.details = f"{self._ctas} tiles of {tiles.rows} rows x {tiles.tokens} tokens"
         self._function = load(_SOURCE, "blocks_strict", tiles.threads, choice.device, defines(desc, tiles))
         one, n, k = desc.layout, desc.n, desc.reduction
-        # How far it is to the next k, and to the next row or token.
+        # Elements to the next k, and to the next row or token.
         width = one.block if not problem.sampled else one.rows if desc.trans_a else n
         left = (1, width) if problem.left_major == K_MAJOR else (width, 1)
         across = one.cols if problem.sampled else n

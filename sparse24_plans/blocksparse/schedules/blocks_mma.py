@@ -75,7 +75,7 @@ class BlocksMmaSchedule(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells it from the problem's other schedules, in measured lines."""
+        """The name of this schedule among the problem's others, in files of measured times."""
         return f"{self.warps},{self.strips},{self.n8_tiles}"
 
     def prepared(self, desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
@@ -91,7 +91,7 @@ class BlocksMmaSchedule(NamedTuple):
         return (Prepared.of(x, transposes=self.x_along_k),)
 
     def work(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> tuple[float, ...]:
-        """How much there is of each of TERMS.
+        """The amount of each kind of work in TERMS.
 
         Memory delivers values, X and C. L2 delivers X to every CTA, and values again to further tokens. In
         each wave CTAs begin and write cells of C. No CTA ends before the rounds of its block row do, of which

@@ -40,16 +40,16 @@ _STEP_TERMS = 64
 
 
 class Way(NamedTuple):
-    """A way to compute a product, and what takes time in it."""
+    """A way to compute a product, and the kinds of work that it consists of."""
 
     name: str
-    """How the names of its models begin."""
+    """Prefix of the names of its models."""
     terms: tuple[str, ...]
     """The names of the kinds of work."""
     work: Callable[[BlockSparseMatmulDescriptor], tuple[float, ...]]
-    """How much there is of each kind."""
+    """Gives the amount of each kind of work."""
     copies_us: Callable[[BlockSparseMatmulDescriptor], float] = lambda desc: 0.0
-    """Microseconds of the pre-passes and of what else is copied, if that is no work of the model."""
+    """Microseconds of pre-passes and other copies that the model's work doesn't include."""
     model_of: Callable[[str, BlockSparseMatmulDescriptor], str] = by_order_and_block
     """Returns the name of the model that serves a problem, given the name of the way."""
 

@@ -2,7 +2,7 @@
 
 ``gemm/route_rows.cu`` finds the places of a router's choices, and ``gemm/gather_rows.cu`` writes their rows
 of X to the workspace. Any kernel that serves groups multiplies these, and ``gemm/combine_rows.cu`` adds up
-the results. What the caller has done already is left out. The host does the same in NumPy.
+the results. Steps that the caller has already done are left out. The host does the same in NumPy.
 """
 
 from __future__ import annotations

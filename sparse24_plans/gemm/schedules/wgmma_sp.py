@@ -104,8 +104,8 @@ def pitch_of(nbytes: int) -> int:
 class WgmmaSpSchedule(NamedTuple):
     """How a problem is cut into CTAs. For one kernel ``split_k * k_chunks`` alone fixes the bits.
 
-    With stream-K each cluster takes an equal range of the work tiles' tiles of K. Where one cluster's range
-    ends within a work tile, the next cluster continues its sums, so the bits are those of an uncut tile.
+    With stream-K each cluster takes an equal range of the work tiles' tiles of K. If one cluster's range ends
+    within a work tile, the next cluster continues its sums, so the bits are those of an uncut tile.
     """
 
     warpgroups: int
@@ -274,10 +274,10 @@ class WgmmaSpSchedule(NamedTuple):
         return self.ctas_per_sm > 1 and self.work_tiles(n, m) <= self.resident_alone(H200_MULTIPROCESSORS)
 
     def stream_k_split(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
-        """The work tiles that stay whole; the tiles of K of each range; and the ranges that have one more.
+        """Return the work tiles that stay whole, the K tiles of a range, and how many ranges have one more.
 
-        As few work tiles are cut as give each range the tiles of one work tile, so at most two clusters
-        share a work tile: it is the first of the one and the last of the other.
+        Just enough work tiles are cut to give each range the K tiles of at least one work tile. At most two
+        clusters therefore share a work tile: it is the last one of a cluster and the first one of the next.
         """
         work_tiles = self.work_tiles(n, m)
         if not self.stream_k or work_tiles < self.stream_k or work_tiles % self.stream_k == 0:
@@ -299,7 +299,7 @@ class WgmmaSpSchedule(NamedTuple):
         return self.flags_bytes() + self.sums_bytes() * (3 if self.stream_k and self.k_chunks > 1 else 1)
 
     def resident_clusters(self, multiprocessors: int) -> int:
-        """Clusters that run at once. Those of more than 2 CTAs don't fill the GPCs of an H200's 132 SMs."""
+        """Clusters that run at once. Clusters of over 2 CTAs don't fill the GPCs of an H200's 132 SMs."""
         idle = 15 if self.cluster % 3 == 0 and self.ctas_per_sm < 4 else 12
         idle = idle if self.cluster > 2 else 0
         usable = multiprocessors * (132 - idle) // 132
