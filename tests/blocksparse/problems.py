@@ -380,10 +380,10 @@ def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> E
         exact, lost = exact.reshape(shape), lost.reshape(shape)
         return exact.sum(axis=2), lost.sum(axis=2) + steps * (np.abs(exact) + lost).sum(axis=2)
 
-    turned, of_turned = ds.swapaxes(-1, -2), of_ds.swapaxes(-1, -2)
+    transposed, of_transposed = ds.swapaxes(-1, -2), of_ds.swapaxes(-1, -2)
     found = {
         "dq": (desc.scale, product(ds, of_ds, k, cols)),
-        "dk": (desc.scale, grouped(*product(turned, of_turned, q, rows))),
+        "dk": (desc.scale, grouped(*product(transposed, of_transposed, q, rows))),
         "dv": (1.0, grouped(*product((kept * p).swapaxes(-1, -2), of_kept.swapaxes(-1, -2), do, rows))),
     }
     expected: Expected = {}

@@ -29,13 +29,13 @@ from .test_products import check
 
 PlanOf = Callable[..., BlockSparseMatmulPlan]
 
-TURNS = [(False, False), (False, True), (True, False), (True, True)]
+TRANSPOSITIONS = [(False, False), (False, True), (True, False), (True, True)]
 WITH_BIAS = tuple(name for name in EPILOGUES if name != "identity")
 EDGES_OF_TILES = (1, 7, 8, 56, 63, 64, 65, 72, 128, 136, 248, 255, 256, 264, 333, 520, 1040)
 """n: round the tokens of every tile; rows of n begin at multiples of 16 bytes, or do not."""
 
 gpu = pytest.mark.gpu
-every_turn = pytest.mark.parametrize("turned", TURNS)
+every_transposition = pytest.mark.parametrize("transposed", TRANSPOSITIONS)
 every_edge = pytest.mark.parametrize("name", EDGES)
 every_size = pytest.mark.parametrize("sizes", [{}, {"n": 0}, {"batch": 0}, {"n": 8, "batch": 1}])
 every_edge_of_tiles = pytest.mark.parametrize("n", EDGES_OF_TILES)
@@ -72,8 +72,8 @@ def layouts_and_sizes_at_their_edges(
 
 def edges_of_tiles(plan_of: PlanOf, op: str, n: int, block: int) -> None:
     layout = random_layout(seed=n, heads=1, rows=9, cols=7, block=block)
-    for turned in (False, True):
-        random_check(plan_of, layout, op=op, n=n, trans_b=turned, batch=1)
+    for transposed in (False, True):
+        random_check(plan_of, layout, op=op, n=n, trans_b=transposed, batch=1)
 
 
 def lines_of_many_words(plan_of: PlanOf, op: str, block: int, density: float) -> None:

@@ -78,12 +78,12 @@ def test_bands_are_of_equal_size_and_fit_the_l2_cache(rows, cols, batch):
 
 @gpu
 @pytest.mark.parametrize("op", OPS)
-@shared.every_turn
+@shared.every_transposition
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_every_operand_may_be_transposed(op, turned, block, element):
+def test_every_operand_may_be_transposed(op, transposed, block, element):
     layout = random_layout(rows=5, cols=4, block=block)
-    random_check(plan_of, layout, op=op, trans_a=turned[0], trans_b=turned[1], element=element)
+    random_check(plan_of, layout, op=op, trans_a=transposed[0], trans_b=transposed[1], element=element)
 
 
 @gpu

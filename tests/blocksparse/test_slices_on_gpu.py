@@ -26,7 +26,7 @@ from ..sample_devices import H200
 from ..support import same_bits
 from . import products_on_gpu as shared
 from .problems import Operands, case_of, random_operands
-from .products_on_gpu import TURNS, gpu
+from .products_on_gpu import TRANSPOSITIONS, gpu
 from .test_products import check
 
 BLOCKS = (16, 32, 64, 128)
@@ -36,13 +36,15 @@ every_block = pytest.mark.parametrize("block", BLOCKS)
 every_op = pytest.mark.parametrize("op", ["dsd", "dds"])
 
 
-def uneven(op: str, block: int, *, turned: bool = False, heads: int = 1, seed: int = 0) -> BlockSparseLayout:
+def uneven(
+    op: str, block: int, *, transposed: bool = False, heads: int = 1, seed: int = 0
+) -> BlockSparseLayout:
     """4,096 k and 1,280 rows of op(S). Two rows keep most columns, the others few."""
     rng = np.random.default_rng(seed)
     lines, across = 1280 // block, 4096 // block
     kept = rng.random((heads, lines, across)) < 0.02
     kept[:, lines // 2], kept[:, lines - 1, 3:] = True, rng.random((heads, across - 3)) < 0.8
-    return BlockSparseLayout(kept.transpose(0, 2, 1) if turned != (op == "dds") else kept, block)
+    return BlockSparseLayout(kept.transpose(0, 2, 1) if transposed != (op == "dds") else kept, block)
 
 
 def select(preference: Any = None, **fields: Any) -> BlockSparseMatmulPlan:
@@ -70,10 +72,10 @@ def in_turn(**fields: Any) -> BlockSparseMatmulPlan:
 @gpu
 @every_op
 @every_block
-@pytest.mark.parametrize("turned", TURNS)
-def test_results(op, block, turned):
-    layout = uneven(op, block, turned=turned[0 if op == "dsd" else 1], heads=2)
-    plan = plan_of(op=op, layout=layout, trans_a=turned[0], trans_b=turned[1])
+@pytest.mark.parametrize("transposed", TRANSPOSITIONS)
+def test_results(op, block, transposed):
+    layout = uneven(op, block, transposed=transposed[0 if op == "dsd" else 1], heads=2)
+    plan = plan_of(op=op, layout=layout, trans_a=transposed[0], trans_b=transposed[1])
     assert plan.workspace_size() > 0
     check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(5)))
 

@@ -163,7 +163,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
         tried = itertools.product(WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()), columns)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
-            row.kernel(Choice(desc, device, row, preference, {}))  # turns X into rows
+            row.kernel(Choice(desc, device, row, preference, {}))  # transposes X
             for schedule in wgmma_heuristics.allowed_schedules(desc, row):
                 # Without room to: rows are compiled above.
                 asked = preference.model_copy(update={"max_workspace_bytes": schedule.workspace_bytes()})
