@@ -53,7 +53,7 @@ chosen = partial(shared.chosen, layout=SHAPE)
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("k_last", [False, True])
-def test_it_serves_few_tokens_where_it_is_predicted_to_be_the_fastest(device, op, k_last, monkeypatch):
+def test_it_serves_few_tokens_if_predicted_fastest(device, op, k_last, monkeypatch):
     form = {"trans_b": True} if op == "dsd" and k_last else {"trans_a": op == "dds" and not k_last}
     model = constants(f"packed_mma_{'k' if k_last else 'n'}_last_64")
     for launch, most in ((-1e6, FEW_TOKENS), (1e6, 0)):
@@ -192,16 +192,16 @@ def test_edges_of_tiles(op, n):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @shared.every_density
-def test_lines_of_many_words(block, density):
+def test_block_rows_of_many_bit_words(block, density):
     for op in OPS:
-        shared.lines_of_many_words(plan_of, op, block, density)
+        shared.block_rows_of_many_bit_words(plan_of, op, block, density)
 
 
 @gpu
 @pytest.mark.parametrize("op", OPS)
 @shared.every_transposition
 @pytest.mark.parametrize("block", BLOCKS)
-def test_long_and_uneven_lines(op, transposed, block):
+def test_long_and_uneven_block_rows(op, transposed, block):
     """Lines of several rounds of each warp, or of none; 16, eight and four warps; CTAs in many waves."""
     sizes = (3, 12288 // block), (3, 1024 // block), (33600 // block, 9)
     for seed, (lines, across) in enumerate(sizes):
@@ -228,14 +228,14 @@ def test_epilogues(op, epilogue, element):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
-def test_what_meets_no_kept_block_is_not_read(op, block):
-    shared.what_meets_nothing_is_not_read(plan_of, op, block, [(np.s_[block:], np.nan)])
+def test_cells_without_a_kept_block_are_not_read(op, block):
+    shared.cells_without_a_kept_partner_are_not_read(plan_of, op, block, [(np.s_[block:], np.nan)])
 
 
 @gpu
-def test_a_line_without_a_block_beside_one_with_infinities():
+def test_an_empty_block_row_next_to_one_with_infinities():
     for block in BLOCKS:
-        shared.a_line_without_a_block_beside_one_with_infinities(plan_of, block)
+        shared.an_empty_block_row_next_to_one_with_infinities(plan_of, block)
 
 
 SUMS = (0, 1, 2, 3, 5, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 63, 64)
@@ -264,8 +264,8 @@ def test_layouts_of_sdd_at_their_edges(name, sizes):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @shared.every_density
-def test_uneven_lines_of_sdd(block, density):
-    shared.lines_of_many_words(plan_of, "sdd", block, density)
+def test_uneven_block_rows_of_sdd(block, density):
+    shared.block_rows_of_many_bit_words(plan_of, "sdd", block, density)
 
 
 @gpu
@@ -299,7 +299,7 @@ def test_sdd_multiplies_its_own_cells_alone(transposed, block, n):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("n", [1, 5, 16, 24, 40, 63])
-def test_bits_of_sdd_do_not_depend_on_its_schedule_or_on_what_is_transposed(block, n, monkeypatch):
+def test_bits_of_sdd_do_not_depend_on_schedule_or_transposition(block, n, monkeypatch):
     """One product in runs of any length, with each number of strips, and with A and B stored either way."""
     layout = random_layout(seed=block, heads=2, rows=9, cols=768 // block, block=block)
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=layout, n=n, element="bf16", batch=3)
@@ -331,8 +331,8 @@ def test_bits_of_sdd_do_not_depend_on_its_schedule_or_on_what_is_transposed(bloc
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
-def test_bits_do_not_depend_on_what_is_beside(op, block):
-    shared.bits_do_not_depend_on_what_is_beside(plan_of, op, block)
+def test_bits_do_not_depend_on_neighbours(op, block):
+    shared.bits_do_not_depend_on_neighbours(plan_of, op, block)
 
 
 @gpu
@@ -345,7 +345,7 @@ def test_bits_of_another_run(op):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("n", [1, 8, 12, 36, 63])
-def test_bits_do_not_depend_on_strips_or_on_what_is_transposed(op, block, n, monkeypatch):
+def test_bits_do_not_depend_on_strips_or_transposition(op, block, n, monkeypatch):
     """One product with the most strips and with one, and with either operand stored either way."""
     layout = random_layout(seed=block, heads=2, rows=768 // block, cols=1280 // block, block=block)
     sparse, dense = ("a", "b") if op == "dsd" else ("b", "a")

@@ -134,7 +134,7 @@ def test_sums_of_8_bit_integers_are_exact():
 
 @every_row
 @every_op
-def test_what_meets_no_kept_block_is_not_read(row, op):
+def test_cells_without_a_kept_block_are_not_read(row, op):
     layout = BlockSparseLayout([[[1, 0], [1, 0]]], 16)
     plan = plan_of(row, layout=layout, op=op, batch=1, n=16)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))

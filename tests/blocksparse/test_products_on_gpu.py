@@ -93,7 +93,7 @@ def test_what_is_chosen():
 
 
 @pytest.mark.parametrize("block", [16, 32])
-def test_an_sdd_of_small_blocks_is_inflated_where_that_is_predicted_to_be_faster(block, monkeypatch):
+def test_sdd_of_small_blocks_is_inflated_if_predicted_faster(block, monkeypatch):
     layout = SHAPE.model_copy(update={"block": block, "blocks": (4096 // block) ** 2 // 5})
     model = constants(f"sampled_blocks_{block}")
     for launch, wanted in ((-1e6, "blocks_wgmma"), (1e6, "inflate_cublas")):
@@ -187,9 +187,9 @@ def test_edges_of_tiles(op, n):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @shared.every_density
-def test_lines_of_many_words(block, density):
+def test_block_rows_of_many_bit_words(block, density):
     for op in OPS:
-        shared.lines_of_many_words(wgmma, op, block, density)
+        shared.block_rows_of_many_bit_words(wgmma, op, block, density)
 
 
 @gpu
@@ -384,16 +384,16 @@ def test_bits_of_small_blocks_do_not_depend_on_the_schedule(op, block, transpose
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", ["dsd", "dds"])
-def test_what_meets_no_kept_block_is_not_read(op, block):
+def test_cells_without_a_kept_block_are_not_read(op, block):
     worst = [(np.s_[block:], np.inf if op == "dsd" else np.nan)]
-    shared.what_meets_nothing_is_not_read(wgmma, op, block, worst)
+    shared.cells_without_a_kept_partner_are_not_read(wgmma, op, block, worst)
 
 
 @gpu
-def test_a_line_without_a_block_beside_one_with_infinities():
+def test_an_empty_block_row_next_to_one_with_infinities():
     """Small blocks of a tile share steps."""
     for block in BLOCKS:
-        shared.a_line_without_a_block_beside_one_with_infinities(wgmma, block)
+        shared.an_empty_block_row_next_to_one_with_infinities(wgmma, block)
 
 
 # Bits ---------------------------------------------------------------------------------------------
@@ -402,13 +402,13 @@ def test_a_line_without_a_block_beside_one_with_infinities():
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", ["dsd", "dds"])
-def test_bits_do_not_depend_on_what_is_beside(op, block):
-    shared.bits_do_not_depend_on_what_is_beside(wgmma, op, block)
+def test_bits_do_not_depend_on_neighbours(op, block):
+    shared.bits_do_not_depend_on_neighbours(wgmma, op, block)
 
 
 @gpu
 @pytest.mark.parametrize(("op", "trans_b"), [("dds", False), ("dds", True), ("dsd", True), ("sdd", False)])
-def test_bits_do_not_depend_on_what_is_transposed_first(op, trans_b):
+def test_bits_do_not_depend_on_transposing_pre_passes(op, trans_b):
     layout = random_layout(seed=5, heads=1, rows=128, cols=128, block=16, density=0.1)
     fields = {"op": op, "layout": layout, "n": 2048, "element": "bf16", "trans_b": trans_b}
     plans = [

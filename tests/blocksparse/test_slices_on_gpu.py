@@ -96,7 +96,7 @@ def test_bits_without_a_workspace_are_those_with_one(op, block, n):
 @gpu
 @every_op
 @every_block
-def test_bits_do_not_depend_on_what_is_beside(op, block):
+def test_bits_do_not_depend_on_neighbours(op, block):
     """Nor on n, the width of panels, or the batch."""
     layout = uneven(op, block)
     whole = plan_of(op=op, layout=layout, n=1040)
@@ -140,7 +140,7 @@ def test_bits_of_another_run(block):
 
 @gpu
 @every_block
-def test_captured_launches_count_anew_and_follow_the_mask(block):
+def test_replays_count_again_and_follow_the_mask(block):
     layout = uneven("dsd", block, heads=2)
     shared.captured_launches_follow_the_mask(plan_of(op="dsd", layout=layout, batch=1), layout)
 
@@ -242,7 +242,7 @@ def test_claimed_work_tiles_are_all_computed(slices, op, block, n):
 @gpu
 @every_claim
 @every_block
-def test_captured_launches_claim_anew(slices, block):
+def test_replays_claim_work_tiles_again(slices, block):
     shared.captured_launches_follow_the_mask(claiming(slices, "dsd", block, 4096), many_panels("dsd", block))
 
 

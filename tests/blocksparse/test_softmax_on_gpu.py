@@ -219,7 +219,7 @@ def test_a_row_of_nan_is_not_treated_as_masked():
 @gpu
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("element", FLOATS)
-def test_bits_do_not_depend_on_what_is_beside(op, element):
+def test_bits_do_not_depend_on_neighbours(op, element):
     """Batch invariance: the same of a run again, in place, in a batch of one, and with the rows elsewhere."""
     layout = uneven(16, (150, 0, 1, 17, 130, 40))
     plan = plan_of(layout, op=op, batch=3, element=element)

@@ -375,7 +375,7 @@ def test_bits_do_not_depend_on_chunks(row, n, m, k):
 @gpu
 @every_row
 @pytest.mark.parametrize(("m", "k"), [(1280, 1280), (130, 200), (520, 8232)])
-def test_bits_do_not_depend_on_who_splits_x(row, m, k):
+def test_bits_do_not_depend_on_which_kernel_splits_x(row, m, k):
     """Producers split X of few tokens, and a pre-pass kernel X of more."""
     most, found = 24, set()
     rng = np.random.default_rng()

@@ -65,7 +65,7 @@ def never_left(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "method"), [*((name, "wanda") for name in MODELS), ("shared layers", "sparsegpt")]
 )
-def test_calls_that_are_left_early_give_the_bits_of_whole_ones(name, method, monkeypatch):
+def test_calls_left_early_give_the_bits_of_complete_calls(name, method, monkeypatch):
     make, batches = MODELS[name]
     model = make()
     report = calibrate(model, batches(), method=method)

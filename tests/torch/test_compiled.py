@@ -94,7 +94,7 @@ def test_generated_code_calls_the_product_itself(name, dynamic):
     assert (result.dtype, result.stride()) == (wanted.dtype, wanted.stride())
 
 
-def test_products_share_a_graph_with_what_stands_round_them():
+def test_products_share_a_graph_with_surrounding_ops():
     values, meta, _ = weight(64, 64)
     x = randn(5, 64)
 

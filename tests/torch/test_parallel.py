@@ -96,7 +96,7 @@ def columns_have_the_bits_of_one(ranks: int, dtype: torch.dtype, options: dict) 
     ],
     ids=str,
 )
-def test_columns_have_the_bits_of_one_device_where_batch_invariance_is_required(world, ranks, dtype, options):
+def test_batch_invariant_columns_have_the_bits_of_one_device(world, ranks, dtype, options):
     world.run(columns_have_the_bits_of_one, ranks, dtype, options)
 
 
@@ -594,7 +594,7 @@ def refused(kind: type[Exception], message: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "message"), [(kind, one) for kind, of in REFUSED.items() for one in of])
-def test_what_cannot_be_cut_is_refused_and_stays_as_it_is(world, kind, message):
+def test_uncuttable_layers_are_refused_and_stay_unchanged(world, kind, message):
     world.run(refused, kind, message)
 
 

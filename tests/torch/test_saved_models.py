@@ -352,7 +352,7 @@ def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_p
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Granite-MoE"])
-def test_experts_that_nothing_24_computes_are_decompressed(name, tmp_path):
+def test_experts_without_a_2_4_module_are_decompressed(name, tmp_path):
     case = CASES[name]
     case = case._replace(options={**case.options, "hidden_act": "relu"})
     model = dense_model(case)
@@ -390,7 +390,7 @@ def test_a_model_whose_layers_are_all_loaded_dense_is_saved_as_a_dense_one(tmp_p
     assert torch.equal(again(tokens).logits, loaded(tokens).logits)
 
 
-def test_stacked_experts_of_8_bits_are_loaded_as_what_they_stand_for(tmp_path, caplog):
+def test_stacked_8_bit_experts_are_loaded_dequantized(tmp_path, caplog):
     """transformers' loader would stack the stored values without their scales, so it is refused."""
     case = CASES["Mixtral"]
     dense_model(case).save_pretrained(tmp_path / "dense")

@@ -56,7 +56,7 @@ def rows_of(layer: Sparse24WeightOnlyLinear) -> list[int]:
 @DTYPES
 @pytest.mark.parametrize("group", [0, 32, 64, 128])
 @pytest.mark.parametrize("activation", ["none", "silu", "swiglu"])
-def test_results_are_those_of_the_weight_that_is_stood_for(stored, dtype, group, activation):
+def test_results_are_those_of_the_dequantized_weight(stored, dtype, group, activation):
     options = {"activation": activation, "preference": STRICT, "out_dtype": torch.float32}
     layer = Sparse24WeightOnlyLinear.from_linear(a_linear(dtype=dtype), stored=stored, group=group, **options)
     x = torch.randn(2, 5, 203, dtype=dtype)
@@ -89,7 +89,7 @@ def test_four_bits_take_the_bytes_that_they_say():
 
 @DTYPES
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
-def test_gradients_are_those_of_the_weight_that_is_stood_for(dtype, activation):
+def test_gradients_are_those_of_the_dequantized_weight(dtype, activation):
     layer = Sparse24WeightOnlyLinear.from_linear(
         a_linear(dtype=dtype), activation=activation, preference=STRICT
     )
