@@ -15,7 +15,6 @@ from sparse24_plans.bench.record import Record
 
 from .block_bounds import BLOCKSPARSE, RANDOM_BLOCKS
 from .bound import (
-    ALL,
     FEW,
     MANY,
     MIDDLE,
@@ -38,7 +37,7 @@ def _by_problem(record: Record, **fields: Any) -> dict[tuple[Any, ...], Row]:
     return {tuple(row.get(name) for name in names): row for row in chosen(record["gemm"], **fields)}
 
 
-def beside_auto(element: str, backend: str, span: tuple[int, int] = ALL) -> Callable[[Record], Values]:
+def beside_auto(element: str, backend: str) -> Callable[[Record], Values]:
     """Microseconds of a backend over those of what select chose."""
 
     def values(record: Record) -> Values:
@@ -47,7 +46,7 @@ def beside_auto(element: str, backend: str, span: tuple[int, int] = ALL) -> Call
         return [
             (cell_of(row), row["us"] / auto[problem]["us"])
             for problem, row in rows.items()
-            if problem in auto and span[0] <= row["n"] <= span[1]
+            if problem in auto
         ]
 
     return values
