@@ -318,7 +318,7 @@ def forward64(desc: BlockSparseAttentionDescriptor, operands: Operands) -> tuple
 
 
 def _moved(plan: BlockSparseAttentionPlan, v: Array, size: Array, base: Array) -> Array:
-    """By how much rounding moves the exponents v - base; 0 where nothing is kept."""
+    """Bounds of how far rounding moves the exponents v - base; 0 where nothing is kept."""
     u, depth = F32.unit_roundoff, plan.descriptor.head_size
     of_scores = (plan.guarantee.error_bound(depth) + 3 * u) * size + depth * F32.smallest_subnormal
     return np.where(np.isfinite(v), of_scores + u * np.abs(v - base), 0.0)

@@ -140,7 +140,7 @@ def test_epilogues(op, epilogue, element):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
 def test_cells_without_a_kept_cell_are_not_read(op, block):
-    """Neither of blocks that aren't kept, nor of kept ones' cells that aren't."""
+    """Cells of X are not read for blocks that aren't kept, nor for the pruned cells of kept blocks."""
     worst = [(np.s_[block:], np.inf), (np.s_[2::4], np.nan), (np.s_[3::4], -np.inf)]
     shared.cells_without_a_kept_partner_are_not_read(plan_of, op, block, worst)
 

@@ -307,7 +307,7 @@ def test_a_wide_sdd(row):
 def results_by_schedule(
     op: str, layout: BlockSparseLayout, transposed: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> list[np.ndarray]:
-    """The same product with each schedule that the kernel's own choice is made of, checked.
+    """Results of one product with each schedule that the kernel chooses from, checked.
 
     It is batch invariant, because whether panels are cut may depend on the schedule otherwise.
     """

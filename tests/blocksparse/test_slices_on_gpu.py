@@ -97,7 +97,7 @@ def test_bits_without_a_workspace_are_those_with_one(op, block, n):
 @every_op
 @every_block
 def test_bits_do_not_depend_on_neighbours(op, block):
-    """Nor on n, the width of panels, or the batch."""
+    """Bits don't depend on n, the width of panels, or the batch either."""
     layout = uneven(op, block)
     whole = plan_of(op=op, layout=layout, n=1040)
     operands = random_operands(whole.descriptor, layout, np.random.default_rng(1))

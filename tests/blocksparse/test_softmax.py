@@ -146,7 +146,7 @@ def test_nan_and_infinity_stay_in_their_row():
 
 
 def test_the_gradient_is_that_of_the_function():
-    """By differences in float64 of what ``forward`` computes."""
+    """Gradients agree with differences, in float64, of what ``forward`` computes."""
     layout = random_layout(rows=2, cols=2, heads=1, seed=7)
     rng, step = np.random.default_rng(0), 1e-2
     plan, back = plan_of(layout, scale=0.7, batch=1), plan_of(layout, scale=0.7, batch=1, op="backward")

@@ -1,6 +1,7 @@
 """Foreign formats against the code that writes them: PyTorch, compressed-tensors, cuSPARSELt.
 
-Where those are not installed, against the fixtures in ``interop/``, which the same writers wrote.
+If these are not installed, they are tested against the fixtures in ``interop/``, which the same writers
+wrote.
 """
 
 from __future__ import annotations

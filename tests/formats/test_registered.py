@@ -221,7 +221,7 @@ except s.InvalidProblemError as error:
     ],
 )
 def test_formats_of_installed_packages_are_found_by_name(tmp_path, name, answer):
-    """So that the command ``sparse24`` knows them, in a process of its own."""
+    """The command ``sparse24`` thus knows them in a process of its own."""
     (tmp_path / "some_plugin.py").write_text(PLUGIN)
     about = tmp_path / "some_plugin-1.0.dist-info"
     about.mkdir()

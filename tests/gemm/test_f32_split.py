@@ -67,7 +67,7 @@ def test_the_parts_of_a_number(x):
 
 @pytest.mark.parametrize("x", [np.inf, -np.inf, np.nan, 3.4e38, -3.4028235e38])
 def test_what_has_no_finite_parts_shows_in_every_product(x):
-    """So whoever multiplies them sees NaN, whatever the other factor is."""
+    """A product of such terms is NaN, whatever the other factor is."""
     with np.errstate(all="ignore"):
         for count in (2, 3):
             mine = terms_of(np.array([x], np.float32))[:count]

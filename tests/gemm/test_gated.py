@@ -212,7 +212,7 @@ def test_arithmetic_is_named_where_a_plain_activation_has_a_name():
 @gated
 @pytest.mark.parametrize(("element", "out"), TYPES)
 def test_two_layers_and_their_product(row, epilogue, element, out):
-    """By the definition: gate and up are layers of their own, put together by ``gated_rows``.
+    """The definition: gate and up are layers of their own, put together by ``gated_rows``.
 
     Each problem has X in one order with Y in the same or in the other, and both the other way round.
     """

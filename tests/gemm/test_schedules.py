@@ -323,7 +323,7 @@ CROWDED_SIZES = [
 
 @pytest.mark.parametrize(("n", "m"), CROWDED_SIZES)
 def test_several_ctas_per_sm_only_beyond_one_wave(n, m):
-    """One to itself takes as long or less: what is shared is the way to memory."""
+    """A CTA with an SM of its own is never slower: CTAs that share an SM share its path to memory."""
     shared = [cut for cut in wgmma_schedules.schedules_for(n, m) if cut.ctas_per_sm > 1]
     assert all(cut.work_tiles(n, m) > resident(cut._replace(ctas_per_sm=1)) for cut in shared)
 
@@ -338,13 +338,13 @@ def test_some_ctas_share_sms_for_many_outputs(n):
     ("slices", "blocks", "most"), [(2, 2, 66), (3, 2, 39), (3, 4, 39), (4, 2, 30), (6, 2, 19)]
 )
 def test_ctas_share_sms_from_the_first_cluster_that_would_wait(slices, blocks, most, more):
-    """Clusters of three and more leave some multiprocessors idle: fewer fit than 132 over their blocks."""
+    """Clusters of three and more CTAs leave some SMs idle: fewer run at once than 132 SMs have room for."""
     cut = WgmmaSpSchedule(1, 1, 8, split_k=slices, ctas_per_sm=blocks)
     assert (cut in wgmma_schedules.schedules_for(8, 64 * (most + more))) == bool(more)
 
 
 def test_ranges_leave_the_bits_as_they_are():
-    """So rows that are invariant may take them where K isn't cut."""
+    """Batch-invariant kernels may therefore use stream-K if K isn't split."""
     taken = set()
     for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_invariant"):
         for m in (4096, 10240, 28672, 57344):

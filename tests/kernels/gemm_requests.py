@@ -112,7 +112,7 @@ WGMMA_TOKENS = {
 """Every schedule of these n is compiled."""
 COLUMNS = {"element": "bf16", "epilogue": "bias_gelu", "x_order": "column", "y_order": "column"}
 WGMMA_TOKENS_OF_COLUMNS = {"wgmma_sp": (24, 296), "wgmma_sp_invariant": (1024,)}
-"""And of these, with X and Y in columns."""
+"""Every schedule of these n is also compiled with column-major X and Y."""
 GEMM_ENTRIES = [row for row in gemm_table.ENTRIES if not row.on_host and row.backend != "cusparselt"]
 """Entries of the package's own kernels; cuSPARSELt brings compiled ones."""
 PREPARE_ENTRIES = [row for row in prepare_table.ENTRIES if not row.on_host]
@@ -223,7 +223,7 @@ def batched_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: Devic
 
 
 def routed_requests(row: GemmEntry, device: DeviceProperties) -> list[Request]:
-    """What gathers rows of every width, and adds up results of every type, where the kernel serves groups."""
+    """Kernels that gather rows of every width and add up every type of results; none without groups."""
     found: list[Request] = []
     for element in row.elements if row.groups else ():
         for out in dict.fromkeys(("f32", "bf16" if element.itemsize == 1 else element.value)):

@@ -67,7 +67,7 @@ QUANTIZED = {
     "DeepSeek-V3, fp8": CASES["DeepSeek-V3"]._replace(stored="fp8_e4m3", group=128),
     "Granite-MoE, s4": CASES["Granite-MoE"]._replace(stored="s4"),
 }
-"""Models whose 2:4 weights have 4 or 8 bits. Those of the first have a K that is padded to 16."""
+"""Models whose 2:4 weights have 4 or 8 bits. The first one's weights have a K that is padded to 16."""
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 VISION |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -249,7 +249,7 @@ def check_stored_zeros(folder: Path, saved: Saved) -> None:
 
 
 def notes_of(folder: Path) -> dict[str, Any]:
-    """What the files of a folder say about each of their compressed weights."""
+    """The notes about compressed weights in the files of a folder."""
     metadata = [metadata_of(path) for path in folder.glob("*.safetensors")]
     return {key: json.loads(one) for file in metadata for key, one in file.items() if key[:9] == "sparse24."}
 
