@@ -67,7 +67,7 @@ def torch_ruler() -> Iterator[StreamRuler]:
 
 
 def dense(x_bits: Array, y_bits: Array, weights: Sequence[Array], element: ElementKind) -> Contender | None:
-    """cuBLAS; also None where PyTorch refuses: fp8_e5m2; products of 8 bits of few tokens or ragged sizes.
+    """cuBLAS; also None for what PyTorch refuses: fp8_e5m2, and 8-bit products of few tokens or ragged sizes.
 
     f32 is true float32: PyTorch takes TF32 only where it is told to.
     """

@@ -109,8 +109,8 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         Whether op(A) is A transposed: A is stored as [Z, H, columns, rows]. The layout of a sparse matrix is
         that of what is stored. ``trans_b`` says the same of B.
     epilogue, alpha, out_element, bias_element : optional
-        As of GemmSparse24Descriptor, for the same elements. A bias is one number for each row of C (``dsd``)
-        or column (``dds``) of each head. ``sdd`` takes only ``identity``.
+        These are as in GemmSparse24Descriptor, for the same elements. A bias is one number for each row of C
+        (``dsd``) or column (``dds``) of each head. ``sdd`` takes only ``identity``.
     inner : InnerPattern
         ``dense`` (default), or ``sparse24``: the kept blocks of A (``dsd``) or B (``dds``) are 2:4 along the
         sums, and stored as values [Z, blocks, block, block/2] and metadata [Z, blocks, block, block/8], as

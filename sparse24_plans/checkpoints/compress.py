@@ -57,7 +57,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CalibratedWeights:
-    """Weights [M, K] that a ``method`` has pruned to 2:4, each read by a call, by names of tensors.
+    """Weights [M, K] that a ``method`` has pruned to 2:4: for each tensor's name, a function that reads it.
 
     They are dense arrays, or quantized weights, whose values and scales are written as they are.
     """

@@ -30,7 +30,7 @@ from .tables import NO_PLAN, WALK, Number, Record, Tables, no_place
 PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
 """Flags of the guarantee, from bit 0 of a plan's ``promises``."""
 CODE = "sparse24_export.h", "sparse24_export.c"
-"""The C code that runs plans, which stands in every exported folder."""
+"""The C code that runs plans. Every exported folder contains it."""
 Row = tuple[int, ...]
 Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor | BlockSparseDescriptor"
 

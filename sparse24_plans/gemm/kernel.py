@@ -115,7 +115,7 @@ def group_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, in
 
 
 def batch_parameters(desc: GemmSparse24Descriptor, views: Views, work_tiles: int) -> BatchParams:
-    """The parameters ``batches`` of a launch with so many work tiles for each batch."""
+    """The parameters ``batches`` of a launch with ``work_tiles`` work tiles for each batch."""
     if not desc.is_batched:
         return BatchParams()
     names = {"source": "x", "result": "y", **{name: name for name in ("c", "bias", "scale_x", "scale_w")}}

@@ -346,5 +346,5 @@ class Block:
 
 
 def _dequantized(weight: Any) -> Tensor:
-    """The dense weight [M, K] in float32 that a quantized weight stands for."""
+    """A quantized weight as a dense matrix [M, K] in float32."""
     return torch.from_numpy(weight.decompress().astype(np.float32))

@@ -100,7 +100,7 @@ def load_sparse24(
 
 
 def _wishes(require: RequirementLike, preference: PreferenceLike) -> dict[str, Any]:
-    """The options of layers, without which they have what they were saved with."""
+    """Options of layers. Those that aren't given have the values that layers were saved with."""
     given = require is not None or preference is not None
     return {"require": require, "preference": preference} if given else {}
 

@@ -36,9 +36,9 @@ from .process import python_command
 LEAST_GAIN = 1.03
 """How many times faster than the default a configuration must be to replace it."""
 _SILENCE_S = 20.0
-"""A worker that says nothing for so long, once it is at work, hangs in a kernel."""
+"""Seconds of silence after which a worker that was at work must hang in a kernel."""
 _START_S = 120.0
-"""How long it may take to get to work: it imports CuPy, makes weights and compiles CuPy's kernels."""
+"""Seconds that a worker may take to start: it imports CuPy, makes weights and compiles CuPy's kernels."""
 Configuration = dict[str, int]
 
 

@@ -50,7 +50,7 @@ class Experiment(Problem):
         self._bounds: tuple[Array, Array] | None = None
 
     def plan(self, kernel: str, configuration: Configuration) -> GemmSparse24Plan:
-        """The kernel in the configuration. Raises UnsupportedError where it refuses."""
+        """The kernel with the configuration. Raises UnsupportedError if the kernel refuses it."""
         row, device = _row(kernel), self._properties
         entry = TunedKernel(
             kernel=kernel,

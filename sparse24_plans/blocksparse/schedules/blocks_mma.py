@@ -64,7 +64,7 @@ class BlocksMmaSchedule(NamedTuple):
     def of(
         cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int, max_workspace: int | None = None
     ) -> BlocksMmaSchedule:
-        """The schedule of the least predicted time whose copy of X takes at most so many bytes."""
+        """The fastest schedule by prediction whose copy of X takes at most ``max_workspace`` bytes."""
         model = CostModel.of(by_order_and_block(MODEL, desc), TERMS)
         return fastest(
             cls.candidates(desc),
@@ -175,7 +175,7 @@ class BlocksMmaSchedule(NamedTuple):
 
 
 def shares_of(units: float) -> int:
-    """Shares of a block row of so many units."""
+    """Number of shares of a block row of ``units`` units."""
     return next(shares for most, shares in _SHARES if units <= most)
 
 

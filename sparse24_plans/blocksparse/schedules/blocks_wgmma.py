@@ -160,10 +160,10 @@ def best_schedule(
 def tiles_of_large_blocks(
     desc: BlockSparseMatmulDescriptor, most_cells: int | None = None
 ) -> list[BlocksWgmmaSchedule]:
-    """The candidates for blocks of 64 and 128, of which a tile has at most so many cells."""
+    """The candidates for blocks of 64 and 128 whose tiles have at most ``most_cells`` cells."""
     found = []
     for tokens in _TOKENS:
-        # Multicast of S's values is worth it where they are much of what is loaded.
+        # Multicast of S's values pays if they are a large part of the loaded bytes.
         is_large_part = (tokens == _TOKENS[0]) != (desc.layout.block == PANEL_ROWS)
         shares = is_large_part and -(-desc.n // tokens) % 2 == 0
         if most_cells is None or PANEL_ROWS * tokens <= most_cells:
@@ -208,7 +208,7 @@ class Cut(NamedTuple):
         *,
         invariant: bool = False,
     ) -> Cut:
-        """The fastest that needs at most so many bytes of workspace.
+        """The fastest cut that needs at most ``most`` bytes of workspace.
 
         ``invariant``: long panels are cut, whatever ``n`` is, and no bit depends on who sums their slices.
         Otherwise they are cut if that is faster than taking them first, which costs no exchange of sums: then

@@ -151,7 +151,7 @@ def _sampled_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
 
 
 def _sampled_dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
-    """The terms of ``sdd`` as a dense product of which the kept blocks are copied."""
+    """The terms of ``sdd`` as a dense product whose kept blocks are copied."""
     one, matrices = desc.layout, desc.batch * desc.layout.heads
     cells = matrices * one.rows * one.cols
     return (
@@ -250,7 +250,7 @@ def dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
 
 @lru_cache(maxsize=4096)
 def sampled_loses(desc: BlockSparseMatmulDescriptor) -> str | None:
-    """The reason why ``sdd`` is faster as a dense product of which kept blocks are copied, or None.
+    """The reason why ``sdd`` is faster as a dense product whose kept blocks are copied, or None.
 
     Large blocks never lose: even if all are kept, it is a dense product without the copy.
     """

@@ -22,7 +22,7 @@ _BARRIER_BYTES, _C_BARRIER_BYTES = 512, 16
 _SHARES_APART, _SHARE_BARRIER_BYTES = 48 << 10, 16
 """Most bytes of an SM for sums of split-K that don't lie over the stages, and those of their barrier."""
 _MOST_EXCHANGED = 128 * 208
-"""Sums of a CTA of three or more slices that fit twice: as they are sent, and as they are received."""
+"""Most sums of a CTA with three or more slices, which needs room for those it sends and those it receives."""
 _MOST_WARPS = 16
 """Warps of a CTA with three consumer warpgroups."""
 _PATTERN = 1024
