@@ -58,7 +58,7 @@ _BYTES_PER_US = {"H100": 3.0e6, "H200": 4.3e6}
 
 
 def _beta_over_bytes(record: Record) -> Values:
-    """Products with beta * C over the plain product's time and what reading C from memory takes."""
+    """Times of products with beta * C over the plain product's time plus the time to read C from memory."""
     rate = next((rate for name, rate in _BYTES_PER_US.items() if name in record.get("gpu", "")), None)
     if rate is None:
         return []
@@ -130,7 +130,7 @@ def _slower_than_more(element: str, record: Record) -> Values:
 
 
 def _not_ragged(element: str, record: Record) -> Values:
-    """Over dense, where rows of Y are whole 16 bytes, at which dense products are at their best."""
+    """Speed over dense for rows of Y of whole 16 bytes, with which dense products are fastest."""
     rows = chosen(record["gemm"], element=element, backend="auto")
     return [
         (cell_of(row), row["dense_us"] / row["us"]) for row in rows if row["m"] % 8 == 0 and row["dense_us"]
@@ -462,4 +462,4 @@ BOUNDS = {
     "export": _EXPORT,
     "calibration": _CALIBRATION,
 }
-"""Kind of record -> what it is asked for."""
+"""The bounds that records must meet, by the kind of record."""

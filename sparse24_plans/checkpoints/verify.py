@@ -159,7 +159,7 @@ def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, laye
     if info is None:
         return "the dense checkpoint lacks it"
     element = ELEMENTS.get(info.dtype)
-    if element is None or info.shape != layer.dense_shape or not _is_of(weight, info.dtype, element):
+    if element is None or info.shape != layer.dense_shape or not _may_come_from(weight, info.dtype, element):
         return f"the dense tensor is {shown(info.dtype).lower()}{list(info.shape)}"
     dense_layer = replace(layer, element=element)
     if isinstance(weight, Sparse24QuantizedWeight):
@@ -188,7 +188,7 @@ def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, laye
     return None
 
 
-def _is_of(weight: Weight, dtype: str, element: ElementKind) -> bool:
+def _may_come_from(weight: Weight, dtype: str, element: ElementKind) -> bool:
     """Whether a weight of this element may come from a dense tensor of this type."""
     own = element if weight.quantization is None else multiplied_as(element)
     return dtype in COMPRESSED_DTYPES and weight.element in (own, *LARGEST)

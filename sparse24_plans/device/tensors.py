@@ -415,7 +415,7 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
 
 
 def _is_raw(dtype: np.dtype[Any]) -> bool:
-    """Whether the type is one of integers or opaque bytes. NumPy calls other float types opaque too."""
+    """Whether the type holds integers or opaque bytes. Other float types have NumPy's kind V, too."""
     is_opaque = dtype.type is np.void and dtype.names is None
     return dtype.isnative and (dtype.kind in "iu" or is_opaque)
 

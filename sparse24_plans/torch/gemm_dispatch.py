@@ -92,7 +92,7 @@ class CheckedProduct(CheckedCall):
 
     def _weight(self, call: Call) -> Any:
         if self._as_it_is:
-            return packed_weight_cache.as_it_is(
+            return packed_weight_cache.unconverted(
                 self.plan, call.weight, call.meta, self._m, self._k, call.scales
             )
         return packed_weight_cache.converted(self.plan, call.weight, call.meta, self._m, self._k, call.scales)

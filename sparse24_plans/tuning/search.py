@@ -57,7 +57,7 @@ class Trials:
 
 
 def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[GemmEntry]:
-    """The rows of the table that can be tuned and serve the problem: the first one of each backend.
+    """The kernels that can be tuned and serve the problem: the first one of each backend.
 
     An empty result has none, because its kernels launch nothing.
     """
@@ -79,7 +79,7 @@ def tune(
 ) -> TuningTable:
     """Measure on the device, in other processes; the table is for it alone.
 
-    ``kernels`` are names of the table's rows, all that can be tuned by default; a problem that one doesn't
+    ``kernels`` are names of kernels, all that can be tuned by default; a problem that one doesn't
     serve is left out for it. Problems have the epilogue ``identity`` and no scales.
 
     Raises
@@ -138,7 +138,7 @@ def _jobs(
     for name in kernels or ():
         row = find(name)
         if row is None or not row.kernel.tunable:
-            raise InvalidProblemError(f"kernels: expected rows that can be tuned, got {name!r}")
+            raise InvalidProblemError(f"kernels: expected names of kernels that can be tuned, got {name!r}")
     problems = tuple(dict.fromkeys(problems))
     for problem in problems:
         if problem.batches is not None:

@@ -67,7 +67,7 @@ class Experiment(Problem):
             tuning=TuningTable(device.name, device.driver or "", [entry]),
         )
         if plan.explain().chosen != kernel:
-            raise UnsupportedError(f"{kernel}: another row of {row.backend} is chosen")
+            raise UnsupportedError(f"{kernel}: another kernel of {row.backend} is chosen")
         return plan
 
     def plans(self, kernel: str, configurations: list[Configuration]) -> list[GemmSparse24Plan | None]:

@@ -1,4 +1,4 @@
-"""Which configurations are tried: those that keep a row's promises, for rows that can be tuned."""
+"""Which configurations are tried: those that keep a kernel's promises, for kernels that can be tuned."""
 
 from __future__ import annotations
 

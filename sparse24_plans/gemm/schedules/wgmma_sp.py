@@ -381,7 +381,7 @@ _MANY = 2048
 
 
 # The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M).
-_OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
+_STREAM_K_SHAPES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
 @lru_cache(4096)
@@ -393,17 +393,17 @@ def _fitting(
     return tuple(one for one in tried if one.fits())
 
 
-def _schedules_of_ranges(
-    n: int, m: int, parts: int = 1, min_idle: float | None = None
+def _stream_k_schedules(
+    n: int, m: int, k_chunks: int = 1, min_idle: float | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
     least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
-    least = least if parts == 1 else 0.0
-    shapes = tuple((w, r, c, 1, 1, parts, H200_MULTIPROCESSORS // c) for w, r, c in _OF_RANGES)
+    least = least if k_chunks == 1 else 0.0
+    shapes = tuple((w, r, c, 1, 1, k_chunks, H200_MULTIPROCESSORS // c) for w, r, c in _STREAM_K_SHAPES)
 
     def pays(one: WgmmaSpSchedule) -> bool:
-        work_tiles, ranges = one.work_tiles(n, m), one.stream_k
-        return ranges < work_tiles and -work_tiles % ranges > least * ranges
+        work_tiles, clusters = one.work_tiles(n, m), one.stream_k
+        return clusters < work_tiles and -work_tiles % clusters > least * clusters
 
     return tuple(filter(pays, _fitting(widths(n, m=m), shapes)))
 
@@ -421,7 +421,7 @@ def schedules_for(
     shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
     fitting = _fitting(widths(n, m=m), shapes)
     found = tuple(one for one in fitting if not (m and one.oversubscribes(n, m)))
-    found += _schedules_of_ranges(n, m, min_idle=min_idle)
+    found += _stream_k_schedules(n, m, min_idle=min_idle)
     return tuple(one for one in found if one.makes_elements()) if quantized else found
 
 
@@ -435,7 +435,7 @@ def schedules_in(
         if n > MAX_MEMORY_BOUND_N:
             wide = tuple((*shape, slices) for shape in _OF_MANY if shape[0] > 1)
             tried += _fitting(widths(n, m=m), wide)
-            tried += (one for one in _schedules_of_ranges(n, m, slices) if one.warpgroups > 1)
+            tried += (one for one in _stream_k_schedules(n, m, slices) if one.warpgroups > 1)
         tried += _narrow_in(slices, n)
     return tuple(one for one in dict.fromkeys(tried) if not quantized or one.makes_elements())
 
