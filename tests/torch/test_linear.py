@@ -269,8 +269,8 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def filled(kind: str, seed: int = 1) -> Sparse24Linear:
-    torch.manual_seed(seed)
+def filled(kind: str) -> Sparse24Linear:
+    torch.manual_seed(1)
     cls, options = KINDS[kind]
     return cls.from_linear(nn.Linear(64, 96, dtype=torch.bfloat16), **options)
 

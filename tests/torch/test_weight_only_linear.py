@@ -34,13 +34,12 @@ def a_linear(k: int = 203, m: int = 48, dtype=torch.bfloat16, bias: bool = True,
     return nn.Linear(k, m, bias).to(dtype)
 
 
-def plain_of(layer: Sparse24WeightOnlyLinear, bias: bool = True) -> Sparse24Linear:
-    """The layer that holds what the stored values stand for."""
-    dense = nn.Linear(layer.in_features, layer.out_features, bias, dtype=layer.dtype)
+def plain_of(layer: Sparse24WeightOnlyLinear) -> Sparse24Linear:
+    """The layer that holds the dequantized values."""
+    dense = nn.Linear(layer.in_features, layer.out_features, dtype=layer.dtype)
     dense.weight = nn.Parameter(layer.dense_weight())
-    if bias:
-        order = torch.argsort(torch.as_tensor(rows_of(layer)))
-        dense.bias = nn.Parameter(layer.bias.detach()[order])
+    order = torch.argsort(torch.as_tensor(rows_of(layer)))
+    dense.bias = nn.Parameter(layer.bias.detach()[order])
     options = {"activation": layer.activation, "out_dtype": layer.out_dtype, "preference": layer.preference}
     return Sparse24Linear.from_linear(dense, method="compress", **options)
 
