@@ -189,7 +189,7 @@ def test_a_copy_has_memory_of_its_own(copied):
 def test_tables_that_another_version_pickled_are_refused():
     restore, (shape, memory, device) = BlockSparseTables(random_layout()).__reduce__()
     assert restore(shape, memory, device).view.readonly
-    with pytest.raises(InvalidProblemError, match=r"expected \d+ integers for .*, got \d+; make them anew"):
+    with pytest.raises(InvalidProblemError, match=r"expected \d+ integers for .*, got \d+; make them again"):
         restore(shape, memory[:-1], device)
 
 
