@@ -125,7 +125,7 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
 @every_family
 @settings(max_examples=20)
 @given(data=st.data(), preference=preferences, device=places)
-def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference, device):
+def test_a_kernel_that_can_serve_meets_every_wish(family, data, preference, device):
     """Asked of the row and of the problem themselves, and not of what selection calls."""
     desc = data.draw(family.problems)
     able = {name for name, reason in reasons(desc, preference, device).items() if reason is None}

@@ -238,7 +238,7 @@ UNSERVED = {
 
 
 @pytest.mark.parametrize("message", UNSERVED)
-def test_what_is_not_served_says_so_with_pytorchs_kind_of_error(message):
+def test_unserved_operations_raise_pytorchs_kind_of_error(message):
     kind = ValueError if "hardware" in message else NotImplementedError
     with pytest.raises(kind, match=message):
         UNSERVED[message](sparse())
