@@ -276,7 +276,7 @@ WGMMA_CUTS = [
 WGMMA_CUTS += [
     (n, schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], stream_k=7))
     for n, tokens in ((8, 8), (24, 24), (40, 48), (72, 80), (112, 112), (136, 144), (200, 208))
-    for shape in schedules._OF_RANGES
+    for shape in schedules._STREAM_K_SHAPES
     if schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], stream_k=7).fits()
 ]
 
