@@ -50,7 +50,7 @@ def _sdd_over_dsd(density: float, block: int, record: Record) -> Values:
 
 
 def _inflated_share(record: Record) -> Values:
-    """Whether a dense product runs, cell by cell, where it is the faster one."""
+    """For each cell where a dense product is faster, whether one runs."""
     rows = chosen(record["products"], (4096, 4096), block=16, density=0.5)
     return [(cell_of(row), float(row["backend"] == "inflate_cublas")) for row in rows]
 

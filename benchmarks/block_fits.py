@@ -49,7 +49,7 @@ PACKED, BLOCKS_MEASURED, LARGE_BLOCKS = "packed-times", "block-times", "large-bl
 DENSE_TIMES = "dense-times"
 SHORT_SUMS = "sdd_mma"
 TIMES_COUNT = 3.0
-"""The weight of errors of a way's predicted times, by which ways are compared, beside that of its choices."""
+"""Weight of the errors of predicted times, by which ways are compared, relative to the losses of choices."""
 WAY_STEPS = 6000
 """Steps of a descent to the constants of a way."""
 LEAST_PAIRS = 8

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import statistics
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from sparse24_plans.bench.peers import torch
@@ -15,6 +16,7 @@ from sparse24_plans.vocab import ElementKind
 ELEMENT = ElementKind.BF16
 _WORST_ERROR = 5e-3
 """Relative error above which a time is not recorded: the result is wrong."""
+_REPLAYS = 7
 
 
 def random(shape: tuple[int, ...]) -> Any:
@@ -52,3 +54,27 @@ def timed_once(key: Hashable, measure: Callable[[], Steady]) -> Steady:
     if key not in _PEERS:
         _PEERS[key] = measure()
     return _PEERS[key]
+
+
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of a call to PyTorch, with all calls in one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        return statistics.median(_replay_us(graph, stream) for _ in range(_REPLAYS)) / len(calls)
+
+
+def _replay_us(graph: Any, stream: Any) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    graph.replay()
+    end.record(stream)
+    end.synchronize()
+    microseconds: float = 1e3 * begin.elapsed_time(end)
+    return microseconds

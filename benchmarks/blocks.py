@@ -7,8 +7,7 @@ other operand is one. m and k are rows and columns of the sparse matrix. All ope
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,14 +27,13 @@ from sparse24_plans.tuning.timing import Contender, copies_beyond_l2
 from sparse24_plans.vocab import BlockSparseOp
 
 from . import block_attention, blocks24
-from .block_operands import ELEMENT, check, dense_of, random, timed_once, workspace_of
+from .block_operands import ELEMENT, check, dense_of, graph_us, random, timed_once, workspace_of
 
 SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096))
 TOKENS = (256, 4096)
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
 BLOCKS = (128, 64, 32, 16)
 PATTERNS = ("random", "banded")
-_ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -239,31 +237,6 @@ class Problem:
             torch.sparse_bsr_tensor(crow, col, values[0], (one.rows, one.cols)) for values in self.values
         ]
         try:
-            return _graph_us([partial(torch.mm, matrix, x) for matrix in matrices])
+            return graph_us([partial(torch.mm, matrix, x) for matrix in matrices])
         except RuntimeError:  # some sizes of blocks and some results are beyond it
             return None
-
-
-def _graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of a call, all of them in one graph, whose memory PyTorch keeps."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        return statistics.median(_replays(graph, stream)) / len(calls)
-
-
-def _replays(graph: Any, stream: Any) -> Iterator[float]:
-    """Microseconds of each."""
-    for _ in range(_ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
-        graph.replay()
-        end.record(stream)
-        end.synchronize()
-        yield 1e3 * begin.elapsed_time(end)

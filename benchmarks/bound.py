@@ -34,7 +34,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a record stands to a bound. All is None where the record has no such cell."""
+    """The comparison of a record with a bound. Every field is None if the record has no such cell."""
 
     bound: Bound
     mean: float | None = None
@@ -82,7 +82,7 @@ def cell_of(row: Row) -> str:
 
 
 def chosen(rows: Iterable[Row], span: tuple[int, int] = ALL, /, **fields: Any) -> Iterator[Row]:
-    """The rows with these fields, or one of them where a tuple is given, and n in the span."""
+    """The rows with these fields (a tuple gives alternatives) and n in the span."""
     for row in rows:
         given = ((row.get(name), wanted) for name, wanted in fields.items())
         has_all = all(has in one if isinstance(one, tuple) else has == one for has, one in given)

@@ -15,7 +15,6 @@ from sparse24_plans.bench.record import Record
 
 from .block_bounds import BLOCKSPARSE, RANDOM_BLOCKS
 from .bound import (
-    ALL,
     FEW,
     MANY,
     MIDDLE,
@@ -38,7 +37,7 @@ def _by_problem(record: Record, **fields: Any) -> dict[tuple[Any, ...], Row]:
     return {tuple(row.get(name) for name in names): row for row in chosen(record["gemm"], **fields)}
 
 
-def beside_auto(element: str, backend: str, span: tuple[int, int] = ALL) -> Callable[[Record], Values]:
+def beside_auto(element: str, backend: str) -> Callable[[Record], Values]:
     """Microseconds of a backend over those of what select chose."""
 
     def values(record: Record) -> Values:
@@ -47,7 +46,7 @@ def beside_auto(element: str, backend: str, span: tuple[int, int] = ALL) -> Call
         return [
             (cell_of(row), row["us"] / auto[problem]["us"])
             for problem, row in rows.items()
-            if problem in auto and span[0] <= row["n"] <= span[1]
+            if problem in auto
         ]
 
     return values
@@ -59,7 +58,7 @@ _BYTES_PER_US = {"H100": 3.0e6, "H200": 4.3e6}
 
 
 def _beta_over_bytes(record: Record) -> Values:
-    """Products with beta * C over the plain product's time and what reading C from memory takes."""
+    """Times of products with beta * C over the plain product's time plus the time to read C from memory."""
     rate = next((rate for name, rate in _BYTES_PER_US.items() if name in record.get("gpu", "")), None)
     if rate is None:
         return []
@@ -131,7 +130,7 @@ def _slower_than_more(element: str, record: Record) -> Values:
 
 
 def _not_ragged(element: str, record: Record) -> Values:
-    """Over dense, where rows of Y are whole 16 bytes, at which dense products are at their best."""
+    """Speed over dense for rows of Y of whole 16 bytes, with which dense products are fastest."""
     rows = chosen(record["gemm"], element=element, backend="auto")
     return [
         (cell_of(row), row["dense_us"] / row["us"]) for row in rows if row["m"] % 8 == 0 and row["dense_us"]
@@ -463,4 +462,4 @@ BOUNDS = {
     "export": _EXPORT,
     "calibration": _CALIBRATION,
 }
-"""Kind of record -> what it is asked for."""
+"""The bounds that records must meet, by the kind of record."""

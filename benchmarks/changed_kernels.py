@@ -30,7 +30,7 @@ Rows = list[dict[str, Any]]
 
 @contextmanager
 def tree_of(commit: str) -> Iterator[Path]:
-    """The files of a commit in a folder of their own, with this tree's script for what is compiled."""
+    """The files of a commit in a folder of their own, with this tree's script that lists compilations."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
@@ -40,7 +40,7 @@ def tree_of(commit: str) -> Iterator[Path]:
 
 
 def compiled(tree: Path, arch: str, *, known: Iterable[str] = (), texts: bool = False) -> Rows:
-    """Machine code of a tree's tested compilations; where the source text is known, the text alone."""
+    """Machine code of a tree's tested compilations, or only the source text if it is known."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(sorted(known), file)
         file.flush()

@@ -173,7 +173,7 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
     },
     "tests": {},
 }
-"""The fields that rows have to have: kind -> list -> field -> what its values are."""
+"""The fields that rows must have: kind -> list -> field -> test of its values."""
 _BACKENDS = {"auto", "invariant", "wgmma_sp_invariant", *backends()}
 _KEYS: dict[str, Lists] = {"grid": GRID}
 _TEST_COUNTS = "passed failed skipped fuzz_cases fuzz_seed fuzz_failures replayed replay_mismatches"
@@ -224,13 +224,13 @@ def _wrong(row: Mapping[str, Any], fields: Mapping[str, _Test], where: str) -> I
 
 
 def verdicts(kind: str, record: Record) -> list[Verdict]:
-    """How a record stands to each bound that it has cells for."""
+    """The comparisons of a record with each bound that it has cells for."""
     found = (judged(bound, record) for bound in BOUNDS.get(kind, ()))
     return [one for one in found if one.worst is not None]
 
 
 def changed_files(record: Record) -> list[str]:
-    """The record's kernel files that the tree lacks. Empty also where only their code differs."""
+    """The record's kernel files that the tree lacks. It is empty if only their code differs."""
     return sorted(set(record.get("kernel_files", ())) - set(kernel_files()))
 
 

@@ -139,7 +139,7 @@ def descent(loss: Callable[[Array], float], fit: Fit, seed: int) -> Array:
 
 
 def best_limit(pairs: Sequence[tuple[float, float]], tried: Iterable[Number]) -> tuple[Number, list[float]]:
-    """The limit that loses least, the greatest of equals, and what each problem loses by it, as a factor.
+    """The limit that loses least (the greatest of equal ones), and each problem's loss by it, as a factor.
 
     ``pairs`` has of each problem what is limited, and the logarithm of what is gained within the limit.
     """

@@ -1,6 +1,6 @@
 """The record of whole layers of experts: ``python -m benchmarks.measure experts``.
 
-A layer has what a model has behind its router: the choices sorted, both products, the gate, and each token's
+A layer is the part of a model after its router: the choices sorted, both products, the gate, and each token's
 weighted sum. Ours is Sparse24Experts. The dense one has the same pruned weights, two calls of
 ``torch._grouped_mm``, and is eager or compiled, whichever takes less time. Each takes several routings in
 turn, in a CUDA graph, alone in a steady state.

@@ -294,7 +294,7 @@ def entry(model: str, gpu: str) -> Constants:
 
 
 def file_text(gpu: str, only: Sequence[str]) -> str:
-    """The data file of a GPU, with the models of ``only`` fitted anew, or all where it is empty."""
+    """The data file of a GPU, with the models of ``only`` fitted again, or all models if it is empty."""
     path = FOLDER / f"{gpu}.json"
     given = given_models()
     models = {name: {**one, "measured": None} for name, one in given.items()}

@@ -24,7 +24,7 @@ class Kind(NamedTuple):
     is_seeded: bool = False
     """Whether a seed draws the record's problems."""
     compile_all: Callable[[argparse.Namespace], None] | None = None
-    """Compiles what the steps time side by side, if that saves minutes."""
+    """Compiles the timed kernels in parallel, if that saves minutes."""
 
 
 def _lists_of(module: str) -> Callable[[], Lists]:

@@ -1,4 +1,4 @@
-"""Times every schedule that a kernel might take on random problems: what ``benchmarks.fit`` fits models to.
+"""Times every schedule that a kernel might take on random problems, for ``benchmarks.fit`` to fit models to.
 
 ``python -m benchmarks.measure_schedules FAMILY --seconds S --seed R``, on the GPU to be measured; an hour a
 family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and the files of
@@ -181,7 +181,7 @@ def compile_kernel(
 
 
 def compile_all(family: str, matrices: Sequence[Drawn]) -> None:
-    """Compile side by side what will be timed."""
+    """Compile the kernels that will be timed in parallel."""
     kernels = {
         (entry.name, desc.quantization or desc.element, one._replace(k_chunks=min(one.k_chunks, 2))): (
             entry.name,
@@ -345,7 +345,7 @@ def compile_cut(device: DeviceProperties, cell: random_blocks.Cell, name: str) -
 
 
 def compile_cuts(cells: Sequence[random_blocks.Cell]) -> None:
-    """Compile side by side what the cells' cuts launch, each kernel once."""
+    """Compile the kernels that the cells' cuts launch, in parallel and each once."""
     kernels = {
         (cell.op, cell.block, cell.trans_a, cell.trans_b, cell.n % 8 == 0, name): (cell, name)
         for cell in cells

@@ -25,7 +25,7 @@ matplotlib.rcParams["svg.hashsalt"] = "sparse24_plans"  # the same file every ti
 _ELEMENT = "bf16"
 _SELECTED = "auto"
 _CUSPARSELT = "cuSPARSELt, best of its search"
-# In the order of drawing: what select chooses lies on top.
+# The order of drawing: the choice of select comes last, on top.
 _NAMES = {
     "inflate_cublas": "inflate_cublas: expands W, then cuBLAS",
     "mma_sp": "mma_sp: the kernel for older GPUs, by mma.sp",

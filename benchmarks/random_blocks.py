@@ -171,7 +171,7 @@ def steps(seed: int) -> list[Step]:
 
 
 def compile_all(seed: int) -> None:
-    """Compile side by side what the products of a seed run: some 230 kernels."""
+    """Compile the kernels of a seed's products, some 230, in parallel."""
     found = [*drawn(seed), *swept(seed)]
     cells = sorted(found, key=lambda one: (one.block, one.op, one.trans_a, one.trans_b))
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:

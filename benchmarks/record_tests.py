@@ -50,7 +50,7 @@ _FAILED, _AGAIN = "failed_tests", "run_again"
 _SHARES, _SHARE = "shares", "--share="
 """Key of a record that holds the summary of each share of the suite until all have run, and its option."""
 _BOUND = "bound of "
-"""How the properties' names begin that are a row's largest error, as a share of what it allows."""
+"""Prefix of the properties that hold a kernel's largest error, as a share of the allowed error."""
 
 
 def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Element]:
@@ -127,7 +127,7 @@ def _added(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _again(summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary, or a record, after what failed has been run once more."""
+    """A summary, or a record, after failed tests have been run once more."""
     if _SHARES in summary:
         return {**summary, _SHARES: {share: _again(one) for share, one in summary[_SHARES].items()}}
     if _FAILED not in summary:
@@ -157,7 +157,7 @@ def _fuzz() -> dict[str, Any]:
 
 
 def _kept(out: str, kernels: str) -> dict[str, Any]:
-    """The record that is there, of which a part stays."""
+    """The existing record, of which a part is kept."""
     if not Path(out).exists():
         return {}
     found: dict[str, Any] = json.loads(Path(out).read_text())

@@ -258,7 +258,7 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def _compiled(model: Decoder, mode: str, x: Tensor, cache: Cache) -> Callable[[], Tensor]:
-    """The decoder with each layer compiled. The layers share what is compiled."""
+    """The decoder with each layer compiled. The layers share the compiled code."""
     layers = [torch.compile(layer, mode=mode, dynamic=False) for layer in model.layers]
     return lambda: through(layers, x, cache)
 

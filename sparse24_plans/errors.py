@@ -14,7 +14,7 @@ _MESSAGE_CHARACTERS = 4000
 
 
 def shown(value: object) -> str:
-    """``repr`` of what a caller passed, for a message: short, and of anything, also what can't be printed."""
+    """A short ``repr`` for a message, of anything that a caller may pass, even if it can't be printed."""
     try:
         text = repr(value)
     except ValueError:  # Python prints no integer of more than 4300 digits

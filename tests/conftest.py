@@ -79,7 +79,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     index, count = map(int, config.getoption("--share").split("/"))
-    # By its name, so that every process of a run keeps the same ones.
+    # The name decides, so that every process of a run keeps the same tests.
     left_out = [item for item in items if crc32(item.nodeid.encode()) % count != index - 1]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

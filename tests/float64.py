@@ -100,10 +100,10 @@ def reference(
 def activated(
     v: np.ndarray, error: np.ndarray, kind: EpilogueKind, bounds: tuple[float, float] = (0.0, math.inf)
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The activation of values that are known but for an error, and what becomes of this.
+    """The activation of values that are known up to an error, and the error of the result.
 
-    Of a gated kind its product with what it lets through; where either may be beyond float32, which is Inf
-    then, any error is allowed.
+    For a gated kind it is multiplied by the other factor. If either factor may overflow float32 to Inf, any
+    error is allowed.
     """
     if kind.is_gated:
         (gate, up), (of_gate, of_up) = (rows_of_gates(each) for each in (v, error))

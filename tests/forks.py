@@ -2,7 +2,7 @@
 
 Starting Python and importing the package takes a second, which is most of what a test of a process costs. A
 fork is a process of its own, with its own streams, folder, environment and signals, and ends as Python ends.
-What Python does as it starts (its options, streams that are closed) needs a new process instead.
+Tests of how Python starts (its options, closed streams) need a new process instead.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def test_no_way_round_the_checks_of_a_model():
     assert problem.copy(update={"k": 16}) == GemmSparse24Descriptor.model_construct(**{**PROBLEM, "k": 16})
 
 
-def test_a_field_that_is_none_is_answered_with_those_that_are():
+def test_unknown_fields_are_answered_with_the_known_ones():
     with pytest.raises(
         InvalidProblemError, match=r"^PlanPreference: expected fields of max_work.*'required'$"
     ):

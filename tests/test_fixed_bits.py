@@ -152,7 +152,7 @@ def test_the_file_names_exactly_these_problems():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_bits_are_those_of_the_file(name):
+def test_bits_equal_the_recorded_ones(name):
     assert bits_of(PROBLEMS[name]) == json.loads(GOLDEN.read_text())[name]
 
 

@@ -50,7 +50,7 @@ class Checked:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> Checked:
-    """What mypy says of all that these tests ask, in one run: it mostly reads the package and NumPy."""
+    """mypy's answers for all of these tests, from one run, which mostly reads the package and NumPy."""
     pytest.importorskip("mypy")
     folder = tmp_path_factory.mktemp("mypy")
     modules = write_modules(folder / "shown")

@@ -13,7 +13,7 @@ _OUT_OF = {
 
 
 def sources_of(element: ElementKind) -> tuple[ElementKind, ...]:
-    """Types of X, the default first: the weight's, or of two fp8 types either."""
+    """Types of X, the default first: the weight's type, or either fp8 type beside an fp8 weight."""
     return (element, *(kind for kind in FP8 if kind is not element)) if element in FP8 else (element,)
 
 

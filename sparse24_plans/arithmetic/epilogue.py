@@ -25,7 +25,7 @@ IN_STEPS = tuple(
 """Epilogues that all kernels round step by step. GELU and SiLU of kernels that aren't strict take the
 hardware's approximate functions."""
 UNGATED = tuple(kind for kind in EpilogueKind if not kind.is_gated)
-"""Epilogues that make one result of each sum."""
+"""Epilogues without a gate: each sum gives one result."""
 NO_BOUNDS = 0.0, float("inf")
 """Threshold and upper bound of the ordinary relu."""
 
@@ -95,7 +95,7 @@ def apply_epilogue(
 ) -> Array:
     """float32 in, float32 out: alpha, the addend, bias and the activation in this order, each rounded.
 
-    An activation without a bias is that of v + 0, so that of +0 where v is -0. For a gated kind the last
+    Without a bias, the activation is applied to v + 0, which turns -0 into +0. For a gated kind the last
     axis, which is in the order of W's rows, becomes half as long.
     """
     v = acc if alpha == 1 else acc * np.float32(alpha)
@@ -112,7 +112,7 @@ def apply_epilogue(
 
 
 def _activated(v: Array, activation: EpilogueKind, relu_bounds: tuple[float, float] = NO_BOUNDS) -> Array:
-    """The activation, or a gated one's of the gate."""
+    """The activation; for a gated kind, the activation of its gate."""
     if activation is EpilogueKind.RELU and relu_bounds != NO_BOUNDS:
         threshold, most = map(np.float32, relu_bounds)
         return np.where(v <= threshold, np.float32(0.0), np.where(v > most, most, v))
@@ -159,7 +159,7 @@ def encoded(value: Array, element: ElementKind) -> Array:
 
 
 def addend_of(c: Array, beta: float) -> Array:
-    """beta * C, rounded to float32; first C itself is, if its integers are larger."""
+    """beta * C, rounded to float32. Integers of C that float32 can't hold are rounded first."""
     return c.astype(np.float32) * np.float32(beta)
 
 
@@ -178,7 +178,7 @@ class Fp8Scale:
     def scaled(self, values: Array) -> Array:
         """Results times scale_y, rounded. amax becomes the largest of itself and their magnitudes.
 
-        That is the largest of bits as signed integers, as kernels compute it, in which NaN exceeds all.
+        Like the kernels, it compares bits as signed integers, in which NaN exceeds every number.
         """
         if self._amax is not None and values.size:
             sizes = np.where(np.isnan(values), _NAN_BITS[ElementKind.F32], np.abs(values).view(np.int32))

@@ -42,9 +42,9 @@ def fma_chain(steps: int, factors: Callable[[slice], tuple[Array, Array]], acc: 
     """``acc`` after ``acc = fma_f32(a, b, acc)`` for the factors of each step in order.
 
     ``factors`` gives those of some steps: the first axis of both arrays counts steps, and the others
-    broadcast to the shape of ``acc``. Few results are added for some steps at once, which are checked
-    together. Where one of their sums lies halfway between two float32, others soon do, too: the next steps
-    are then checked one by one, for the longer the more often that happens.
+    broadcast to the shape of ``acc``. If there are few results, several steps are added at once and checked
+    together. A sum halfway between two float32 is soon followed by others: the next steps are then checked
+    one by one, for longer each time that happens.
     """
     width = min(_CELLS_AHEAD // max(acc.size, 1), _MOST_AHEAD)
     width = width if width >= _LEAST_AHEAD else 1
@@ -78,7 +78,7 @@ def _fma_ahead(a: Array, b: Array, acc: Array) -> tuple[Array, int]:
 
 
 def _halfway(total: Array) -> Array:
-    """Where float64 sums lie halfway between two float32, and where they are subnormal as float32."""
+    """Masks of float64 sums: those halfway between two float32, and those subnormal as float32."""
     bits = total.view(np.int64)
     # Subnormal results lack more bits. Less 1, zero is the largest of the magnitudes.
     halfway: Array = (bits & _BELOW_F32) == _TIE

@@ -9,7 +9,7 @@ _SUBNORMAL, _ONE = 2.0**-1074, 1.0
 
 
 def check_subnormals() -> None:
-    """Raise UnsupportedError where this thread takes or gives zeros for subnormal numbers.
+    """Raise UnsupportedError if this thread flushes subnormal inputs or results to zero.
 
     On x86 these are the bits FTZ and DAZ of the register MXCSR. A library that was linked with
     ``-ffast-math`` sets them for the thread that loads it, and threads begin with what their parent has.

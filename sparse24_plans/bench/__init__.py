@@ -1,1 +1,1 @@
-"""Measures what users compare: ``sparse24 bench``. What only maintainers run lies in benchmarks/."""
+"""The measurements of ``sparse24 bench``, which users run. Maintainers' own are in benchmarks/."""

@@ -36,15 +36,15 @@ ADDITIONS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
     "epilogues": ("epilogue", "identity_us", {kind.value: {"epilogue": kind} for kind in EPILOGUES}),
     "variants": ("variant", "plain_us", {"beta": {"beta": 1.0}, "batch": {"batches": 1}}),
 }
-"""By the list of a record: the field of an addition's name, the field of the plain product's time, and by an
-addition's name its fields of the descriptor."""
+"""For each list of a record: the field with an addition's name, the field with the plain product's time, and
+the descriptor's fields of each addition by its name."""
 _WORST_ERROR = 0.02
 _CHECKED = 4
 """Rows of a result that are compared with float64."""
 
 
 def measured(part: str, matrix: Matrix, n: int, sources: set[str]) -> list[Row]:
-    """A row of each addition of that list, for one shape and n. Adds to ``sources`` what was timed."""
+    """Return a row for each addition of a list, for one shape and n. Adds to ``sources`` what was timed."""
     field, plain_us, additions = ADDITIONS[part]
     plain = _contender(matrix, n, "plain", sources)
     others = [_contender(matrix, n, name, sources, **fields) for name, fields in additions.items()]

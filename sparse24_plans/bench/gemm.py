@@ -132,7 +132,7 @@ class Cell(Problem):
         return {one.name: auto.us * found[one.name] / found[beside.name] for one in others}
 
     def row(self, name: str, time: Steady) -> Row:
-        """The record's row of a name, without its peers."""
+        """A contender's row of the record, without the fields of its peers."""
         about = {
             "m": self.desc.m,
             "k": self.desc.k,
@@ -147,7 +147,7 @@ class Cell(Problem):
 
     @property
     def _stored(self) -> Row:
-        """How the row of a quantized weight says what it stores."""
+        """The fields that say what a quantized weight stores."""
         by = self.desc.quantization
         return {} if by is None else {"weight_element": by.element.value, "group": by.group}
 
@@ -170,7 +170,7 @@ class Cell(Problem):
 
 
 def rounded(us: float | None) -> float | None:
-    """A time as records have it."""
+    """A time, rounded as it is in records."""
     return None if us is None else round(us, 2)
 
 

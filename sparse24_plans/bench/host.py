@@ -75,8 +75,8 @@ def _of_plan(plan: GemmSparse24Plan, matrix: Matrix, prefix: str) -> dict[str, f
 def _host_us(call: Callable[[], object], *, calls: int = 200) -> float:
     """Microseconds of a call: the least of the medians of several blocks.
 
-    Only the second half of a block counts, by when the core's clock is up. Another process may have disturbed
-    a block, but hardly all of them.
+    Only the second half of a block counts, because the core's clock has risen by then. Another process may
+    disturb some blocks, but hardly all of them.
     """
     return round(min(_block_us(call, calls) for _ in range(_BLOCKS)), 2)
 

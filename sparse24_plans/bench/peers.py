@@ -38,7 +38,7 @@ def torch_tensor(bits: Array, element: ElementKind) -> Any:
 
 
 def on_torch_stream(call: Callable[[], object]) -> Launch:
-    """``call`` as a launch: on PyTorch's stream of that handle."""
+    """Wrap ``call`` as a launch, which runs it on PyTorch's stream with the given handle."""
 
     def launch(stream: int) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
@@ -55,9 +55,9 @@ def _stream() -> Any:
 
 @contextmanager
 def torch_ruler() -> Iterator[StreamRuler]:
-    """A stream that PyTorch's calls in the block run on, and what marks its moments.
+    """A stream that PyTorch's calls in the block run on, with the ruler that marks its moments.
 
-    A backward pass runs on the stream of its forward pass, so both belong into the block.
+    A backward pass runs on the stream of its forward pass, so both belong in the block.
     """
     stream = _stream()
     torch.cuda.synchronize()
@@ -67,7 +67,7 @@ def torch_ruler() -> Iterator[StreamRuler]:
 
 
 def dense(x_bits: Array, y_bits: Array, weights: Sequence[Array], element: ElementKind) -> Contender | None:
-    """cuBLAS; also None where PyTorch refuses: fp8_e5m2; products of 8 bits of few tokens or ragged sizes.
+    """cuBLAS; also None for what PyTorch refuses: fp8_e5m2, and 8-bit products of few tokens or ragged sizes.
 
     f32 is true float32: PyTorch takes TF32 only where it is told to.
     """

@@ -202,7 +202,7 @@ def measured(shape: tuple[int, int], element: ElementKind, sources: set[str]) ->
 
 
 def peer_rows(shape: tuple[int, int], element: ElementKind) -> list[Row]:
-    """PyTorch's tile packer with the rule of our own row, where there is one."""
+    """PyTorch's tile packer with the rule of our own row, if PyTorch has one."""
     found = peers.tile_pruning(shape, element, TilePruneSparse24Descriptor.model_fields["rule"].default)
     if found is None:
         return []

@@ -171,9 +171,9 @@ def is_current(record: Record) -> bool:
 
 
 def to_extend(path: Path, lists: Lists = GRID) -> Record | None:
-    """The record that a run adds to; None where there is no file yet.
+    """The record that a run adds to; None if there is no file yet.
 
-    Raises StorageError or FormatError for what is no record, InvalidProblemError for one of other kernels.
+    Raises StorageError, FormatError for anything but a record, InvalidProblemError for one of other kernels.
     """
     if not path.exists():
         return None

@@ -25,7 +25,7 @@ products, not power. ``python -m benchmarks.short_blocks`` compares the two on a
 SHORT_US = 50.0
 BLOCKS = 2
 MANY_TOKENS = 1024
-"""Fewest tokens for which a record says the clock and the power of each contender."""
+"""Fewest tokens for which a record has the clock and the power of each contender."""
 _GRAPH_US = 3_000.0
 _WARM_UP_US = 20_000.0
 _MARGIN = 1.15

@@ -16,9 +16,9 @@ class BlockSparseMatmulArgs(Args):
     Tensors of any framework, contiguous, on the plan's device. A sparse matrix is its values [Z, blocks,
     block, block], a dense one [Z, H, rows, columns]. ``a`` and ``b`` are of the element and are read, ``c``
     of ``out_element`` is written. ``bias`` [H, rows of C], for ``dds`` [H, columns of C], of
-    ``bias_element``, exactly when the epilogue has one. Of a descriptor with inner ``sparse24`` the sparse
+    ``bias_element``, exactly when the epilogue has one. For a descriptor with inner ``sparse24``, the sparse
     matrix is values [Z, blocks, block, block/2] and ``metadata`` in uint8 [Z, blocks, block, block/8]: what
-    ``compress_blocks`` gives. Of a descriptor with ``packed`` the sparse matrix is PackedBlocks, and
+    ``compress_blocks`` gives. For a descriptor with ``packed``, the sparse matrix is a PackedBlocks, and
     ``layout`` is None.
     """
 

@@ -135,7 +135,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
         ``forward`` (default): Y = epilogue(alpha * conv(X, W)). ``dgrad``: dX = alpha * the gradient of X.
         ``wgrad``: dW = alpha * the gradient of the kept blocks.
     epilogue, alpha, out_element, bias_element : optional
-        As of GemmSparse24Descriptor. A bias is one number for each out channel. Gradients take only
+        These are as in GemmSparse24Descriptor. A bias is one number for each out channel. Gradients take only
         ``identity``.
 
     Raises

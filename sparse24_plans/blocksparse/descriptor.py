@@ -95,9 +95,9 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     Parameters
     ----------
     op : BlockSparseOp
-        ``sdd``: C is sparse, only its kept blocks are computed. ``dsd``: A is. ``dds``: B is.
+        ``sdd``: C is sparse, only its kept blocks are computed. ``dsd``: A is sparse. ``dds``: B is sparse.
     layout : BlockSparseShape or BlockSparseLayout
-        Of the sparse matrix as it is stored. Its heads are H; of a layout its shape is taken.
+        Layout of the sparse matrix as it is stored; the descriptor keeps its shape. Its heads are H.
     n : int
         The size that the layout doesn't give. ``sdd``: the length of the sums, A's columns. ``dsd``: B's and
         C's columns. ``dds``: A's and C's rows. May be 0.
@@ -106,11 +106,11 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     element : ElementKind
         Type of A and B: ``f32``, ``f16``, ``bf16``, ``s8`` or ``fp8_e4m3``.
     trans_a, trans_b : bool
-        op(A) is A transposed: A is stored as [Z, H, columns, rows]; of a sparse one the layout is that of
-        what is stored. So with B.
+        Whether op(A) is A transposed: A is stored as [Z, H, columns, rows]. The layout of a sparse matrix is
+        that of what is stored. ``trans_b`` says the same of B.
     epilogue, alpha, out_element, bias_element : optional
-        As of GemmSparse24Descriptor, for the same elements. A bias is one number for each row of C (``dsd``)
-        or column (``dds``) of each head. ``sdd`` takes only ``identity``.
+        These are as in GemmSparse24Descriptor, for the same elements. A bias is one number for each row of C
+        (``dsd``) or column (``dds``) of each head. ``sdd`` takes only ``identity``.
     inner : InnerPattern
         ``dense`` (default), or ``sparse24``: the kept blocks of A (``dsd``) or B (``dds``) are 2:4 along the
         sums, and stored as values [Z, blocks, block, block/2] and metadata [Z, blocks, block, block/8], as
@@ -120,10 +120,10 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         Whether the sparse operand of ``dsd`` or ``dds`` is what ``plan.pack(layout, values)`` returned: for
         an operand that stays, such as a layer's weight. ``select`` may then choose a dense copy of it.
     longest_panel : int
-        Of ``dsd`` and ``dds``: the most block columns in which 128 neighbouring rows of op(A) (``dds``:
-        columns of op(B)) keep a block. A BlockSparseLayout's is taken; 0 stands for an unknown one, as where
-        layouts change. It decides speed, and whether sums of long rows are cut where that is faster: a plan
-        serves layouts with longer rows too, and takes longer.
+        For ``dsd`` and ``dds``: the largest number of block columns in which 128 neighbouring rows of op(A)
+        (``dds``: columns of op(B)) keep a block. It is computed from a BlockSparseLayout. 0 means that it
+        isn't known, for instance because layouts change. It affects the speed, and whether sums of long rows
+        are cut: a plan serves layouts with longer rows too, but more slowly.
 
     Raises
     ------
@@ -167,7 +167,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     @model_validator(mode="before")
     @classmethod
     def _of_layout(cls, data: Any) -> Any:
-        """Take the longest panel of the layout, of which the field keeps the shape alone."""
+        """Compute ``longest_panel`` from the layout, of which the descriptor keeps only the shape."""
         layout = data.get("layout") if isinstance(data, dict) else None
         if (
             type(layout) is not BlockSparseLayout
@@ -293,8 +293,8 @@ class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
     element : ElementKind
         Type of every tensor: ``f32``, ``f16`` or ``bf16``. All is computed in float32.
     op : BlockSparsePass
-        ``forward`` (default) or ``backward``, which takes nothing but ``scale`` of what follows: where masks
-        have dropped a cell, y is 0.
+        ``forward`` (default) or ``backward``. Of the parameters below, ``backward`` takes only ``scale``: y
+        is already 0 where masks have dropped a cell.
     scale : float
         Finite in float32; 1 by default.
     rpe : bool

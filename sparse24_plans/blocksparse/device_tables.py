@@ -120,10 +120,8 @@ class TableKernel:
         """A launch that reads the bitmap at one address and writes the tables at another."""
         if self._heads == 0:
             return nothing
-        parameters = BlockTablesParams.from_buffer_copy(self._parameters)
-        parameters.bitmap = bitmap
-        for name, at in self._offsets.items():
-            setattr(parameters, name, tables + at)
+        found = {name: tables + at for name, at in self._offsets.items()}
+        parameters = self._parameters.with_values(bitmap=bitmap, **found)
         return self._function.bind(self._heads, parameters)
 
 

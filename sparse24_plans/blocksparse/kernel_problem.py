@@ -170,7 +170,7 @@ class KernelProblem:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of a dense product of ``dsd`` or ``dds`` if it is no C yet: padded, or before an epilogue."""
+        """Bytes of a dense product of ``dsd`` or ``dds`` that is padded, or that an epilogue turns into C."""
         desc, tokens = self.desc, self.product_tokens
         if desc.epilogue is EpilogueKind.IDENTITY and tokens == desc.n:
             return 0
@@ -193,7 +193,7 @@ class KernelProblem:
 
     @property
     def slicing(self) -> Slicing | None:
-        """How long row panels are cut; None for ``sdd``, and if none can be long."""
+        """How long row panels are cut into slices; None for ``sdd``, and if no panel can be long."""
         found = Slicing.of(self.desc.layout, by_columns=self.by_columns)
         none_is_long = 0 < self.desc.longest_panel <= found.uncut_narrow
         return found if found.more and not (self.sampled or none_is_long) else None
@@ -270,8 +270,8 @@ def _other(major: int) -> int:
 def slice_bytes(problem: KernelProblem) -> tuple[int, int]:
     """Workspace bytes of the counters and of the sums of slices that are summed apart.
 
-    Of each slice of a panel with several the kernel stores all sums, four bytes each, and for each tile of 64
-    rows and 64 tokens of such a panel it counts arrivals. It also counts claimed work tiles.
+    If a panel has several slices, the kernel stores the sums of each slice, four bytes each, and counts
+    arrivals for each of the panel's tiles of 64 rows and 64 tokens. It also counts claimed work tiles.
     """
     if problem.slicing is None:
         return 0, 0

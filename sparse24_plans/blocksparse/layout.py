@@ -143,7 +143,7 @@ class BlockSparseLayout:
     def to_bsr(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """``crow_indices`` int64 [heads, R + 1], and ``col_indices`` int64 [blocks] of all heads.
 
-        Of one head, ``torch.sparse_bsr_tensor(crow[0], col, values[0], (rows, cols))`` is the matrix.
+        For one head, ``torch.sparse_bsr_tensor(crow[0], col, values[0], (rows, cols))`` is the matrix.
         """
         counts = np.count_nonzero(self.bitmap, axis=2)
         pointers = np.zeros((counts.shape[0], counts.shape[1] + 1), np.int64)
@@ -214,7 +214,7 @@ class BlockSparseLayout:
         return cls((cells != 0).any(axis=(2, 4)), block)
 
     def values_of(self, dense: Any) -> np.ndarray[Any, Any]:
-        """The values [Z, blocks, block, block] of ``dense`` [Z, heads, rows, cols]; leading ones may lack.
+        """The values [Z, blocks, block, block] of ``dense`` [Z, heads, rows, cols], or fewer dimensions.
 
         Host memory in, a new array out. Raises InvalidProblemError for other sizes, and FormatError for a
         non-zero outside of the kept blocks: it names the first such block.

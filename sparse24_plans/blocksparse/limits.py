@@ -24,7 +24,7 @@ from .schedules.sdd_mma import MOST_TERMS, SddMmaSchedule
 from .schedules.softmax import softmax_teams
 
 _MOST = 2**31
-"""Bound of a tensor map's coordinates and of the kernels' counts."""
+"""Bound of a tensor map's coordinates and of the kernels' counters."""
 _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
 """Range of scales that remain normal numbers when multiplied by log2(e)."""
 COUNTER_BYTES = 4

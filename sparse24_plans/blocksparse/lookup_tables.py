@@ -294,7 +294,7 @@ def note_update(tables: BlockSparseTables, stream: int) -> None:
 def _restored(shape: BlockSparseShape, memory: Array, device: Device) -> BlockSparseTables:
     if memory.size != length(shape):  # written by another version
         raise InvalidProblemError(
-            f"tables: expected {length(shape)} integers for {shape}, got {memory.size}; make them anew"
+            f"tables: expected {length(shape)} integers for {shape}, got {memory.size}; make them again"
         )
     tables = BlockSparseTables.__new__(BlockSparseTables)
     tables._set(shape, memory, device)

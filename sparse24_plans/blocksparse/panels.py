@@ -87,17 +87,17 @@ class Slicing(NamedTuple):
     """
 
     longest: int
-    """The most columns of a slice of a panel. Those of one panel have nearly equal lengths."""
+    """Maximum columns of a slice. The slices of one panel have nearly equal lengths."""
     longest_narrow: int
-    """The same of narrow panels."""
+    """Maximum columns of a slice of a narrow panel."""
     uncut: int
-    """The most columns of a panel that is not cut."""
+    """Maximum columns of a panel that is not cut."""
     uncut_narrow: int
-    """The most columns of a narrow panel whose panel need not be cut for it."""
+    """Maximum columns of a narrow panel on whose account its panel is not cut."""
     panels: int
     """Row panels of all heads."""
     more: int
-    """The most slices that there can be beyond one a panel."""
+    """Maximum number of slices beyond the first of each panel."""
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -174,14 +174,14 @@ def _start(lengths: Array, slices: Array, at: Array) -> Array:
 
 
 def _walk(slices: Array) -> tuple[Array, Array, Array]:
-    """Panel, index in it and number of slices for each slice of panels with so many."""
+    """For each slice: its panel, its index in the panel, and the panel's number of slices."""
     ends = np.cumsum(slices)
     at = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - slices, slices)
     return np.repeat(np.arange(len(slices)), slices), at, np.repeat(slices, slices)
 
 
 def _put(table: Array, slices: Array, first: Array, count: Array) -> int:
-    """Write slices that are given panel by panel. Those of the panels with the longest come first."""
+    """Write slices, given panel by panel. Panels with the longest slices come first."""
     panel, at, of = _walk(slices)
     longest = np.maximum.reduceat(count, np.cumsum(slices) - slices) if len(slices) else slices
     order = np.argsort(-longest[panel], kind="stable")

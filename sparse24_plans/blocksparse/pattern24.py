@@ -1,6 +1,6 @@
-"""Kept blocks that are 2:4 inside: what products with inner ``sparse24`` take, from and to whole blocks.
+"""Kept blocks that are 2:4 inside, for products with inner ``sparse24``: made from whole blocks, and back.
 
-Of a block of side b every line, of the b cells that the product sums over, keeps two of four: b/2 values, in
+In a block of side b, each line of b cells that the product sums over keeps two of every four: b/2 values, in
 increasing columns. A code says which two of a group of four: ``first | second << 2``, as in metadata of 2:4
 weights (docs/formats.md). Metadata have four bits a group, in the order in which mma.sp and wgmma.sp take
 them. The 16 groups of 64 cells of a line are four times 16 bits, ``half[line, t]`` of the four groups from

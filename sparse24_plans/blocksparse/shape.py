@@ -10,7 +10,7 @@ from ..vocab import Integer, Model
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MOST = 2**31 - 1
-"""Most of anything that look-up tables count, since they are int32."""
+"""Largest number that look-up tables can hold, since they are int32."""
 
 _Counted = Annotated[int, Integer(most=MOST)]
 

@@ -220,8 +220,8 @@ class ForeignCheckpoint(CheckpointFormat):
             if layer.padding:
                 got = f"one of K={layer.columns}, which is padded to {layer.k}"
             raise UnsupportedError(
-                f"{shown(layer.name)}: expected a matrix that the model holds as [out, in], got {got}, for "
-                f"which {self.name} has no word"
+                f"{shown(layer.name)}: expected a matrix that the model holds as [out, in], got {got}, "
+                f"which {self.name} can't express"
             )
         try:
             self._known.check(self._shape(layer))

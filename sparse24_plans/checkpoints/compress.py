@@ -57,7 +57,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CalibratedWeights:
-    """Weights [M, K] that a ``method`` has pruned to 2:4, each read by a call, by names of tensors.
+    """Weights [M, K] that a ``method`` has pruned to 2:4: for each tensor's name, a function that reads it.
 
     They are dense arrays, or quantized weights, whose values and scales are written as they are.
     """
@@ -253,7 +253,7 @@ def _prune_compress(dense: np.ndarray[Any, Any], place: Device) -> Sparse24Weigh
 
 
 def _energy(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any] | None = None) -> float:
-    """The sum of squares, or that of the differences to another array."""
+    """The sum of squares of an array, or of its differences from another one."""
     with np.errstate(all="ignore"):  # NaN and Inf give NaN, which is reported
         wide = array.astype(np.float64).reshape(-1)
         if other is not None:

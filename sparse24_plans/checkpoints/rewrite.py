@@ -1,4 +1,4 @@
-"""Writes a model anew, with its weights in another form and everything else copied unchanged."""
+"""Rewrites a model with its weights in another form, and copies everything else unchanged."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def _encode_header(infos: list[TensorInfo], metadata: Mapping[str, str]) -> byte
 
 
 def _size_complaint(info: TensorInfo) -> str | None:
-    """Why ``nbytes`` can't hold the shape, or None. Any size of an unknown type is taken."""
+    """Why ``nbytes`` can't hold the shape, or None. For an unknown type any size is accepted."""
     bits = ELEMENT_BITS.get(info.dtype)
     if bits is None:
         return None

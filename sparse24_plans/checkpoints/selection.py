@@ -31,10 +31,10 @@ _KINDS = {
     "adapter": ("*lora_*",),
 }
 DEFAULT_EXCLUDE = {pattern: kind for kind, patterns in _KINDS.items() for pattern in patterns}
-"""Tensors that stay dense unless included: they aren't multiplied, are small, or cost much accuracy for few
-bytes.
+"""Patterns of names of tensors that stay dense unless included, because they aren't multiplied, are small, or
+cost much accuracy for few bytes.
 
-By patterns of tensors' names, for checkpoints and for models in memory. The values say what it is.
+The patterns serve checkpoints and models in memory. The values say what the tensors are.
 """
 
 

@@ -159,7 +159,7 @@ def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, laye
     if info is None:
         return "the dense checkpoint lacks it"
     element = ELEMENTS.get(info.dtype)
-    if element is None or info.shape != layer.dense_shape or not _is_of(weight, info.dtype, element):
+    if element is None or info.shape != layer.dense_shape or not _may_come_from(weight, info.dtype, element):
         return f"the dense tensor is {shown(info.dtype).lower()}{list(info.shape)}"
     dense_layer = replace(layer, element=element)
     if isinstance(weight, Sparse24QuantizedWeight):
@@ -188,7 +188,7 @@ def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, laye
     return None
 
 
-def _is_of(weight: Weight, dtype: str, element: ElementKind) -> bool:
+def _may_come_from(weight: Weight, dtype: str, element: ElementKind) -> bool:
     """Whether a weight of this element may come from a dense tensor of this type."""
     own = element if weight.quantization is None else multiplied_as(element)
     return dtype in COMPRESSED_DTYPES and weight.element in (own, *LARGEST)
@@ -216,7 +216,7 @@ def _compare_quantized(weight: Sparse24QuantizedWeight, theirs: ModelReader, lay
 def _difference(
     weight: Sparse24QuantizedWeight, theirs: ModelReader, layer: Layer, rule: ScaleRule
 ) -> str | None:
-    """Where the layer differs from what this rule makes of the pruned dense one, or None."""
+    """Describe how the layer differs from the pruned dense one quantized by this rule; None if it doesn't."""
     for rows, dense in dense_blocks(theirs, layer):
         again = quantized_weight(Sparse24Weight.prune_compress(dense), weight.quantization, rule)
         for what, view, own in zip(("value", "position", "scale"), again.views, weight.views, strict=True):

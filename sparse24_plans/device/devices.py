@@ -176,7 +176,7 @@ def absent_gpu(name: str) -> DeviceProperties:
 
 
 def described(device: PlaceLike) -> tuple[DeviceProperties, bool]:
-    """Properties of a device, and whether they describe a GPU that nobody looked for.
+    """Properties of a device, and whether they describe a GPU that needn't be present.
 
     Such a GPU is given as DeviceProperties or by a name in GPUS. Raises what :func:`resolve` raises.
     """

@@ -126,7 +126,7 @@ class _NewFile(io.FileIO):
 
 
 def path_of(argument: str, path: Any) -> str:
-    """``path`` as a string. Raises InvalidProblemError, naming ``argument``, for what is none."""
+    """``path`` as a string. Raises InvalidProblemError, naming ``argument``, for anything but a path."""
     try:
         found: Any = os.fspath(path)
     except Exception:  # noqa: BLE001 - whatever a broken object raises
@@ -137,7 +137,7 @@ def path_of(argument: str, path: Any) -> str:
 
 
 def _check_name(path: StrPath) -> None:
-    """Raise InvalidProblemError for what is no path.
+    """Raise InvalidProblemError for anything but a path.
 
     Raises StorageError for a NUL, or a character that no name of the file system has.
     """

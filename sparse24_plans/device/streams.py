@@ -98,8 +98,9 @@ def current_stream_of(operands: Iterable[Any]) -> CurrentStream:
     """The stream that None stands for beside these operands: the current one of their own framework.
 
     That is PyTorch's for its tensors and CuPy's for its arrays. Operands of other types follow those; if
-    there are none, it is CuPy's. Operands of both frameworks are taken where both streams are one. Else the
-    function raises InvalidProblemError, because work before and after it would be ordered by neither.
+    there are none, it is CuPy's. Operands of both frameworks are accepted if both have the same current
+    stream. Otherwise the function raises InvalidProblemError, because neither stream would order the work
+    before and after it.
     """
     of_type: Any = _stream_of_type  # mypy takes no class for hashable
     named = (of_type(type(one)) for one in operands)

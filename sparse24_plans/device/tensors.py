@@ -75,7 +75,7 @@ def _check_memory(argument: str, address: Any, used: bool) -> int:
 
 
 def check_device(argument: str, device: Any) -> Device:
-    """``device``. Raises InvalidProblemError for anything but a Device that there can be."""
+    """``device``. Raises InvalidProblemError for anything but a valid Device."""
     if type(device) is not Device or device[0] not in ("host", "cuda"):
         raise wrong(argument, "a Device of kind host or cuda", device)
     if type(device[1]) is not int or not 0 <= device[1] < _MOST_DEVICES:
@@ -415,7 +415,7 @@ def element_of(dtype: np.dtype[Any], wanted: ElementKind | None, argument: str) 
 
 
 def _is_raw(dtype: np.dtype[Any]) -> bool:
-    """Whether it is of integers or opaque bytes. NumPy gives the kind V to other float types, too."""
+    """Whether the type holds integers or opaque bytes. Other float types have NumPy's kind V, too."""
     is_opaque = dtype.type is np.void and dtype.names is None
     return dtype.isnative and (dtype.kind in "iu" or is_opaque)
 

@@ -30,7 +30,7 @@ from .tables import NO_PLAN, WALK, Number, Record, Tables, no_place
 PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
 """Flags of the guarantee, from bit 0 of a plan's ``promises``."""
 CODE = "sparse24_export.h", "sparse24_export.c"
-"""The C code that runs plans, which stands in every exported folder."""
+"""The C code that runs plans. Every exported folder contains it."""
 Row = tuple[int, ...]
 Problem: TypeAlias = "GemmSparse24Descriptor | PrepareDescriptor | BlockSparseDescriptor"
 
@@ -63,9 +63,9 @@ def export_plans(
     Parameters
     ----------
     descriptors
-        Problems by their names, or named by :func:`name_of`. A product is exported for 1 to as many tokens
-        as its descriptor has as n, with the kernels that ``select`` chooses under the same preference. Of a
-        block-sparse one no kernel may serve some n, which programs then can't find. For ``sdd`` n is fixed;
+        Problems by their names, or named by :func:`name_of`. A product is exported for 1 to as many tokens as
+        its descriptor has as n, with the kernels that ``select`` chooses under the same preference. Some n of
+        a block-sparse product may have no kernel; programs then can't find these n. For ``sdd`` n is fixed;
         with counts of groups it is a multiple of the groups. ``x_rows`` and ``y_rows`` are those of the
         descriptor for every n.
     folder

@@ -2,7 +2,8 @@
 
 A kernel's own code makes the launches, for several sets of addresses and strides. A number that follows the
 address of an operand, its stride or its alignment is told by how it differs between them; all others are the
-problem's. So no fact of a kernel is written a second time, and a launch that can't be told so is refused.
+problem's. No fact about a kernel is therefore written a second time. A launch that can't be described in this
+way is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _VECTOR = 16
 """Bytes that an alignment flag of a kernel is about."""
 _FIRST, _APART, _STEP = 1 << 60, 1 << 50, 1 << 45
 _NUMBERS = {4: "I", 8: "Q"}
-"""Struct formats of the numbers that a recipe can say, by their bytes."""
+"""Struct formats of the numbers that a recipe can describe, by their bytes."""
 
 
 class Kind(IntEnum):
@@ -144,7 +145,7 @@ def record(plan: Plan) -> tuple[Recipe, tuple[int, ...]]:
     """The recipe of a plan, and the numbers that its slots index. Needs neither NVRTC nor a GPU.
 
     Raises UnsupportedError for a library's or the host's kernel, and where a launch follows from its operands
-    in a way that a recipe can't say.
+    in a way that a recipe can't describe.
     """
     entry = plan.parts.choice.entry
     if entry.on_host or not entry.exportable:
@@ -382,8 +383,8 @@ class _Recorder:
 
     def _refused(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"plan: expected launches that a recipe can say, got {what} of {self._plan.kernel} that follows "
-            "from its operands in another way"
+            f"plan: expected launches that a recipe can describe, got {what} of {self._plan.kernel} that "
+            "follows from its operands in another way"
         )
 
 

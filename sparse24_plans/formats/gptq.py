@@ -87,8 +87,8 @@ def _with_one(stored: Array, bits: int) -> Array:
     if (spoilt := stored == (1 << bits) - 1).any():
         row, group = divmod(int(spoilt.argmax()), stored.shape[1])
         raise FormatError(
-            f"qzeros: expected stored zero points below {(1 << bits) - 1}, which one of 0 may have become, "
-            f"got it in row {row}, group {group} of scales; quantize symmetrically"
+            f"qzeros: expected stored zero points below {(1 << bits) - 1}, which may stand for 0, got it in "
+            f"row {row}, group {group} of scales; quantize symmetrically"
         )
     return stored + np.uint8(1)
 

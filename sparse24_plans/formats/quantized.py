@@ -152,7 +152,7 @@ class Scales:
             )
 
     def weight(self, values: Array, metadata: Array, bits: int) -> Sparse24QuantizedWeight:
-        """The weight of kept values int8 [M, K/2], of which ``bits`` are stored, and their metadata."""
+        """The weight of kept values int8 [M, K/2], stored in ``bits`` bits each, and their metadata."""
         stored = ElementKind.S4 if bits == 4 else ElementKind.S8
         return Sparse24QuantizedWeight(
             nibbles_of(values) if bits == 4 else values,

@@ -51,7 +51,7 @@ def register_format(
     origin: str = "registered by the user",
     replace: bool = False,
 ) -> None:
-    """Add a format of one's own under a name.
+    """Register a format of your own under a name.
 
     ``from_foreign``, ``to_foreign`` and ``convert_checkpoint`` then take the name. The command ``sparse24``
     finds formats of installed packages (docs/formats.md). A weight has the parts ``packed`` [M, K/2], the
@@ -289,7 +289,7 @@ def _check_name(name: object, replace: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise wrong("name", "letters, digits, '_', '.' and '-', at most 64, the first no sign", name)
     if name in TAKEN_NAMES:
-        raise InvalidProblemError(f"name: expected one that the package has no format of, got {name!r}")
+        raise InvalidProblemError(f"name: expected a name that no format of the package has, got {name!r}")
     if not checked_flag("replace", replace) and name in FORMATS:
         raise InvalidProblemError(f"name: {name!r} is registered already; pass replace=True")
 
@@ -300,7 +300,7 @@ def _elements(elements: Any) -> tuple[ElementKind, ...]:
     kinds = tuple(dict.fromkeys(element_kind(one, "elements") for one in elements))
     for kind in kinds:
         if kind not in ALL_ELEMENTS:
-            raise InvalidProblemError(f"elements: expected of {', '.join(ALL_ELEMENTS)}, got {kind}")
+            raise InvalidProblemError(f"elements: expected some of {', '.join(ALL_ELEMENTS)}, got {kind}")
     return kinds
 
 

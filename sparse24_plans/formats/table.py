@@ -58,7 +58,7 @@ def find_format(name: str) -> ForeignFormat | None:
                 point.load()()
             except Exception as error:
                 raise InvalidProblemError(
-                    f"name: {name!r} can't be had from {point.value} ({type(error).__name__}: {error})"
+                    f"name: {name!r} can't be loaded from {point.value} ({type(error).__name__}: {error})"
                 ) from error
             if name not in FORMATS:
                 raise InvalidProblemError(f"name: {point.value} registers no format {name!r}")

@@ -321,7 +321,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
     @property
     def indexed(self) -> GemmSparse24Descriptor:
-        """The same product with the offsets and indices that follow from ``experts``."""
+        """The product with explicit offsets and indices in place of ``experts``."""
         if self.group_tokens is not GroupTokens.EXPERTS:
             return self
         kept = 0 if self.y_rows is None else self.top_k
@@ -446,7 +446,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
 
 
 def of_places(descriptor: GemmSparse24Descriptor, n: int) -> GemmSparse24Descriptor:
-    """The same product for other places, or tokens: a multiple of ``step``."""
+    """Return the descriptor for ``n`` tokens, or places of groups; ``n`` is a multiple of ``step``."""
     rows = ("x_rows", "y_rows") if descriptor.group_tokens is GroupTokens.EXPERTS else ()
     follow = {name: n // descriptor.step for name in rows if getattr(descriptor, name) is not None}
     return descriptor.model_copy(update={"n": n, **follow})

@@ -6,7 +6,6 @@ import numpy as np
 
 from ..device.jit.enum_codes import ELEMENT_CODES, type_defines
 from ..device.jit.structs import KernelParams, field, kernel_params
-from ..device.tensors import TensorView
 from ..plan.kernel import Choice, Kernel
 from ..plan.operands import Views, leading_dimension
 from ..vocab import CANONICAL_LAYOUT, GroupTokens, ScaleKind
@@ -116,15 +115,10 @@ def group_parameters(desc: GemmSparse24Descriptor, views: Views) -> dict[str, in
 
 
 def batch_parameters(desc: GemmSparse24Descriptor, views: Views, work_tiles: int) -> BatchParams:
-    """The parameters ``batches`` of a launch with so many work tiles for each batch."""
+    """The parameters ``batches`` of a launch with ``work_tiles`` work tiles for each batch."""
     if not desc.is_batched:
         return BatchParams()
     names = {"source": "x", "result": "y", **{name: name for name in ("c", "bias", "scale_x", "scale_w")}}
     strides = {field: views[name].strides[0] for name, field in names.items() if name in views}
     rows = 0 if desc.shared_weight else desc.m
     return BatchParams(count=desc.batch_count, work_tiles=work_tiles, weight_rows=rows, **strides)
-
-
-def address(view: TensorView | None) -> int:
-    """Return the operand's address, or 0 if the operand is absent."""
-    return 0 if view is None else view.address

@@ -51,7 +51,7 @@ class GemmEntry(KernelEntry):
     adds_c: bool = True
     """The kernel adds beta * C."""
     strict: bool = False
-    """The host kernel sums fma by fma, as inflate_strict does, and not by BLAS."""
+    """The host kernel adds one fma after the other, as inflate_strict does, instead of calling BLAS."""
     promoted: bool = False
     """Sums of fp8 products are promoted: float32 adds them outside of the tensor cores."""
     quantized: bool = False

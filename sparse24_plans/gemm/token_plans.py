@@ -18,7 +18,8 @@ from .tuned import TuningTable, shipped
 
 P = TypeVar("P", bound=Plan)
 _PERIOD = 16
-"""Limits of kernels look at n modulo this number at most. So does a multiple of n."""
+"""Kernels' limits depend on n only by its size and its residue modulo this number, which holds for multiples
+of n too."""
 
 
 class GemmSparse24TokenPlans(Generic[P]):
@@ -50,7 +51,7 @@ class GemmSparse24TokenPlans(Generic[P]):
         self._options: dict[str, Any] = {"preference": preference, "device": place, "tuning": tuning}
         self._plans: dict[int, P] = {}
         self._largest: dict[str, Choice] = {}
-        """By kernels' names, the choice of the largest n that each serves."""
+        """For each kernel's name, the choice for the largest n that it serves."""
         self._find_kernels()
 
     def __getitem__(self, n: int) -> P:
@@ -138,10 +139,10 @@ class GemmSparse24TokenPlans(Generic[P]):
         """Find the kernels without a look at every n.
 
         Among the n of one residue modulo _PERIOD, each kernel serves up to some n and none beyond, because
-        limits only ask whether n is too large. So the chosen kernel only moves down the table as n grows, and
-        two n with the same one have it between them, too. (Promises of single tuned n matter to cuSPARSELt
-        alone, which serves what no other kernel does.) One token has limits of its own. An arithmetic depends
-        on each n's schedule, so if one is required, every n is looked at.
+        limits only ask whether n is too large. As n grows, the chosen kernel therefore only moves down the
+        table, and between two n with the same kernel every n has it. (Promises of single tuned n matter to
+        cuSPARSELt alone, which serves what no other kernel does.) One token has limits of its own. An
+        arithmetic depends on each n's schedule, so if one is required, every n is looked at.
         """
         named, most = self._preference.require.arithmetic is not None, self.most_n // self._step
         for number in range(1, (most if named else 1) + 1):

@@ -14,7 +14,7 @@ from ..device.jit.structs import KernelParams, field, kernel_params
 from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, align_up
-from ..plan.operands import Alignment, Views, leading_dimension
+from ..plan.operands import Alignment, Views, address_of, leading_dimension
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..weights.packed_layouts import TILE_M, TILES_16BIT
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
@@ -24,7 +24,6 @@ from .kernel import (
     SCALES,
     BatchParams,
     GemmKernel,
-    address,
     batch_parameters,
     c_parameters,
     group_parameters,
@@ -300,7 +299,7 @@ def source_boxes(
 
 
 def tail_rows(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> int:
-    """Rows of X that a CTA loads for the last token tile, or of groups for any, as they may end anywhere."""
+    """Rows of X that a CTA loads for the last token tile. With groups, any tile may be a group's last one."""
     return schedule.tail_rows(schedule.tokens if desc.groups else desc.n)
 
 
@@ -345,7 +344,6 @@ def launch_parameters(
     workspace: int,
 ) -> WgmmaSpParams:
     """The parameters of a launch. ``x_maps`` makes X's tensor maps; ``workspace`` is stream-K's."""
-    parameters = WgmmaSpParams.from_buffer_copy(fixed)
     source, result = views["source"], views["result"]
     size, y_stride = result.element.itemsize, leading_dimension(result, desc.y_order)
     # TMA writes whole 16 bytes. If the lines of Y end between multiples of 16 bytes, threads store its
@@ -353,25 +351,27 @@ def launch_parameters(
     by_tma = schedule.split_k == 1
     ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if by_tma else 0
     apart = result.strides[0] * size if desc.is_batched else 0
-    parameters.y_aligned = (result.address | y_stride * size | apart | ends) % 16 == 0
+    parameters = fixed.with_values(
+        packed=views["packed"].address,
+        x=source.address,
+        x_stride=leading_dimension(source, desc.x_order),
+        y=result.address,
+        y_stride=y_stride,
+        y_aligned=(result.address | y_stride * size | apart | ends) % 16 == 0,
+        **{name: address_of(views, name) for name in ("bias", *SCALES)},
+        **c_parameters(desc, views),
+        **group_parameters(desc, views),
+        batches=batch_parameters(desc, views, schedule.work_tiles(desc.n, desc.m)),
+    )
 
     def maps() -> bytes:
         found = b"".join(x_maps())
         return found + view_map(result, desc.y_order, y_box) if parameters.y_aligned and by_tma else found
 
     put_maps(parameters, maps)
-    parameters.x = source.address
-    parameters.x_stride = leading_dimension(source, desc.x_order)
-    parameters.packed = views["packed"].address
-    for name in ("bias", *SCALES):
-        setattr(parameters, name, address(views.get(name)))
-    parameters.y = result.address
-    parameters.y_stride = y_stride
-    for name, value in {**c_parameters(desc, views), **group_parameters(desc, views)}.items():
-        setattr(parameters, name, value)
-    parameters.batches = batches = batch_parameters(desc, views, schedule.work_tiles(desc.n, desc.m))
     if (c := views.get("c")) is not None and by_tma and c.element.itemsize == size:
-        parameters.c_aligned = (c.address | parameters.c_stride * size | batches.c * size) % 16 == 0
+        apart = parameters.c_stride * size | parameters.batches.c * size
+        parameters.c_aligned = (c.address | apart) % 16 == 0
         if parameters.c_aligned:
             put_maps(parameters, view_map, c, desc.y_order, y_box, at=WgmmaSpParams.c_map.offset)
     if schedule.workspace_bytes():

@@ -441,7 +441,7 @@ class Sparse24VllmMethod(LinearMethodBase):  # type: ignore[misc]
         return from_bitmask(values, meta) if self._stored.parts[0] == _BITMASK_VALUES else (values, meta)
 
     def _scale_of_rows(self, layer: Any, parts: dict[str, Tensor]) -> Tensor:
-        """A scale for each row, of which those of a merged matrix may be the same."""
+        """A scale for each row. The rows of one merged matrix may share a scale."""
         scale, widths = parts[WEIGHT_SCALE], layer.sparse24_sizes[2]
         if self._stored.scale_dims is not None:
             return scale

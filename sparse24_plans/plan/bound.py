@@ -34,7 +34,7 @@ def as_graph(launch: Launch) -> Launch:
     cuda = import_cupy().cuda
     runtime = cuda.runtime
     stream = cuda.Stream(non_blocking=True)
-    stream.begin_capture(runtime.streamCaptureModeRelaxed)  # what is freed meanwhile ends no such capture
+    stream.begin_capture(runtime.streamCaptureModeRelaxed)  # memory that is freed meanwhile doesn't end it
     try:
         launch(stream.ptr)
     finally:

@@ -24,7 +24,7 @@ Factor = Annotated[float, Number(finite=True), AfterValidator(_factor)]
 
 
 AS_ELEMENT = Field(default_factory=lambda data: data["element"])
-"""Default of a field that is as ``element`` unless given, and is declared after it."""
+"""Default of a field that equals ``element`` unless it is given. It must be declared after ``element``."""
 OUT_ELEMENT = Field(default_factory=lambda data: results_of(data["element"])[0])
 """Default of a product's field ``out_element``, which must be declared after ``element``."""
 BIAS_ELEMENT = Field(default_factory=lambda data: biases_of(data["element"], data["out_element"])[0])

@@ -292,7 +292,7 @@ def _check_shape(argument: str, shape: tuple[int, ...], to: str, wanted: tuple[i
 
 
 def _scores(scores: Float64s, sizes: Float64s, *, dimensions: int) -> tuple[Float64s, Float64s]:
-    """The scores of a softmax along their last axis, with at least so many axes, and their sizes."""
+    """The scores of a softmax, which have at least ``dimensions`` axes, and their sizes."""
     scores, sizes = _wide("scores", scores), _wide("sizes", sizes)
     if scores.ndim < dimensions:
         raise InvalidProblemError(f"scores: expected at least {dimensions} axes, got shape {scores.shape}")

@@ -44,7 +44,7 @@ class Kernel(Generic[D]):
     """Number of kernels and fills that one run enqueues. ``bind`` makes several of them one CUDA graph."""
     workspace_size: int = 0
     workspace_is_exact: bool = True
-    """Whether ``workspace_size`` is no bound, which it is for a library's kernel on an absent GPU."""
+    """Whether ``workspace_size`` is exact. For a library's kernel on an absent GPU it is an upper bound."""
     workspace_alignment: int = 1
     default_alignment: ClassVar[Alignment] = Alignment()
     """Alignment of operands that ``alignments`` doesn't name."""
@@ -134,6 +134,8 @@ def align_up(size: int, alignment: int = 256) -> int:
 
 def launch_in_order(*launches: Launch) -> Launch:
     """One launch that enqueues several, in order."""
+    if len(launches) == 1:
+        return launches[0]
 
     def launch(stream: int) -> None:
         for one in launches:

@@ -189,8 +189,8 @@ def consider(
 ) -> tuple[JudgedEntry[R], ...]:
     """Every entry, in order, with the reason why it can't serve.
 
-    By kernels' names, ``configured`` has configurations of a tuning table, and ``tested`` the flags of the
-    guarantee that self-tests of these configurations have confirmed. ``until_served`` leaves out the entries
+    For each kernel's name, ``configured`` has a tuning table's configuration, and ``tested`` the flags of the
+    guarantee that self-tests of this configuration have confirmed. ``until_served`` leaves out the entries
     after the first that can serve, unless a bound of the workspace can leave every batch to one of them, or
     the log has every entry's reason.
     """
@@ -250,8 +250,8 @@ def choose(considered: Sequence[JudgedEntry[R]]) -> R:
     """The first entry that can serve.
 
     Raises UnsupportedError with every kernel's reason, or BackendUnavailableError if installing a library
-    would help. A reason stands once, with all its kernels. Those say most about the problem, and come first,
-    that aren't about kernels ``apart``; then those of fewest kernels.
+    would help. Each reason appears once, with all its kernels. Reasons of kernels that aren't ``apart`` say
+    most about the problem and come first; then come the reasons of the fewest kernels.
     """
     groups: dict[tuple[bool, str], list[str]] = {}
     for one in considered:

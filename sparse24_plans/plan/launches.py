@@ -33,7 +33,7 @@ class LaunchCache:
     """
 
     def __init__(self, kernel: Kernel[Any], arguments: Mapping[str, str]) -> None:
-        """``arguments``: what callers call the views."""
+        """``arguments`` are the callers' names of the views."""
         self._kernel, self._arguments = kernel, arguments
         self._launches: dict[object, Any] = {}
         self.find = self._launches.get

@@ -162,6 +162,11 @@ class OperandChecks:
             pair.check(views)
 
 
+def address_of(views: Views, name: str) -> int:
+    """Return the operand's address, or 0 if the operand is absent."""
+    return views[name].address if name in views else 0
+
+
 def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
     """Elements from the start of one row (for a column order: column) of checked matrices to the next."""
     return view.strides[-2 if order is MatrixOrder.ROW else -1]

@@ -75,7 +75,7 @@ class _Dimension(NamedTuple):
 
 
 def _dimensions(view: TensorView) -> list[_Dimension]:
-    """The dimensions, the innermost first. Those without gaps between them count as one."""
+    """The dimensions, the innermost first. Dimensions without gaps between them count as one."""
     found = [_Dimension(1, 1)]
     sizes = zip(view.shape, view.strides, strict=True)
     for count, stride in sorted((one for one in sizes if one[0] > 1 and one[1] != 0), key=lambda one: one[1]):

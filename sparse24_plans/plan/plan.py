@@ -449,7 +449,7 @@ def considered_by(
     *,
     until_served: bool = False,
 ) -> tuple[JudgedEntry[Any], ...]:
-    """What ``consider`` says of the family's kernels, which are in order of preference."""
+    """Judge the family's kernels by ``consider``, in order of preference."""
     tested = tuning.promises(descriptor, kind.table, device) if tuning else {}
     cuts = None
     if tuning and preference.require.arithmetic is not None:  # it depends on configurations

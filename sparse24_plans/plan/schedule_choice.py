@@ -46,7 +46,7 @@ class CostModel(NamedTuple):
         return cls(found["launch"], found["exponent"], tuple(found[term] for term in terms))
 
     def microseconds(self, work: Sequence[float]) -> float:
-        """The time of so much work of each kind."""
+        """Predicted microseconds of these amounts of each kind of work."""
         norm = sum((cost * one) ** self.exponent for cost, one in zip(self.costs, work, strict=True))
         return self.launch + float(norm ** (1 / self.exponent))
 

@@ -1,4 +1,4 @@
-"""How errors grow behind the sum of a product: scales, alpha, C, bias, activation, gate, and softmax.
+"""How errors grow after the sum of a product: scales, alpha, C, bias, activation, gate, and softmax.
 
 All arrays are float64, of NumPy or CuPy. Each function takes exact values and bounds of their errors, and
 bounds the error of what float32 arithmetic makes of them. An activation passes an error on by at most its

@@ -159,7 +159,7 @@ class PruneSparse24Descriptor(_Scored):
 
 
 class CompressSparse24Descriptor(PrepareDescriptor):
-    """Compress W [M, K], which is 2:4 already; fields as of PruneSparse24Descriptor. -0.0 counts as zero."""
+    """Compress W [M, K], which is 2:4 already; fields as in PruneSparse24Descriptor. -0.0 counts as zero."""
 
     _op: ClassVar[PrepareOp] = PrepareOp.COMPRESS
 
@@ -172,7 +172,7 @@ class CompressSparse24Descriptor(PrepareDescriptor):
 
 
 class PruneCompressSparse24Descriptor(_Scored):
-    """Prune and compress W [M, K] in one pass; fields and rules as of PruneSparse24Descriptor."""
+    """Prune and compress W [M, K] in one pass; fields and rules as in PruneSparse24Descriptor."""
 
     _op: ClassVar[PrepareOp] = PrepareOp.PRUNE_COMPRESS
 
@@ -192,7 +192,7 @@ class PruneCompressSparse24Descriptor(_Scored):
 
 
 class DecompressSparse24Descriptor(PrepareDescriptor):
-    """Expand a canonical weight [M, K]; fields as of PruneSparse24Descriptor."""
+    """Expand a canonical weight [M, K]; fields as in PruneSparse24Descriptor."""
 
     category: ClassVar[OpCategory] = OpCategory.DECOMPRESS
     _op: ClassVar[PrepareOp] = PrepareOp.DECOMPRESS
@@ -208,7 +208,7 @@ class DecompressSparse24Descriptor(PrepareDescriptor):
 class PackSparse24Descriptor(PrepareDescriptor):
     """A weight [M, K] of any element but u8 from the canonical form to its element's tiles, or back.
 
-    ``direction`` is ``pack`` or ``unpack``; weights/packing.py has the layouts. The other fields as of
+    ``direction`` is ``pack`` or ``unpack``; weights/packing.py has the layouts. The other fields are those of
     PruneSparse24Descriptor.
     """
 
@@ -242,7 +242,8 @@ class PackSparse24Descriptor(PrepareDescriptor):
 class TilePruneSparse24Descriptor(PrepareDescriptor):
     """Keep at most two cells of each row and column of every 4x4 tile of W [M, K]; compress W and W^T.
 
-    ``m`` is a multiple of 8 too. ``rule`` is a TileRule; the other fields as of PruneSparse24Descriptor.
+    ``m`` is a multiple of 8 too. ``rule`` is a TileRule; the other fields are those of
+    PruneSparse24Descriptor.
     """
 
     rule: TileRule = TileRule.GREEDY_MAGNITUDE
@@ -459,7 +460,7 @@ class MaskSparse24Descriptor(PrepareDescriptor):
     """Apply a mask to a matrix [M, K], a gradient of W for one.
 
     ``layout`` is a MaskLayout: ``rows``, as PruneSparse24 writes it, or ``tiles``, as TilePruneSparse24 does,
-    where m is a multiple of 8. The other fields as of PruneSparse24Descriptor.
+    where m is a multiple of 8. The other fields are those of PruneSparse24Descriptor.
     """
 
     layout: MaskLayout = MaskLayout.ROWS

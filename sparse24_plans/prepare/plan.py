@@ -75,8 +75,8 @@ class _Reporting(PreparePlan):
     def check(self, args: Any, *, stream: Any = None) -> None:
         """Wait for ``stream``, then raise FormatError for the first bad group that the last run found.
 
-        The error has ``row`` and ``group``. Of no use in a capture: it reads the status back. Runs without a
-        status have nothing to check.
+        The error has ``row`` and ``group``. The check can't be captured in a CUDA graph, because it reads the
+        status back. Runs without a status have nothing to check.
         """
         if not self.descriptor.has_status:
             return

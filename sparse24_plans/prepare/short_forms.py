@@ -1,7 +1,8 @@
 """Short forms of weights/ on a GPU: the kernels of the plans, with results allocated here.
 
 Each works on CuPy's current stream (on the host in NumPy), and gives None where no kernel serves: elements
-and scores that the array code of weights/ alone handles. What lies where a kernel can't read it is copied.
+and scores that the array code of weights/ alone handles. Operands that a kernel can't read in place are
+copied.
 """
 
 from __future__ import annotations

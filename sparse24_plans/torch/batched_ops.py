@@ -31,7 +31,7 @@ from .library import define
 from .plan_cache import descriptor, preference_of
 
 _VECTOR = 16
-"""Bytes of which kernels want strides of x to be multiples."""
+"""Strides of x must be multiples of this number of bytes."""
 
 
 class Batched(NamedTuple):

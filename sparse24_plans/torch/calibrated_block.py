@@ -87,7 +87,7 @@ class Block:
         self._names += [f"{name}.{own}" for name in self._experts for own in STACKS]
         self._quantized: dict[str, Sparse24QuantizedWeight] = {}
         self._idle: dict[str, tuple[int, ...]] = {}
-        """By stack, the experts without tokens."""
+        """The experts without tokens, for each stack."""
         self._times: Counter[str] = Counter()
         """How often the first batch calls each layer, after which other calls of the block are left."""
 
@@ -346,5 +346,5 @@ class Block:
 
 
 def _dequantized(weight: Any) -> Tensor:
-    """The dense weight [M, K] in float32 that a quantized weight stands for."""
+    """A quantized weight as a dense matrix [M, K] in float32."""
     return torch.from_numpy(weight.decompress().astype(np.float32))

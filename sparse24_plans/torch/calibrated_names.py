@@ -29,7 +29,7 @@ class Part(NamedTuple):
 def parts_by_tensor(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
     """The part of a calibrated weight that each tensor of the model's checkpoint holds, by its name.
 
-    ``shapes`` are the shapes of the checkpoint's tensors. Those that hold no such part are left out.
+    ``shapes`` are the shapes of the checkpoint's tensors. Tensors that hold no such part are left out.
     """
     known: dict[str, Part] = {}
     sizes: dict[str, tuple[int, ...]] = {}
@@ -53,7 +53,7 @@ def parts_by_tensor(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _parts_of_experts(merged: Merged, whole: Part, size: tuple[int, ...]) -> dict[str, Part]:
-    """The rows of a stack [E, M, K] that each matrix has of which a converter makes it."""
+    """For each matrix that a converter stacks to [E, M, K], its rows of the stack."""
     experts, m, _ = size
     patterns = list(dict.fromkeys(merged.converter.source_patterns))
     if len(merged.sources) != experts * len(patterns):
@@ -74,7 +74,7 @@ def homes_of(model: nn.Module) -> set[str]:
 
 
 def whole_parts(parts: Mapping[str, Part], selected: Collection[str]) -> dict[str, Part]:
-    """The parts of those modules of which every tensor is selected."""
+    """The parts of the modules whose tensors are all selected."""
     split = {part.home for name, part in parts.items() if name not in selected}
     return {name: part for name, part in parts.items() if part.home not in split}
 

@@ -46,9 +46,9 @@ class Calls:
 
     hidden: list[Tensor]
     arguments: list[list[tuple[tuple[Any, ...], dict[str, Any]]]]
-    """By batch and block, all arguments but the first."""
+    """All arguments but the first, for each batch and block."""
     counted: list[Tensor | None]
-    """By batch, the positions [batch, tokens] that count; None for all."""
+    """The positions [batch, tokens] that count, for each batch; None for all."""
     device: device | None
     """The device of all of them, to which blocks are moved; None if nothing is moved."""
 

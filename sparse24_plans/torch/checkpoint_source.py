@@ -74,7 +74,7 @@ class Source:
             for name in self.others
             if name + SCALE_SUFFIX in reader.tensors and DTYPES_BY_NAME.get(self._type(name)) in LARGEST
         }
-        """Matrices of 8 bits that aren't 2:4. They are loaded dense, as what they stand for."""
+        """Matrices of 8 bits that aren't 2:4. They are dequantized and loaded dense."""
         plain = set(self.others) - self.accessories()
         floats = Counter(DTYPES_BY_NAME.get(self._type(name)) for name in plain)
         self._dtype = max(DTYPES, key=lambda dtype: floats[dtype])
@@ -115,7 +115,7 @@ class Source:
         return dict(zip((VALUES_KEY, META_KEY), self.canonical(name), strict=True))
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor or compressed weight as a dense tensor; a quantized one as what it stands for."""
+        """A tensor or compressed weight as a dense tensor, dequantized if it is quantized."""
         if name in self.weights:
             layer = self.weights[name]
             dense: Tensor = torch.ops.sparse24.decompress(*self.canonical(name))[:, : layer.columns]

@@ -40,7 +40,7 @@ class ExpertsWeight(Sparse24Linear):
     """One weight of all experts, [E, M, K] stacked to [E*M, K], which a Sparse24Experts multiplies.
 
     If its activation is gated, rows come from a matrix with the gates of all experts before all of their up
-    rows. So the rows of one expert are adjacent, in the order of gates.
+    rows. This makes the rows of one expert adjacent, in the order of gates.
     """
 
     def __init__(self, *sizes: Any, num_experts: int = 1, **options: Any) -> None:
@@ -280,7 +280,7 @@ class Sparse24Experts(nn.Module):
                 )
 
     def _differentiable(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The same bits, by operations that have gradients."""
+        """Compute what ``forward`` does, with the same bits, by operations that have gradients."""
         experts, order = index.flatten().sort(stable=True)
         bounds = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
         offsets = torch.searchsorted(experts, bounds, out_int32=True)

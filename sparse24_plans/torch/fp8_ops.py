@@ -1,7 +1,7 @@
 """The op ``fp8_linear``: a product with a 2:4 weight whose result is fp8, for delayed scaling.
 
 ``scale_y`` multiplies the result before its rounding, and ``amax`` is raised to the largest magnitude before
-it. So the scale of the next step can be computed without another pass over the result.
+it. The scale of the next step can then be computed without another pass over the result.
 """
 
 from __future__ import annotations

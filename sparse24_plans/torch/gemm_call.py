@@ -43,7 +43,7 @@ class Call(NamedTuple):
     activation: str = "none"
     out_dtype: torch.dtype | None = None
     preference: str = ""
-    turned: bool = False
+    transposed: bool = False
     """Whether the result is Y^T, contiguous, so that Y is column-major."""
     beta: float = 1.0
     group: int = 0
@@ -196,6 +196,6 @@ def fake_result(call: Call) -> Tensor:
     desc = describe(call, 1, 16, 8)  # any sizes do for the dtypes; x may have symbols
     outputs = m // 2 if desc.epilogue.is_gated else m
     shape = (*call.x.shape[:-1], k if call.dgrad else outputs)
-    if call.turned:
+    if call.transposed:
         shape = shape[::-1]
     return call.x.new_empty(shape, dtype=DTYPE_OF[desc.out_element])

@@ -36,8 +36,8 @@ class CheckedProduct(CheckedCall):
         self._copied, self._residual_copied = False, False
         if call.residual is not None and _rows(call.residual) is None:
             self._residual_copied, call = True, call._replace(residual=call.residual.contiguous())
-        self.in_columns = call.turned and _in_columns(x)
-        rows = x if self.in_columns else _rows(x)
+        self.column_major = call.transposed and _is_column_major(x)
+        rows = x if self.column_major else _rows(x)
         if rows is None:
             self._copied, rows = True, _rows(x.contiguous())
         assert rows is not None
@@ -46,15 +46,15 @@ class CheckedProduct(CheckedCall):
             rows.shape[0],
             m,
             k,
-            x_order=MatrixOrder.COLUMN if self.in_columns else MatrixOrder.ROW,
-            y_order=MatrixOrder.COLUMN if call.turned else MatrixOrder.ROW,
+            x_order=MatrixOrder.COLUMN if self.column_major else MatrixOrder.ROW,
+            y_order=MatrixOrder.COLUMN if call.transposed else MatrixOrder.ROW,
             scale_y=scale_kind(scale_y),
             amax=amax is not None,
         )
         plan = GemmSparse24Plan.select(desc, preference=preference_of(call.preference), device=plan_device(x))
         self.plan, self._m, self._k = plan, desc.m, desc.k
         whole = (*shape, desc.outputs)
-        self.shape = tuple(whole[::-1] if call.turned else whole)
+        self.shape = tuple(whole[::-1] if call.transposed else whole)
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
         self._empty = allocation(self.shape, self._dtype, self._device)
         self._has_scales = call.scales is not None
@@ -80,7 +80,7 @@ class CheckedProduct(CheckedCall):
     ) -> Caller:
         """The plan's caller, for which the first call's tensors are checked in full."""
         y = self._empty() if out is None else out
-        y = y.t() if call.turned else y.view(rows.shape[0], self._desc.outputs)
+        y = y.t() if call.transposed else y.view(rows.shape[0], self._desc.outputs)
         args = partial(_args, call, self._weight(call), y, scale_y, amax)
         try:
             return self.plan.caller(args(rows))
@@ -88,11 +88,11 @@ class CheckedProduct(CheckedCall):
             if self._copied or out is not None or error.argument.split()[0] not in ("x", "dy"):
                 raise
         self._copied = True
-        return self.plan.caller(args(_aligned(rows, self.in_columns)))
+        return self.plan.caller(args(_aligned(rows, self.column_major)))
 
     def _weight(self, call: Call) -> Any:
         if self._as_it_is:
-            return packed_weight_cache.as_it_is(
+            return packed_weight_cache.unconverted(
                 self.plan, call.weight, call.meta, self._m, self._k, call.scales
             )
         return packed_weight_cache.converted(self.plan, call.weight, call.meta, self._m, self._k, call.scales)
@@ -111,7 +111,7 @@ class CheckedProduct(CheckedCall):
         runs this, so it is written for speed.
         """
         if self._copied:
-            x = _aligned(x, self.in_columns)
+            x = _aligned(x, self.column_major)
         source = x.data_ptr()
         if source % self.alignment:
             return None
@@ -139,7 +139,7 @@ class CheckedProduct(CheckedCall):
 
     def with_aligned_x(self, call: tuple[Any, ...]) -> Call:
         """The call with a copy of x."""
-        return Call(_aligned(call[0], self.in_columns), *call[1:])
+        return Call(_aligned(call[0], self.column_major), *call[1:])
 
 
 def _args(
@@ -169,14 +169,14 @@ def _rows(x: Tensor) -> Tensor | None:
     return rows
 
 
-def _aligned(x: Tensor, in_columns: bool = False) -> Tensor:
+def _aligned(x: Tensor, column_major: bool = False) -> Tensor:
     """A contiguous copy, row-major or column-major. PyTorch's allocator aligns it."""
-    if in_columns:
+    if column_major:
         return _aligned(x.t()).t()
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _in_columns(x: Tensor) -> bool:
+def _is_column_major(x: Tensor) -> bool:
     """Whether kernels read the matrix column-major, as it is. A GPU needs columns of whole 16 bytes."""
     if x.dim() != 2 or x.shape[0] < 2 or x.stride(1) == 1 or x.stride(0) != 1:
         return False
@@ -417,7 +417,7 @@ def mm(
     if not isinstance(found, Refusal):
         y = found.run(call.x, weight, meta, (), None)
         return run(call) if y is None else y
-    rows = call._replace(x=call.x.contiguous(), turned=False)
+    rows = call._replace(x=call.x.contiguous(), transposed=False)
     return run(rows).t().contiguous()
 
 
@@ -433,7 +433,7 @@ def mm_call(
     """Raises InvalidProblemError if b isn't a matrix. The result doesn't depend on ``may_transpose``."""
     if b.dim() != 2:
         raise InvalidProblemError(f"b: expected a matrix [K, N], got {list(b.shape)}")
-    return Call(b.t(), weight, meta, m=m, out_dtype=out_dtype, preference=preference, turned=True)
+    return Call(b.t(), weight, meta, m=m, out_dtype=out_dtype, preference=preference, transposed=True)
 
 
 class ProductSite:

@@ -63,7 +63,7 @@ class LayerWeight:
         )
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse what would change this object alone, which the layer makes anew at each access."""
+        """Refuse changes. They would be lost, because the layer makes a new object at each access."""
         raise NoDenseWeightError(
             f"weight.{name}: a Sparse24Linear holds no dense weight to change; change its values"
         )

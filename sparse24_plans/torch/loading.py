@@ -362,7 +362,7 @@ def check_orientation(weight: Layer, module: Any) -> None:
     if holds != weight.transposed:
         raise InvalidProblemError(
             f"{weight.name}: expected a weight compressed along its inputs, which the model's layer holds as "
-            f"{'[in, out]' if holds else '[out, in]'}; compress the dense model anew"
+            f"{'[in, out]' if holds else '[out, in]'}; compress the dense model again"
         )
 
 

@@ -85,9 +85,9 @@ def load_sparse24(
         dense if layers are trainable, or if no kernel serves them on their GPU.
     dequantize : bool, optional
         Whether weights with scales of groups become 2:4 weights of 16 bits, or keep their stored values in
-        Sparse24WeightOnlyLinear and Sparse24Experts. By default those become 16 bits that no kernel serves
-        on their GPU. Trainable layers always do, and experts whose matrices differ in how they are stored. A
-        warning in the log names them.
+        Sparse24WeightOnlyLinear and Sparse24Experts. By default, weights become 2:4 weights of 16 bits if no
+        kernel serves them on their GPU. So do those of trainable layers, and of experts whose matrices are
+        stored in different ways. A warning in the log names them.
 
     Raises InvalidProblemError if the checkpoint has no compressed weight or lacks tensors of the model;
     UnsupportedError for quantization that no layer computes; FormatError, naming file and tensor;
@@ -100,7 +100,7 @@ def load_sparse24(
 
 
 def _wishes(require: RequirementLike, preference: PreferenceLike) -> dict[str, Any]:
-    """The options of layers, without which they have what they were saved with."""
+    """Options of layers. Those that aren't given have the values that layers were saved with."""
     given = require is not None or preference is not None
     return {"require": require, "preference": preference} if given else {}
 
@@ -137,8 +137,8 @@ def save_sparse24(model: nn.Module, destination: StrPath, *, max_shard_bytes: in
     A transformers model is saved by its own ``save_pretrained``, so the folder is also what
     :func:`from_pretrained` and transformers' ``AutoModel.from_pretrained`` load. Other modules get
     ``model.safetensors``, or shards with their index, and a ``config.json`` with our entry alone. Blocks of
-    :func:`fuse_gated` are saved as the layers that they replaced, and fused again at loading. What is for
-    training alone (``trainable``) isn't saved. A failed run leaves nothing behind.
+    :func:`fuse_gated` are saved as the layers that they replaced, and fused again at loading. Settings for
+    training alone (``trainable``) aren't saved. A failed run leaves nothing behind.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from torch import nn
 
 
 def aliases_of(model: nn.Module) -> dict[str, list[str]]:
-    """All names of a module, by each of them. The first is the module's name in ``named_modules``.
+    """All names of a module, for each of its names. The first is its name in ``named_modules``.
 
     Modules themselves aren't held, so that each can be freed when it is replaced.
     """

@@ -46,7 +46,7 @@ def fits(plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None
     return plan.sku.layout == packed_layout(weight, plan.descriptor.quantization).layout_id
 
 
-def as_it_is(
+def unconverted(
     plan: GemmSparse24Plan,
     weight: torch.Tensor,
     meta: torch.Tensor | None,

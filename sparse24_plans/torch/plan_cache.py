@@ -28,7 +28,7 @@ _lock = lock_across_forks()
 class PlanCache(dict[Any, Any]):
     """At most :data:`MOST_FORMS` entries by form; the oldest entry makes room for a new one.
 
-    Threads may share a cache. ``get`` is that of ``dict``, so finding an entry takes no lock.
+    Threads may share a cache. Its ``get`` is that of ``dict``, so finding an entry takes no lock.
     """
 
     def keep(self, form: Any, entry: Any) -> Any:

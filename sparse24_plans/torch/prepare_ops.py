@@ -38,12 +38,12 @@ _ops: Any = torch.ops.sparse24
 # Problems -----------------------------------------------------------------------------------------
 
 
-def _matrix_fields(dense: Tensor, argument: str = "dense") -> dict[str, Any]:
+def _matrix_fields(dense: Tensor) -> dict[str, Any]:
     """m, k and element of a matrix. Raises InvalidProblemError."""
     if dense.dim() != 2:
-        raise InvalidProblemError(f"{argument}: expected a matrix [M, K], got {list(dense.shape)}")
+        raise InvalidProblemError(f"dense: expected a matrix [M, K], got {list(dense.shape)}")
     m, k = dense.shape
-    return {"m": m, "k": k, "element": element_of(dense.dtype, argument)}
+    return {"m": m, "k": k, "element": element_of(dense.dtype, "dense")}
 
 
 def _ranked_fields(dense: Tensor, scores: Tensor | None) -> dict[str, Any]:

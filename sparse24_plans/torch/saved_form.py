@@ -1,9 +1,9 @@
 """How a swapped model is written: its tensors in a checkpoint, and its entry in ``config.json``.
 
 A checkpoint holds a model as it was before :func:`fuse_gated`: gate and up projection are matrices of their
-own, and rows have the order of the model's own layers. Experts are stacks, as in the dense module. So every
-reader of the format understands it, and its dense form is the dense model's. The entry says what the tensors
-don't: which blocks were fused, and what layers have besides their weights.
+own, and rows have the order of the model's own layers. Experts are stacks, as in the dense module. Every
+reader of the format therefore understands it, and its dense form is the dense model's. The entry says what
+the tensors don't: which blocks were fused, and what layers have besides their weights.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class CheckedStacked(CheckedCall):
         self._alignment = self._caller.alignment("x")
 
     def _weight(self, call: Any) -> Any:
-        found = packed_weight_cache.as_it_is if self._as_it_is else packed_weight_cache.converted
+        found = packed_weight_cache.unconverted if self._as_it_is else packed_weight_cache.converted
         return found(self._plan, call.weight, call.meta, *self._sizes, call.scales)
 
     def run(self, call: Any, operands: Operands) -> Tensor:

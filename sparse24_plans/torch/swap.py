@@ -198,8 +198,8 @@ def to_sparse24(
     has the first, and the layer is replaced under all.
 
     Raises InvalidProblemError for a wrong model, pattern or recipe, and before anything is swapped for an
-    included layer that can't be swapped. Only ``scores`` are asked for while layers are swapped: wrong ones
-    leave the layers before theirs swapped.
+    included layer that can't be swapped. ``scores`` alone are asked for while layers are swapped: if they are
+    wrong, earlier layers stay swapped.
     """
     if not isinstance(model, nn.Module) or _has_no_place(model):
         raise InvalidProblemError(

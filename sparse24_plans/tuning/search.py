@@ -6,8 +6,8 @@ fastest right ones are then timed by the benchmarks' method (timing.py), interle
 one of them replaces the default only for a gain above 3%. A configuration that ends the CUDA context costs
 one worker process and is left out from then on.
 
-The winner is self-tested: its bits must repeat, on two streams at once, and in a second process. What it
-passes becomes part of the guarantee of plans that pin it, through the table (gemm/tuned.py).
+The winner is self-tested: its bits must repeat, on two streams at once, and in a second process. The promises
+that it keeps become part of the guarantee of plans that pin it, through the table (gemm/tuned.py).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .process import python_command
 LEAST_GAIN = 1.03
 """How many times faster than the default a configuration must be to replace it."""
 _SILENCE_S = 20.0
-"""A worker that says nothing for so long, once it is at work, hangs in a kernel."""
+"""Seconds of silence after which a worker that was at work must hang in a kernel."""
 _START_S = 120.0
-"""How long it may take to get to work: it imports CuPy, makes weights and compiles CuPy's kernels."""
+"""Seconds that a worker may take to start: it imports CuPy, makes weights and compiles CuPy's kernels."""
 Configuration = dict[str, int]
 
 
@@ -57,7 +57,7 @@ class Trials:
 
 
 def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[GemmEntry]:
-    """The rows of the table that can be tuned and serve the problem: the first one of each backend.
+    """The kernels that can be tuned and serve the problem: the first one of each backend.
 
     An empty result has none, because its kernels launch nothing.
     """
@@ -79,7 +79,7 @@ def tune(
 ) -> TuningTable:
     """Measure on the device, in other processes; the table is for it alone.
 
-    ``kernels`` are names of the table's rows, all that can be tuned by default; a problem that one doesn't
+    ``kernels`` are names of kernels, all that can be tuned by default; a problem that one doesn't
     serve is left out for it. Problems have the epilogue ``identity`` and no scales.
 
     Raises
@@ -138,7 +138,7 @@ def _jobs(
     for name in kernels or ():
         row = find(name)
         if row is None or not row.kernel.tunable:
-            raise InvalidProblemError(f"kernels: expected rows that can be tuned, got {name!r}")
+            raise InvalidProblemError(f"kernels: expected names of kernels that can be tuned, got {name!r}")
     problems = tuple(dict.fromkeys(problems))
     for problem in problems:
         if problem.batches is not None:
@@ -250,7 +250,8 @@ class _Tuner:
 def choose(times: list[tuple[Configuration, float]]) -> tuple[Configuration | None, float, float]:
     """(configuration, its time, the default's) of the winner; the default unless beaten by LEAST_GAIN.
 
-    (None, 0, 0) where nothing was right. Where only the default was wrong, the fastest counts as its own.
+    The result is (None, 0, 0) if no configuration was right. If only the default was wrong, the winner's own
+    time stands in for it.
     """
     if not times:
         return None, 0.0, 0.0

@@ -25,10 +25,10 @@ class Contender:
     launches: Sequence[Launch]
 
 
-def copies_beyond_l2(nbytes: int, *, most: int = 64) -> int:
-    """Copies of ``nbytes`` that together exceed twice the L2 cache."""
+def copies_beyond_l2(nbytes: int) -> int:
+    """Number of copies of ``nbytes`` that together exceed twice the L2 cache, from 2 to 64."""
     l2 = int(import_cupy().cuda.Device().attributes["L2CacheSize"])
-    return max(2, min(most, -(-2 * l2 // max(nbytes, 1)) + 1))
+    return max(2, min(64, -(-2 * l2 // max(nbytes, 1)) + 1))
 
 
 def capture(launches: Sequence[Launch], stream: Any, repeats: int) -> Any:

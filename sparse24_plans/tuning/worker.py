@@ -1,8 +1,9 @@
 """The process in which ``tune`` measures: JSON lines in, JSON lines out.
 
 It is a process of its own because some algorithms of some libraries end the CUDA context (an illegal
-instruction in cuSPARSELt 0.8.0, for one), and nothing brings a context back. What it is about to try it says
-first, so the parent knows what killed it, and starts another one that leaves that out.
+instruction in cuSPARSELt 0.8.0, for one), and nothing brings a context back. A worker announces each
+experiment before it begins it. The parent thus knows which one killed the worker, and starts another worker
+without that experiment.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Experiment(Problem):
         self._bounds: tuple[Array, Array] | None = None
 
     def plan(self, kernel: str, configuration: Configuration) -> GemmSparse24Plan:
-        """The kernel in the configuration. Raises UnsupportedError where it refuses."""
+        """The kernel with the configuration. Raises UnsupportedError if the kernel refuses it."""
         row, device = _row(kernel), self._properties
         entry = TunedKernel(
             kernel=kernel,
@@ -66,7 +67,7 @@ class Experiment(Problem):
             tuning=TuningTable(device.name, device.driver or "", [entry]),
         )
         if plan.explain().chosen != kernel:
-            raise UnsupportedError(f"{kernel}: another row of {row.backend} is chosen")
+            raise UnsupportedError(f"{kernel}: another kernel of {row.backend} is chosen")
         return plan
 
     def plans(self, kernel: str, configurations: list[Configuration]) -> list[GemmSparse24Plan | None]:

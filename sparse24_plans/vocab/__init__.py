@@ -250,7 +250,7 @@ class EpilogueKind(_Word):
 
     @property
     def activation(self) -> EpilogueKind:
-        """The same epilogue without its bias."""
+        """This epilogue without its bias."""
         if self is EpilogueKind.BIAS:
             return EpilogueKind.IDENTITY
         return EpilogueKind(self.removeprefix("bias_"))

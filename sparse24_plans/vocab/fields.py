@@ -16,7 +16,7 @@ from ..errors import InvalidProblemError, shown
 
 
 def integer(value: object) -> int | None:
-    """``value`` as an int, if it is an integer of Python or NumPy or a tensor of one; a bool is none."""
+    """``value`` as an int, if it is an integer of Python or NumPy or a tensor of one. A bool is refused."""
     if isinstance(value, (bool, np.bool_)):
         return None
     try:

@@ -111,7 +111,7 @@ def _signed_keys(bits: Any, first_nan: int) -> Any:
 
 
 def row_steps(rows: int, width: int, on_host: bool) -> Iterator[slice]:
-    """Slices of rows to work on at a time. Rows without columns, of which a file may claim 2^60, are one."""
+    """Slices of rows to work on at a time. Rows without columns, maybe 2^60 of them, are one slice."""
     step = max(1, _HOST_STEP // width) if on_host and width else max(rows, 1)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

@@ -10,7 +10,7 @@ from ..device.tensors import wrong
 from ..vocab import integer
 
 GATE_ROWS = 8
-"""Adjacent rows of gates. As many rows of ``up`` follow, and so on."""
+"""Number of adjacent rows of gates, which alternate with as many rows of ``up``."""
 GATE_GROUP = 2 * GATE_ROWS
 """Adjacent rows of gate and of up together; M is a multiple."""
 MOST_ROWS = (1 << 31) - GATE_GROUP

@@ -15,7 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _MOST = 16
-"""Most threads of a call. Beyond, memory bandwidth is the limit."""
+"""Most threads of a call. With more, memory bandwidth is the limit."""
 
 
 def cores() -> int:

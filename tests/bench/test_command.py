@@ -58,7 +58,7 @@ def test_without_a_gpu_it_says_so(no_gpu, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", json.dumps({**record.empty(ABOUT), "kernels_sha256": "0" * 64})])
-def test_what_it_cannot_add_to_is_refused_before_anything_is_measured(no_gpu, tmp_path, text):
+def test_unusable_records_are_refused_before_measuring(no_gpu, tmp_path, text):
     (tmp_path / "r.json").write_text(text)
     result = invoke("-o", str(tmp_path / "r.json"), "--json")
     assert json.loads(result.stdout)["error"]["type"] in ("FormatError", "InvalidProblemError")

@@ -140,7 +140,7 @@ def test_the_host_time_in_pytorch_is_over_the_dense_call_of_its_kind():
     ]
 
 
-def test_layers_of_8_bits_have_their_parts_beside_them():
+def test_8_bit_layers_are_listed_with_their_parts():
     row = {"m": 64, "k": 32, "n": 16, "dtype": "fp8", "linear_us": 5.24, "quantize_us": 1.2, "layer_us": 6.5}
     found = {"records": {figures.LAYERS_RECORD: {"layers": [{**row, "dense_us": 13.0}]}}}
     assert figures.TABLES["layers"](found)[2:] == [

@@ -128,7 +128,7 @@ TRUE = {
     "mma_us": (2.0, 1.0, (2.5e-7, 1.2e-7, 1.5, 0.5, 0.3, 3.0, 1e-6)),
     "dense_us": (4.0, 4.0, (2.7e-7, 1e-7, 2.8e-9, 5e-10)),
 }
-"""By its name here, the constants of the model that measured times follow."""
+"""Constants of the models that the made times follow, by their names in these tests."""
 
 
 def made_times(seed: int) -> list[dict]:
@@ -246,7 +246,7 @@ def test_models_without_measured_problems_keep_what_is_given(monkeypatch, capsys
 
 
 def test_models_of_choices_are_fitted_to_the_new_choices(monkeypatch):
-    """So one run of the script gives the file, whatever it held before."""
+    """One run of the script therefore gives the same file, whatever it held before."""
     chosen_by = []
     first, late = block_fits.SMALL_MODELS[0], block_fits.SHORT_SUMS
     monkeypatch.setattr(

@@ -174,7 +174,7 @@ def test_a_record_says_which_machine_and_which_libraries(monkeypatch):
     assert about["system"].endswith(f"Python {platform.python_version()}")
 
 
-def test_a_record_that_grows_says_the_system_of_its_newest_part():
+def test_an_extended_record_names_the_newest_system():
     old, new = made(), {**made(), "system": "Linux, Python 3.12.1"}
     assert record.merged(old, new)["system"] == new["system"]
     assert record.merged({**old, "system": "another"}, new)["system"] == new["system"]

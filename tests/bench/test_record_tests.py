@@ -193,7 +193,7 @@ def test_a_renamed_file_is_found_by_its_code_or_by_what_is_said():
     assert changed_kernels.differing(old, new, {"gemm/a.cu": "gemm/b.cu"}) == {"gemm/b.cu": (1, 0)}
 
 
-def test_tests_are_left_out_only_where_no_changed_kernel_runs_in_them():
+def test_only_tests_without_changed_kernels_are_left_out():
     options = changed_kernels.options_of
     assert "--ignore=tests/blocksparse" in options(["gemm/wgmma_sp.cu"])
     assert "--ignore=tests/gemm" in options(["blocksparse/blocks_wgmma.cu"])

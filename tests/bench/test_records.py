@@ -1,4 +1,4 @@
-"""The committed records are well-formed. What their figures say is for ``python -m benchmarks.check``."""
+"""The committed records are well-formed. ``python -m benchmarks.check`` judges their figures."""
 
 from __future__ import annotations
 

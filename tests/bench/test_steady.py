@@ -282,7 +282,7 @@ def test_names_of_one_kernel_share_a_time_and_others_are_scaled_by_auto(gpu, mon
 
 @pytest.mark.parametrize("n", [16, MANY_TOKENS])
 @pytest.mark.parametrize("part", additions.ADDITIONS)
-def test_additions_stand_beside_the_plain_product_with_power_for_many_tokens(monkeypatch, part, n):
+def test_additions_are_recorded_beside_the_plain_product(monkeypatch, part, n):
     field, plain_us, names = additions.ADDITIONS[part]
     made = {}
 

@@ -318,7 +318,7 @@ def forward64(desc: BlockSparseAttentionDescriptor, operands: Operands) -> tuple
 
 
 def _moved(plan: BlockSparseAttentionPlan, v: Array, size: Array, base: Array) -> Array:
-    """By how much rounding moves the exponents v - base; 0 where nothing is kept."""
+    """Bounds of how far rounding moves the exponents v - base; 0 where nothing is kept."""
     u, depth = F32.unit_roundoff, plan.descriptor.head_size
     of_scores = (plan.guarantee.error_bound(depth) + 3 * u) * size + depth * F32.smallest_subnormal
     return np.where(np.isfinite(v), of_scores + u * np.abs(v - base), 0.0)
@@ -380,10 +380,10 @@ def _attention_backward(plan: BlockSparseAttentionPlan, operands: Operands) -> E
         exact, lost = exact.reshape(shape), lost.reshape(shape)
         return exact.sum(axis=2), lost.sum(axis=2) + steps * (np.abs(exact) + lost).sum(axis=2)
 
-    turned, of_turned = ds.swapaxes(-1, -2), of_ds.swapaxes(-1, -2)
+    transposed, of_transposed = ds.swapaxes(-1, -2), of_ds.swapaxes(-1, -2)
     found = {
         "dq": (desc.scale, product(ds, of_ds, k, cols)),
-        "dk": (desc.scale, grouped(*product(turned, of_turned, q, rows))),
+        "dk": (desc.scale, grouped(*product(transposed, of_transposed, q, rows))),
         "dv": (1.0, grouped(*product((kept * p).swapaxes(-1, -2), of_kept.swapaxes(-1, -2), do, rows))),
     }
     expected: Expected = {}

@@ -29,13 +29,13 @@ from .test_products import check
 
 PlanOf = Callable[..., BlockSparseMatmulPlan]
 
-TURNS = [(False, False), (False, True), (True, False), (True, True)]
+TRANSPOSITIONS = [(False, False), (False, True), (True, False), (True, True)]
 WITH_BIAS = tuple(name for name in EPILOGUES if name != "identity")
 EDGES_OF_TILES = (1, 7, 8, 56, 63, 64, 65, 72, 128, 136, 248, 255, 256, 264, 333, 520, 1040)
 """n: round the tokens of every tile; rows of n begin at multiples of 16 bytes, or do not."""
 
 gpu = pytest.mark.gpu
-every_turn = pytest.mark.parametrize("turned", TURNS)
+every_transposition = pytest.mark.parametrize("transposed", TRANSPOSITIONS)
 every_edge = pytest.mark.parametrize("name", EDGES)
 every_size = pytest.mark.parametrize("sizes", [{}, {"n": 0}, {"batch": 0}, {"n": 8, "batch": 1}])
 every_edge_of_tiles = pytest.mark.parametrize("n", EDGES_OF_TILES)
@@ -72,11 +72,11 @@ def layouts_and_sizes_at_their_edges(
 
 def edges_of_tiles(plan_of: PlanOf, op: str, n: int, block: int) -> None:
     layout = random_layout(seed=n, heads=1, rows=9, cols=7, block=block)
-    for turned in (False, True):
-        random_check(plan_of, layout, op=op, n=n, trans_b=turned, batch=1)
+    for transposed in (False, True):
+        random_check(plan_of, layout, op=op, n=n, trans_b=transposed, batch=1)
 
 
-def lines_of_many_words(plan_of: PlanOf, op: str, block: int, density: float) -> None:
+def block_rows_of_many_bit_words(plan_of: PlanOf, op: str, block: int, density: float) -> None:
     """More columns of blocks than a word of the tables has bits, and lines of very different lengths."""
     layout = random_layout(seed=1, heads=1, rows=11, cols=75, block=block, density=density)
     kept = layout.bitmap.copy()
@@ -99,7 +99,7 @@ def epilogues(plan_of: PlanOf, op: str, epilogue: str, element: str) -> None:
         random_check(plan_of, layout, op=op, epilogue=epilogue, **fields)
 
 
-def what_meets_nothing_is_not_read(
+def cells_without_a_kept_partner_are_not_read(
     plan_of: PlanOf, op: str, block: int, worst: Sequence[tuple[slice, float]]
 ) -> None:
     """Keep the first of two blocks in a row. ``worst``: values of dense terms that meet no block."""
@@ -115,7 +115,7 @@ def what_meets_nothing_is_not_read(
     assert np.isfinite(_result(plan, operands)).all()
 
 
-def a_line_without_a_block_beside_one_with_infinities(plan_of: PlanOf, block: int) -> None:
+def an_empty_block_row_next_to_one_with_infinities(plan_of: PlanOf, block: int) -> None:
     """Check that a block of one row does not reach another row that lacks it."""
     kept = np.zeros((1, 128 // block + 1, 3), bool)
     kept[0, 0, :2] = True
@@ -135,7 +135,7 @@ def _result(plan: BlockSparseMatmulPlan, operands: Operands) -> np.ndarray:
 # Bits ---------------------------------------------------------------------------------------------
 
 
-def bits_do_not_depend_on_what_is_beside(plan_of: PlanOf, op: str, block: int) -> None:
+def bits_do_not_depend_on_neighbours(plan_of: PlanOf, op: str, block: int) -> None:
     """Batch invariance: a token's results are the same for every n, tile and place, and in a batch of one."""
     layout = random_layout(seed=3, heads=2, rows=10, cols=9, block=block)
     plan = plan_of(layout=layout, op=op, batch=2, n=1040)

@@ -37,7 +37,7 @@ from sparse24_plans.vocab import ElementKind
 from ..sample_devices import H200
 from ..support import check_each
 from .problems import case_of, kept_of, random_operands
-from .products_on_gpu import TURNS, gpu
+from .products_on_gpu import TRANSPOSITIONS, gpu
 from .sample_layouts import layouts, random_layout
 from .test_products import check
 
@@ -46,8 +46,8 @@ SCRATCH = 32 << 20
 """Bytes of split-K scratch that are counted for a library that cannot be asked."""
 TOKENS = (1, 2, 3, 7, 9, 63, 65, 391)
 FORMS = [
-    (op, packed, *turned)
-    for op, packed, turned in itertools.product(("sdd", "dsd", "dds"), (False, True), TURNS)
+    (op, packed, *transposed)
+    for op, packed, transposed in itertools.product(("sdd", "dsd", "dds"), (False, True), TRANSPOSITIONS)
     if not (packed and op == "sdd")
 ]
 every_form = pytest.mark.parametrize(("op", "packed", "trans_a", "trans_b"), FORMS)
@@ -295,8 +295,8 @@ def run_model(layout: BlockSparseLayout, desc: BlockSparseMatmulDescriptor, monk
     space = _aligned(models.kernel.workspace_size)
     models.kernel.launcher(views, space.ctypes.data)(0)
     a, b = (
-        dense[name].swapaxes(-1, -2) if turned else dense[name]
-        for name, turned in (("a", desc.trans_a), ("b", desc.trans_b))
+        dense[name].swapaxes(-1, -2) if transposed else dense[name]
+        for name, transposed in (("a", desc.trans_a), ("b", desc.trans_b))
     )
     exact = a @ b
     if desc.op == "sdd":
@@ -318,13 +318,13 @@ def test_the_library_is_given_aligned_rows(op, packed, trans_a, trans_b):
 def check_library(op: str, packed: bool, trans_a: bool, trans_b: bool, n: int) -> None:
     """Rows of float16 and bfloat16 are aligned alike, so every other number of tokens has each."""
     layout = random_layout(rows=3, cols=4)
-    turned = {"trans_a": trans_a, "trans_b": trans_b}
+    transposed = {"trans_a": trans_a, "trans_b": trans_b}
     of_16_bits = ("f16", "bf16")[n // 2 % 2]
     for element, epilogue in itertools.product(("f32", of_16_bits), ("identity", "bias")):
         if op == "sdd" and epilogue == "bias":
             continue
         for out in dict.fromkeys((element, "f32")):
-            fields = {"op": op, "packed": packed, "epilogue": epilogue, "out_element": out, **turned}
+            fields = {"op": op, "packed": packed, "epilogue": epilogue, "out_element": out, **transposed}
             desc = described(layout=layout, n=n, batch=2, element=element, **fields)
             with pytest.MonkeyPatch.context() as patch:
                 ran = run_model(layout, desc, patch)
@@ -352,12 +352,12 @@ def test_any_layout_has_its_product(layout, n, batch, form):
 @pytest.mark.parametrize("n", TOKENS)
 def test_products(op, packed, trans_a, trans_b, n):
     """Against float64, with poisoned results and workspace, and guard bytes round every operand."""
-    turned = {"trans_a": trans_a, "trans_b": trans_b}
+    transposed = {"trans_a": trans_a, "trans_b": trans_b}
     for block, element in itertools.product((16, 128), ("f32", "f16", "bf16")):
         layout = random_layout(seed=n, rows=3, cols=4, block=block)
         for epilogue in ("identity",) if op == "sdd" else ("identity", "bias", "bias_gelu"):
             for out in dict.fromkeys((element, "f32")):
-                fields = {"op": op, "packed": packed, "epilogue": epilogue, "out_element": out, **turned}
+                fields = {"op": op, "packed": packed, "epilogue": epilogue, "out_element": out, **transposed}
                 desc = described(layout=layout, n=n, batch=2, element=element, **fields)
                 plan = BlockSparseMatmulPlan.select(desc, device=0, preference=FORCED)
                 assert plan.sku.backend == "inflate_cublas"

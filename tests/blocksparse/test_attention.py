@@ -141,7 +141,7 @@ def test_nothing_beyond_the_lengths_is_read(row, op):
 
 
 def test_the_gradients_are_those_of_the_function():
-    """By differences of what ``forward`` computes, in each operand."""
+    """Gradients agree with differences of what ``forward`` computes, in each operand."""
     layout, step = random_layout(rows=2, cols=2, seed=3), 1e-2
     fields = {"kv_heads": 1, "causal": True, "batch": 1}
     plan, back = (plan_of("host_strict", layout, op=op, **fields) for op in ("forward", "backward"))

@@ -65,9 +65,9 @@ def test_a_quad_writes_whole_groups_of_8_columns(half, group):
     words = np.stack([cols[lanes][:, 16 * group + 4 * i + 2 * half] for i in range(4)], axis=1)
     assert (words % 2 == 0).all()
     assert (rows[lanes][:, 2 * half] == 16 + 1 + 8 * half).all()
-    turned = turn_quad(words)
+    transposed = turn_quad(words)
     for t in range(4):
-        assert turned[t].tolist() == [32 * group + 8 * t + 2 * word for word in range(4)]
+        assert transposed[t].tolist() == [32 * group + 8 * t + 2 * word for word in range(4)]
 
 
 def cell_words(key: np.ndarray, query: np.ndarray, matrix: int) -> np.ndarray:

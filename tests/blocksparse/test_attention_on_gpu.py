@@ -339,7 +339,7 @@ def test_dropped_cells_are_the_hosts(block, head_size, lengths):
 @gpu
 @every_op
 @every_block
-def test_a_captured_launch_reads_seed_and_offset_anew(op, block):
+def test_a_replay_reads_seed_and_offset_again(op, block):
     import cupy
 
     layout = random_layout(heads=2, rows=3, cols=4, block=block)

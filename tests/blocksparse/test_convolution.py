@@ -155,7 +155,7 @@ def test_any_walk(op, pairs, padding, more, seed):
 
 
 @every_row
-def test_what_meets_no_kept_block_is_not_read(row):
+def test_cells_without_a_kept_block_are_not_read(row):
     layout = BlockSparseLayout([[[1, 0]]], 16)  # the second block of channels meets none
     plan = plan_of(row, layout, kernel=1)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))

@@ -90,7 +90,7 @@ def test_edges_of_tiles(op, size):
 
 @every_op
 @pytest.mark.parametrize("block", [16, 64])
-def test_lines_of_many_words(op, block):
+def test_block_rows_of_many_bit_words(op, block):
     """More blocks of channels than a word of the tables has bits, and lines of very different lengths."""
     if not served(op, block):
         pytest.skip("not served")
@@ -122,7 +122,7 @@ def test_large_images(op):
         assert (plan.workspace_size() > 0) == (op == "wgrad" and filter_split_k(plan.descriptor)[0] > 1)
 
 
-def test_what_meets_no_kept_block_is_not_read():
+def test_cells_without_a_kept_block_are_not_read():
     for block in BLOCKS:
         layout = BlockSparseLayout([[[1, 0]]], block)
         plan = plan_of(layout, kernel=1)

@@ -189,13 +189,15 @@ def test_the_kernel_has_the_models_places():
 @pytest.mark.parametrize("k_last", BOTH)
 def test_schedules_fit(block, op, k_last):
     """Registers hold what is in flight, shared memory the sums, and units of a round keep their registers."""
-    turned = {"trans_b" if op == "dsd" else "trans_a": k_last == (op == "dsd")}
+    transposed = {"trans_b" if op == "dsd" else "trans_a": k_last == (op == "dsd")}
     tokens, sms, longest = (1, 7, 8, 9, 24, 33, 64, 4096), (1, 132), (0, 640)
     warps, densities = set(), {1: (0.0, 1.0), 40: (0.05,), 640: (0.0, 0.05, 1.0)}
     for rows, cols, density in ((m, n, p) for m in densities for n in (1, 640) for p in densities[m]):
         blocks = int(rows * cols * density)
         shape = BlockSparseShape(heads=1, rows=rows * block, cols=cols * block, block=block, blocks=blocks)
-        desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=1, element="bf16", packed=True, **turned)
+        desc = BlockSparseMatmulDescriptor(
+            op=op, layout=shape, n=1, element="bf16", packed=True, **transposed
+        )
         for n, many, panel in itertools.product(tokens, sms, longest):
             desc = desc.model_copy(update={"n": n, "longest_panel": min(panel, blocks)})
             chosen, tried = BlocksMmaSchedule.of(desc, many), BlocksMmaSchedule.candidates(desc)

@@ -53,7 +53,7 @@ chosen = partial(shared.chosen, layout=SHAPE)
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("k_last", [False, True])
-def test_it_serves_few_tokens_where_it_is_predicted_to_be_the_fastest(device, op, k_last, monkeypatch):
+def test_it_serves_few_tokens_if_predicted_fastest(device, op, k_last, monkeypatch):
     form = {"trans_b": True} if op == "dsd" and k_last else {"trans_a": op == "dds" and not k_last}
     model = constants(f"packed_mma_{'k' if k_last else 'n'}_last_64")
     for launch, most in ((-1e6, FEW_TOKENS), (1e6, 0)):
@@ -162,13 +162,13 @@ def test_x_is_not_copied_if_a_cta_of_fewer_tokens_is_faster(block):
 
 @gpu
 @pytest.mark.parametrize("op", OPS)
-@shared.every_turn
+@shared.every_transposition
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_every_operand_may_be_transposed(op, turned, block, element):
+def test_every_operand_may_be_transposed(op, transposed, block, element):
     layout = random_layout(rows=5, cols=4, block=block)
     for n in (1, 6, 15, 24, 40, 64):
-        fields = {"trans_a": turned[0], "trans_b": turned[1], "element": element, "n": n}
+        fields = {"trans_a": transposed[0], "trans_b": transposed[1], "element": element, "n": n}
         random_check(plan_of, layout, op=op, **fields)
 
 
@@ -192,23 +192,23 @@ def test_edges_of_tiles(op, n):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @shared.every_density
-def test_lines_of_many_words(block, density):
+def test_block_rows_of_many_bit_words(block, density):
     for op in OPS:
-        shared.lines_of_many_words(plan_of, op, block, density)
+        shared.block_rows_of_many_bit_words(plan_of, op, block, density)
 
 
 @gpu
 @pytest.mark.parametrize("op", OPS)
-@shared.every_turn
+@shared.every_transposition
 @pytest.mark.parametrize("block", BLOCKS)
-def test_long_and_uneven_lines(op, turned, block):
+def test_long_and_uneven_block_rows(op, transposed, block):
     """Lines of several rounds of each warp, or of none; 16, eight and four warps; CTAs in many waves."""
     sizes = (3, 12288 // block), (3, 1024 // block), (33600 // block, 9)
     for seed, (lines, across) in enumerate(sizes):
         kept = np.random.default_rng(seed).random((1, lines, across)) < 1 / np.arange(1, lines + 1)[:, None]
         layout = BlockSparseLayout(kept, block)
-        layout = layout.transposed() if (op == "dds") != turned[op == "dds"] else layout
-        random_check(plan_of, layout, op=op, n=5, trans_a=turned[0], trans_b=turned[1], batch=1)
+        layout = layout.transposed() if (op == "dds") != transposed[op == "dds"] else layout
+        random_check(plan_of, layout, op=op, n=5, trans_a=transposed[0], trans_b=transposed[1], batch=1)
 
 
 @gpu
@@ -228,14 +228,14 @@ def test_epilogues(op, epilogue, element):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
-def test_what_meets_no_kept_block_is_not_read(op, block):
-    shared.what_meets_nothing_is_not_read(plan_of, op, block, [(np.s_[block:], np.nan)])
+def test_cells_without_a_kept_block_are_not_read(op, block):
+    shared.cells_without_a_kept_partner_are_not_read(plan_of, op, block, [(np.s_[block:], np.nan)])
 
 
 @gpu
-def test_a_line_without_a_block_beside_one_with_infinities():
+def test_an_empty_block_row_next_to_one_with_infinities():
     for block in BLOCKS:
-        shared.a_line_without_a_block_beside_one_with_infinities(plan_of, block)
+        shared.an_empty_block_row_next_to_one_with_infinities(plan_of, block)
 
 
 SUMS = (0, 1, 2, 3, 5, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 63, 64)
@@ -243,13 +243,13 @@ SUMS = (0, 1, 2, 3, 5, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 63, 64)
 
 
 @gpu
-@shared.every_turn
+@shared.every_transposition
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_every_sum_of_sdd(turned, block, element):
+def test_every_sum_of_sdd(transposed, block, element):
     layout = random_layout(rows=7, cols=5, block=block)
     for n, out in itertools.product(SUMS, results_of(element)):
-        fields = {"trans_a": turned[0], "trans_b": turned[1], "element": element, "out_element": out}
+        fields = {"trans_a": transposed[0], "trans_b": transposed[1], "element": element, "out_element": out}
         random_check(plan_of, layout, op="sdd", n=n, alpha=-0.75, **fields)
 
 
@@ -264,20 +264,23 @@ def test_layouts_of_sdd_at_their_edges(name, sizes):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @shared.every_density
-def test_uneven_lines_of_sdd(block, density):
-    shared.lines_of_many_words(plan_of, "sdd", block, density)
+def test_uneven_block_rows_of_sdd(block, density):
+    shared.block_rows_of_many_bit_words(plan_of, "sdd", block, density)
 
 
 @gpu
-@shared.every_turn
+@shared.every_transposition
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("n", [1, 5, 8, 31, 56])
-def test_sdd_multiplies_its_own_cells_alone(turned, block, n):
+def test_sdd_multiplies_its_own_cells_alone(transposed, block, n):
     """Another row's, column's or head's NaN is neighbour in memory of what a lane loads."""
     layout = random_layout(seed=n, heads=2, rows=4, cols=5, block=block)
-    plan = plan_of(layout=layout, op="sdd", n=n, trans_a=turned[0], trans_b=turned[1])
+    plan = plan_of(layout=layout, op="sdd", n=n, trans_a=transposed[0], trans_b=transposed[1])
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
-    for name, turn, line in (("a", turned[0], np.s_[:, :, 1::2]), ("b", not turned[1], np.s_[:, :, ::3])):
+    for name, turn, line in (
+        ("a", transposed[0], np.s_[:, :, 1::2]),
+        ("b", not transposed[1], np.s_[:, :, ::3]),
+    ):
         (operands[name].swapaxes(-1, -2) if turn else operands[name])[line] = np.nan
         operands[name][-1, -1] = np.nan
     rows, columns = np.arange(layout.shape.rows) % 2 == 0, np.arange(layout.shape.cols) % 3 > 0
@@ -296,24 +299,24 @@ def test_sdd_multiplies_its_own_cells_alone(turned, block, n):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("n", [1, 5, 16, 24, 40, 63])
-def test_bits_of_sdd_do_not_depend_on_its_schedule_or_on_what_is_transposed(block, n, monkeypatch):
+def test_bits_of_sdd_do_not_depend_on_schedule_or_transposition(block, n, monkeypatch):
     """One product in runs of any length, with each number of strips, and with A and B stored either way."""
     layout = random_layout(seed=block, heads=2, rows=9, cols=768 // block, block=block)
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=layout, n=n, element="bf16", batch=3)
     plain, chosen_one = random_operands(desc, layout, np.random.default_rng(n)), SddMmaSchedule.of(desc, 1)
     found = []
     strips = [one for one in (1, 2, 4) if one <= chosen_one.strips]
-    for number, (one, run, a_turned, b_turned) in enumerate(
+    for number, (one, run, a_transposed, b_transposed) in enumerate(
         itertools.product(strips, (1, 3, 32), (False, True), (False, True))
     ):
         schedule = chosen_one._replace(strips=one, run_blocks=run)
         monkeypatch.setattr(SddMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
-        turned = {"a": a_turned, "b": b_turned}
+        transposed = {"a": a_transposed, "b": b_transposed}
         stored = {
-            name: plain[name].swapaxes(-1, -2) if turn else plain[name] for name, turn in turned.items()
+            name: plain[name].swapaxes(-1, -2) if turn else plain[name] for name, turn in transposed.items()
         }
         plan = BlockSparseMatmulPlan.select(
-            desc.model_copy(update={"trans_a": a_turned, "trans_b": b_turned}),
+            desc.model_copy(update={"trans_a": a_transposed, "trans_b": b_transposed}),
             device=0,
             preference={**FORCED, "max_workspace_bytes": number},  # of its own: plans are cached
         )
@@ -328,8 +331,8 @@ def test_bits_of_sdd_do_not_depend_on_its_schedule_or_on_what_is_transposed(bloc
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
-def test_bits_do_not_depend_on_what_is_beside(op, block):
-    shared.bits_do_not_depend_on_what_is_beside(plan_of, op, block)
+def test_bits_do_not_depend_on_neighbours(op, block):
+    shared.bits_do_not_depend_on_neighbours(plan_of, op, block)
 
 
 @gpu
@@ -342,7 +345,7 @@ def test_bits_of_another_run(op):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("n", [1, 8, 12, 36, 63])
-def test_bits_do_not_depend_on_strips_or_on_what_is_transposed(op, block, n, monkeypatch):
+def test_bits_do_not_depend_on_strips_or_transposition(op, block, n, monkeypatch):
     """One product with the most strips and with one, and with either operand stored either way."""
     layout = random_layout(seed=block, heads=2, rows=768 // block, cols=1280 // block, block=block)
     sparse, dense = ("a", "b") if op == "dsd" else ("b", "a")
@@ -351,12 +354,12 @@ def test_bits_do_not_depend_on_strips_or_on_what_is_transposed(op, block, n, mon
         BlockSparseMatmulDescriptor(layout=layout, **fields), layout, np.random.default_rng(n)
     )
     found, strips = [], []
-    for most, s_turned, x_turned in itertools.product((True, False), (False, True), (False, True)):
-        operands = _turned(plain, sparse) if s_turned else plain
-        if x_turned:
+    for most, s_transposed, x_transposed in itertools.product((True, False), (False, True), (False, True)):
+        operands = _transposed(plain, sparse) if s_transposed else plain
+        if x_transposed:
             operands = operands.with_(**{dense: np.ascontiguousarray(operands[dense].swapaxes(-1, -2))})
-        turned = {f"trans_{sparse}": s_turned, f"trans_{dense}": x_turned}
-        desc = BlockSparseMatmulDescriptor(layout=operands.layout, **fields, **turned)
+        transposed = {f"trans_{sparse}": s_transposed, f"trans_{dense}": x_transposed}
+        desc = BlockSparseMatmulDescriptor(layout=operands.layout, **fields, **transposed)
         tried = [one for one in BlocksMmaSchedule.candidates(desc) if one.warps == 8]
         schedule = tried[0 if most else -1]
         monkeypatch.setattr(BlocksMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
@@ -368,25 +371,25 @@ def test_bits_do_not_depend_on_strips_or_on_what_is_transposed(op, block, n, mon
     assert all(same_bits(found[0], one) for one in found)
 
 
-def of_lengths(block: int, seed: int, *, turned: bool) -> BlockSparseLayout:
+def of_lengths(block: int, seed: int, *, transposed: bool) -> BlockSparseLayout:
     """Block rows of op(S) with lengths round those at which the number of shares changes, and a long one."""
     lengths = (0, 1, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 47, 64, 65, 600)
     rng = np.random.default_rng(seed)
     kept = np.zeros((1, len(lengths), 10240 // block + 8), bool)
     for row, length in enumerate(lengths):
         kept[0, row, rng.permutation(kept.shape[2])[: max(length * 16 // block, min(length, 1))]] = True
-    return BlockSparseLayout(kept.transpose(0, 2, 1) if turned else kept, block)
+    return BlockSparseLayout(kept.transpose(0, 2, 1) if transposed else kept, block)
 
 
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
-@shared.every_turn
+@shared.every_transposition
 @pytest.mark.parametrize("n", [1, 12, 28, 64])
-def test_bits_do_not_depend_on_the_number_of_warps(op, block, turned, n, monkeypatch):
-    layout = of_lengths(block, n, turned=turned[op == "dds"] != (op == "dds"))
+def test_bits_do_not_depend_on_the_number_of_warps(op, block, transposed, n, monkeypatch):
+    layout = of_lengths(block, n, transposed=transposed[op == "dds"] != (op == "dds"))
     desc = BlockSparseMatmulDescriptor(
-        op=op, layout=layout, n=n, trans_a=turned[0], trans_b=turned[1], element="bf16", batch=2
+        op=op, layout=layout, n=n, trans_a=transposed[0], trans_b=transposed[1], element="bf16", batch=2
     )
     operands = random_operands(desc, layout, np.random.default_rng(block))
     chosen_one, found = BlocksMmaSchedule.of(desc, 132), []
@@ -451,7 +454,7 @@ def test_more_warps_share_the_rows_of_a_packed_operand_with_a_long_one(block):
     assert same_bits(*results)
 
 
-def _turned(operands: Operands, sparse: str) -> Operands:
+def _transposed(operands: Operands, sparse: str) -> Operands:
     """The operands with the sparse one stored transposed."""
     layout = operands.layout
     places = np.full(layout.bitmap.shape, -1)

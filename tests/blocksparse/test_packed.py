@@ -82,14 +82,14 @@ def test_a_long_row_of_blocks_makes_a_dense_copy_the_faster():
     assert chosen(layout=wide, n=128, longest_panel=512).chosen == "packed_dense"
 
 
-@pytest.mark.parametrize(("op", "turned"), [("dsd", False), ("dsd", True), ("dds", False), ("dds", True)])
-def test_the_longest_panel_is_the_layouts(op, turned):
+@pytest.mark.parametrize(("op", "transposed"), [("dsd", False), ("dsd", True), ("dds", False), ("dds", True)])
+def test_the_longest_panel_is_the_layouts(op, transposed):
     kept = np.zeros((2, 9, 30), bool)
     kept[1, 3, :25], kept[0, :, 4] = True, True  # of blocks of 64 a panel has two block rows
     layout = BlockSparseLayout(kept, 64)
-    trans = {"trans_b" if op == "dds" else "trans_a": turned}
+    trans = {"trans_b" if op == "dds" else "trans_a": transposed}
     desc = described(op=op, layout=layout, **trans)
-    assert desc.longest_panel == (9 if (op == "dds") != turned else 25)
+    assert desc.longest_panel == (9 if (op == "dds") != transposed else 25)
     assert described(op=op, layout=layout, longest_panel=7).longest_panel == 7
     assert described(op=op, layout=layout, packed=False, **trans).longest_panel == desc.longest_panel
     assert described(op=op, layout=layout.shape, packed=False).longest_panel == 0
@@ -114,14 +114,14 @@ def test_a_long_row_of_blocks_gets_narrower_tiles(block, n):
 
 
 @pytest.mark.parametrize("n", [1000, 1001, 1002])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("op", OPS)
-def test_many_small_blocks_become_dense_for_rows_of_any_length(op, turned, n):
+def test_many_small_blocks_become_dense_for_rows_of_any_length(op, transposed, n):
     """A dense product copies rows that are no multiples of 16 bytes to rows that are, which costs little."""
-    many = {"op": op, "trans_a": turned, "trans_b": turned, "density": 0.6, "block": 16, "n": n}
+    many = {"op": op, "trans_a": transposed, "trans_b": transposed, "density": 0.6, "block": 16, "n": n}
     found = chosen(**many)
     assert found.chosen == "packed_dense"
-    assert ("transposed first" in found.details) == (n > 1000 and op == "dds" and turned)
+    assert ("transposed first" in found.details) == (n > 1000 and op == "dds" and transposed)
     assert ("rows of c are padded" in found.details) == (n > 1000 and op == "dsd")
 
 
@@ -288,8 +288,8 @@ def plan_of(form: str, **fields: Any) -> BlockSparseMatmulPlan:
 @pytest.mark.parametrize("sizes", [{}, {"n": 0}, {"batch": 0}, {"n": 1}, {"n": 63, "batch": 2}])
 def test_every_form_gives_the_product(form, op, layout, sizes):
     rng = np.random.default_rng(5)
-    for turned in (False, True):
-        plan = plan_of(form, op=op, layout=layout, trans_a=turned, trans_b=turned, **sizes)
+    for transposed in (False, True):
+        plan = plan_of(form, op=op, layout=layout, trans_a=transposed, trans_b=transposed, **sizes)
         check(plan, random_operands(plan.descriptor, layout, rng))
 
 

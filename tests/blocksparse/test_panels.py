@@ -110,7 +110,7 @@ def test_no_layout_has_more_slices_than_its_shape_allows(layout, by_columns, row
 
 @given(long_rows(), st.booleans())
 def test_narrow_panels_are_cut_where_their_panel_is(layout, by_columns):
-    """So a result's bits are the same for both widths."""
+    """A result's bits are therefore the same for both widths."""
     if layout.shape.block > 32:
         return
     wide = slices_of(layout, by_columns=by_columns)

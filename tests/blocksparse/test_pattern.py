@@ -270,10 +270,10 @@ def test_what_pruning_refuses():
 @every_row
 @every_block
 @pytest.mark.parametrize("op", ["dsd", "dds"])
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
-def test_every_operand_may_be_transposed(row, block, op, turned):
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
+def test_every_operand_may_be_transposed(row, block, op, transposed):
     layout = random_layout(heads=1, rows=2, cols=3, block=block)
-    random_check(row, layout, op=op, trans_a=turned[0], trans_b=turned[1], n=9)
+    random_check(row, layout, op=op, trans_a=transposed[0], trans_b=transposed[1], n=9)
 
 
 @every_row
@@ -296,10 +296,10 @@ def test_any_product(seed, op, turn, n):
 
 
 @pytest.mark.parametrize("op", ["dsd", "dds"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_strict_is_one_fma_a_kept_cell_in_increasing_k(op, turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strict_is_one_fma_a_kept_cell_in_increasing_k(op, transposed):
     layout = random_layout(seed=2, heads=1, rows=2, cols=2, block=64)
-    plan = plan_of("host_strict", layout=layout, op=op, n=5, trans_a=turned, trans_b=turned, batch=1,
+    plan = plan_of("host_strict", layout=layout, op=op, n=5, trans_a=transposed, trans_b=transposed, batch=1,
                    element="f16", out_element="f32")  # fmt: skip
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(1))
     got = case_of(plan, operands).run()["c"].view(np.float32)
@@ -310,7 +310,7 @@ def test_strict_is_one_fma_a_kept_cell_in_increasing_k(op, turned):
         for one in (operands[sparse], ones)
     )
     x = operands[other][0, 0]
-    x, whole, kept = (one.T if turned else one for one in (x, whole, kept))
+    x, whole, kept = (one.T if transposed else one for one in (x, whole, kept))
     left, used, right = (whole, kept, x) if op == "dsd" else (whole.T, kept.T, x.T)
     acc = np.zeros((left.shape[0], right.shape[1]), np.float32)
     for k in range(left.shape[1]):

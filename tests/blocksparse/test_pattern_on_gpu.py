@@ -60,7 +60,7 @@ def test_why_not():
 
 
 @pytest.mark.parametrize(("rows", "cols", "batch"), [(4096, 4096, 1), (8192, 8192, 1), (4096, 14336, 3)])
-def test_bands_are_of_equal_size_and_fit_the_l2_cache(rows, cols, batch):
+def test_raster_groups_are_equal_and_fit_the_l2_cache(rows, cols, batch):
     """The X that the work tiles of a raster group read fits the L2 cache."""
     shape = BlockSparseShape(heads=1, rows=rows, cols=cols, block=128, blocks=200)
     desc = BlockSparseMatmulDescriptor(
@@ -78,12 +78,12 @@ def test_bands_are_of_equal_size_and_fit_the_l2_cache(rows, cols, batch):
 
 @gpu
 @pytest.mark.parametrize("op", OPS)
-@shared.every_turn
+@shared.every_transposition
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_every_operand_may_be_transposed(op, turned, block, element):
+def test_every_operand_may_be_transposed(op, transposed, block, element):
     layout = random_layout(rows=5, cols=4, block=block)
-    random_check(plan_of, layout, op=op, trans_a=turned[0], trans_b=turned[1], element=element)
+    random_check(plan_of, layout, op=op, trans_a=transposed[0], trans_b=transposed[1], element=element)
 
 
 @gpu
@@ -117,9 +117,9 @@ def test_wide_tiles_and_clusters(op, block):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @shared.every_density
-def test_lines_of_many_words(block, density):
+def test_block_rows_of_many_bit_words(block, density):
     for op in OPS:
-        shared.lines_of_many_words(plan_of, op, block, density)
+        shared.block_rows_of_many_bit_words(plan_of, op, block, density)
 
 
 @gpu
@@ -139,16 +139,16 @@ def test_epilogues(op, epilogue, element):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
-def test_what_meets_no_kept_cell_is_not_read(op, block):
-    """Neither of blocks that aren't kept, nor of kept ones' cells that aren't."""
+def test_cells_without_a_kept_cell_are_not_read(op, block):
+    """Cells of X are not read for blocks that aren't kept, nor for the pruned cells of kept blocks."""
     worst = [(np.s_[block:], np.inf), (np.s_[2::4], np.nan), (np.s_[3::4], -np.inf)]
-    shared.what_meets_nothing_is_not_read(plan_of, op, block, worst)
+    shared.cells_without_a_kept_partner_are_not_read(plan_of, op, block, worst)
 
 
 @gpu
-def test_a_line_without_a_block_beside_one_with_infinities():
+def test_an_empty_block_row_next_to_one_with_infinities():
     """Lines of blocks of 64 share columns of X."""
-    shared.a_line_without_a_block_beside_one_with_infinities(plan_of, 64)
+    shared.an_empty_block_row_next_to_one_with_infinities(plan_of, 64)
 
 
 # Bits ---------------------------------------------------------------------------------------------
@@ -157,8 +157,8 @@ def test_a_line_without_a_block_beside_one_with_infinities():
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
-def test_bits_do_not_depend_on_what_is_beside(op, block):
-    shared.bits_do_not_depend_on_what_is_beside(plan_of, op, block)
+def test_bits_do_not_depend_on_neighbours(op, block):
+    shared.bits_do_not_depend_on_neighbours(plan_of, op, block)
 
 
 @gpu

@@ -75,10 +75,10 @@ def test_every_operand_may_be_transposed(row, op, trans_a, trans_b):
 def test_layouts_and_sizes_at_their_edges(row, op, layout):
     """Sums over nothing are zeros, and results are written wherever there are any."""
     sizes: list[dict[str, int]] = [{}, {"n": 0}, {"batch": 0}, {"n": 1, "batch": 1}]
-    turned: list[dict[str, bool]] = [{}, {"trans_a": True, "trans_b": True}]
+    transposed: list[dict[str, bool]] = [{}, {"trans_a": True, "trans_b": True}]
     check_each(
         partial(random_check, row, layout, op=op),
-        ({**size, **turn} for size, turn in itertools.product(sizes, turned)),
+        ({**size, **turn} for size, turn in itertools.product(sizes, transposed)),
     )
 
 
@@ -114,13 +114,13 @@ def test_a_row_without_blocks_is_the_epilogue_of_zero(row):
 @given(
     layout=layouts(4),
     op=st.sampled_from(OPS),
-    turned=st.tuples(st.booleans(), st.booleans()),
+    transposed=st.tuples(st.booleans(), st.booleans()),
     element=st.sampled_from(["f32", "bf16", "s8"]),
     n=st.integers(0, 20),
     alpha=st.sampled_from([1.0, 0.0, -0.3]),
 )
-def test_any_product(layout, op, turned, element, n, alpha):
-    fields = {"trans_a": turned[0], "trans_b": turned[1], "element": element, "n": n, "alpha": alpha}
+def test_any_product(layout, op, transposed, element, n, alpha):
+    fields = {"trans_a": transposed[0], "trans_b": transposed[1], "element": element, "n": n, "alpha": alpha}
     random_check("host_blas", layout, op=op, **fields)
 
 
@@ -134,7 +134,7 @@ def test_sums_of_8_bit_integers_are_exact():
 
 @every_row
 @every_op
-def test_what_meets_no_kept_block_is_not_read(row, op):
+def test_cells_without_a_kept_block_are_not_read(row, op):
     layout = BlockSparseLayout([[[1, 0], [1, 0]]], 16)
     plan = plan_of(row, layout=layout, op=op, batch=1, n=16)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
@@ -155,10 +155,10 @@ def test_what_meets_no_kept_block_is_not_read(row, op):
 
 
 @every_op
-@pytest.mark.parametrize("turned", [False, True])
-def test_strict_is_one_fma_a_kept_product_in_increasing_k(op, turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strict_is_one_fma_a_kept_product_in_increasing_k(op, transposed):
     layout = random_layout(seed=2, heads=2, rows=3, cols=3)
-    plan = plan_of("host_strict", layout=layout, op=op, n=7, trans_a=turned, trans_b=turned)
+    plan = plan_of("host_strict", layout=layout, op=op, n=7, trans_a=transposed, trans_b=transposed)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(1))
     got = case_of(plan, operands).run()["c"].view(np.float32)
     kept = np.kron(layout.bitmap, np.ones((16, 16), bool))
@@ -168,7 +168,7 @@ def test_strict_is_one_fma_a_kept_product_in_increasing_k(op, turned):
         a, used_a = layout.to_dense(a), kept
     if op == "dds":
         b, used_b = layout.to_dense(b), kept
-    if turned:
+    if transposed:
         a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
         used_a, used_b = (one if one is None else one.swapaxes(-1, -2) for one in (used_a, used_b))
     acc = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)

@@ -25,7 +25,7 @@ from ..strategies import results_of
 from ..support import same_bits
 from . import products_on_gpu as shared
 from .problems import Operands, case_of, random_operands
-from .products_on_gpu import TURNS, gpu, random_check
+from .products_on_gpu import TRANSPOSITIONS, gpu, random_check
 from .sample_layouts import random_layout
 from .test_products import check
 
@@ -93,7 +93,7 @@ def test_what_is_chosen():
 
 
 @pytest.mark.parametrize("block", [16, 32])
-def test_an_sdd_of_small_blocks_is_inflated_where_that_is_predicted_to_be_faster(block, monkeypatch):
+def test_sdd_of_small_blocks_is_inflated_if_predicted_faster(block, monkeypatch):
     layout = SHAPE.model_copy(update={"block": block, "blocks": (4096 // block) ** 2 // 5})
     model = constants(f"sampled_blocks_{block}")
     for launch, wanted in ((-1e6, "blocks_wgmma"), (1e6, "inflate_cublas")):
@@ -116,8 +116,8 @@ def test_what_is_chosen_for_8_bits(element, op):
     assert chosen(op=op, element=element, **K_LAST) == "blocks_wgmma"
     none = {"max_workspace_bytes": 0}
     assert chosen(op=op, element=element, preference=none, **K_LAST) == "blocks_wgmma"
-    for turned in TURNS:
-        fields = {"op": op, "element": element, "trans_a": turned[0], "trans_b": turned[1]}
+    for transposed in TRANSPOSITIONS:
+        fields = {"op": op, "element": element, "trans_a": transposed[0], "trans_b": transposed[1]}
         assert chosen(**fields) == "blocks_wgmma"
         if fields["trans_a"] or not fields["trans_b"]:  # it has something to transpose
             assert chosen(preference=none, **fields) == "blocks_strict_any"
@@ -154,15 +154,15 @@ def test_why_not():
 @gpu
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("op", OPS)
-@shared.every_turn
+@shared.every_transposition
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_operand_may_be_transposed(row, op, turned, block):
+def test_every_operand_may_be_transposed(row, op, transposed, block):
     elements = ROWS[row]
     if row == "blocks_wgmma" and (op == "sdd" or block >= 32):
         elements += OF_8_BITS
     for element in elements:
         layout = random_layout(rows=5, cols=4, block=block)
-        fields = {"n": 80, "trans_a": turned[0], "trans_b": turned[1], "element": element}
+        fields = {"n": 80, "trans_a": transposed[0], "trans_b": transposed[1], "element": element}
         random_check(partial(plan_of, row), layout, op=op, **fields)
 
 
@@ -187,9 +187,9 @@ def test_edges_of_tiles(op, n):
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @shared.every_density
-def test_lines_of_many_words(block, density):
+def test_block_rows_of_many_bit_words(block, density):
     for op in OPS:
-        shared.lines_of_many_words(wgmma, op, block, density)
+        shared.block_rows_of_many_bit_words(wgmma, op, block, density)
 
 
 @gpu
@@ -247,10 +247,12 @@ def test_the_strict_kernel_has_the_bits_of_the_oracle(op, element):
     """Operands of any size hold subnormals, signed zeros, Inf and NaN; s8 on tensor cores too."""
     rng = np.random.default_rng(7)
     endings = itertools.cycle([(37, "identity"), (160, "bias_silu"), (7, "bias_gelu")])
-    for (block, turned), (n, epilogue) in zip(itertools.product(BLOCKS, TURNS), endings, strict=False):
+    for (block, transposed), (n, epilogue) in zip(
+        itertools.product(BLOCKS, TRANSPOSITIONS), endings, strict=False
+    ):
         layout = random_layout(seed=block, rows=3, cols=4, block=block)
         fields = {"op": op, "layout": layout, "n": n, "element": element, "alpha": 0.75}
-        fields |= {"trans_a": turned[0], "trans_b": turned[1]}
+        fields |= {"trans_a": transposed[0], "trans_b": transposed[1]}
         fields["epilogue"] = "identity" if op == "sdd" else epilogue
         plans = [
             BlockSparseMatmulPlan.select(
@@ -286,8 +288,10 @@ def _special(operands: Operands, rng: np.random.Generator) -> Operands:
 def test_s8_of_extremes(op):
     """The largest sums: every product is 2^14."""
     layout = random_layout(seed=2, heads=1, rows=3, cols=40, block=64, density=0.9)
-    for row, turned in (("blocks_wgmma", (False, True)), ("blocks_strict", (True, False))):
-        plan = plan_of(row, layout=layout, op=op, n=512, element="s8", trans_a=turned[0], trans_b=turned[1])
+    for row, transposed in (("blocks_wgmma", (False, True)), ("blocks_strict", (True, False))):
+        plan = plan_of(
+            row, layout=layout, op=op, n=512, element="s8", trans_a=transposed[0], trans_b=transposed[1]
+        )
         operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
         operands = operands.with_(**{name: np.full_like(operands[name], -128) for name in "ab"})
         check(plan, operands)
@@ -301,13 +305,13 @@ def test_a_wide_sdd(row):
 
 
 def results_by_schedule(
-    op: str, layout: BlockSparseLayout, turned: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+    op: str, layout: BlockSparseLayout, transposed: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> list[np.ndarray]:
-    """The same product with each schedule that the kernel's own choice is made of, checked.
+    """Results of one product with each schedule that the kernel chooses from, checked.
 
     It is batch invariant, because whether panels are cut may depend on the schedule otherwise.
     """
-    fields = {"op": op, "layout": layout, "n": 200, "trans_a": turned[0], "trans_b": turned[1]}
+    fields = {"op": op, "layout": layout, "n": 200, "trans_a": transposed[0], "trans_b": transposed[1]}
     desc, results = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16"), []
     for one in schedules.schedules_by_density(desc):
         monkeypatch.setattr(schedules, "best_schedule", lambda *_, one=one: one)
@@ -324,9 +328,9 @@ def results_by_schedule(
 
 
 @gpu
-@pytest.mark.parametrize("turned", TURNS)
+@pytest.mark.parametrize("transposed", TRANSPOSITIONS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, turned, monkeypatch):
+def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, transposed, monkeypatch):
     """Strips of no, one and all columns, in one item and in several; of blocks of 16 the last is short."""
     layout = random_layout(
         seed=block, heads=2, rows=528 // block, cols=1040 // block, block=block, density=0.3
@@ -335,14 +339,14 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, turned, monkeypatch
     kept[0, :lines], kept[0, lines : 2 * lines] = False, True
     kept[1, :lines], kept[1, :lines, -1:] = False, True
     layout = BlockSparseLayout(kept, block)
-    first, *others = results_by_schedule("sdd", layout, turned, monkeypatch)
+    first, *others = results_by_schedule("sdd", layout, transposed, monkeypatch)
     assert len(others) == 5
     assert all(same_bits(first, one) for one in others)
 
 
 @gpu
-@pytest.mark.parametrize("turned", TURNS)
-def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(turned, monkeypatch):
+@pytest.mark.parametrize("transposed", TRANSPOSITIONS)
+def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(transposed, monkeypatch):
     """More strips than a warp has lanes, which search them for those with another item; many are as long."""
     rng, strips, lines = np.random.default_rng(8), 41, 161
     kept = np.zeros((2, lines, 65), bool)  # of the last strip one line
@@ -350,16 +354,16 @@ def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(turned, monk
     for (head, strip), columns in np.ndenumerate(columns_of_strips):
         met = rng.integers(4 * strip, min(4 * strip + 4, lines), columns)
         kept[head, met, rng.permutation(65)[:columns]] = True
-    first, *others = results_by_schedule("sdd", BlockSparseLayout(kept, 16), turned, monkeypatch)
+    first, *others = results_by_schedule("sdd", BlockSparseLayout(kept, 16), transposed, monkeypatch)
     assert len(others) == 5
     assert all(same_bits(first, one) for one in others)
 
 
 @gpu
-@pytest.mark.parametrize("turned", TURNS)
+@pytest.mark.parametrize("transposed", TRANSPOSITIONS)
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("op", ["dsd", "dds"])
-def test_bits_of_small_blocks_do_not_depend_on_the_schedule(op, block, turned, monkeypatch):
+def test_bits_of_small_blocks_do_not_depend_on_the_schedule(op, block, transposed, monkeypatch):
     """Strips of no, one and all columns, some met in the second half of their rows alone, and a short one."""
     lines, half = 128 // block, 64 // block
     layout = random_layout(
@@ -370,9 +374,9 @@ def test_bits_of_small_blocks_do_not_depend_on_the_schedule(op, block, turned, m
     kept[0, 2 * lines : 2 * lines + half] = False
     kept[1, :lines], kept[1, half:lines, -1:] = False, True
     layout = BlockSparseLayout(kept, block)
-    if (op == "dds") != turned[op == "dds"]:  # strips are columns of the sparse matrix as it is stored
+    if (op == "dds") != transposed[op == "dds"]:  # strips are columns of the sparse matrix as it is stored
         layout = layout.transposed()
-    first, *others = results_by_schedule(op, layout, turned, monkeypatch)
+    first, *others = results_by_schedule(op, layout, transposed, monkeypatch)
     assert len(others) == 4
     assert all(same_bits(first, one) for one in others)
 
@@ -380,16 +384,16 @@ def test_bits_of_small_blocks_do_not_depend_on_the_schedule(op, block, turned, m
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", ["dsd", "dds"])
-def test_what_meets_no_kept_block_is_not_read(op, block):
+def test_cells_without_a_kept_block_are_not_read(op, block):
     worst = [(np.s_[block:], np.inf if op == "dsd" else np.nan)]
-    shared.what_meets_nothing_is_not_read(wgmma, op, block, worst)
+    shared.cells_without_a_kept_partner_are_not_read(wgmma, op, block, worst)
 
 
 @gpu
-def test_a_line_without_a_block_beside_one_with_infinities():
+def test_an_empty_block_row_next_to_one_with_infinities():
     """Small blocks of a tile share steps."""
     for block in BLOCKS:
-        shared.a_line_without_a_block_beside_one_with_infinities(wgmma, block)
+        shared.an_empty_block_row_next_to_one_with_infinities(wgmma, block)
 
 
 # Bits ---------------------------------------------------------------------------------------------
@@ -398,13 +402,13 @@ def test_a_line_without_a_block_beside_one_with_infinities():
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", ["dsd", "dds"])
-def test_bits_do_not_depend_on_what_is_beside(op, block):
-    shared.bits_do_not_depend_on_what_is_beside(wgmma, op, block)
+def test_bits_do_not_depend_on_neighbours(op, block):
+    shared.bits_do_not_depend_on_neighbours(wgmma, op, block)
 
 
 @gpu
 @pytest.mark.parametrize(("op", "trans_b"), [("dds", False), ("dds", True), ("dsd", True), ("sdd", False)])
-def test_bits_do_not_depend_on_what_is_transposed_first(op, trans_b):
+def test_bits_do_not_depend_on_transposing_pre_passes(op, trans_b):
     layout = random_layout(seed=5, heads=1, rows=128, cols=128, block=16, density=0.1)
     fields = {"op": op, "layout": layout, "n": 2048, "element": "bf16", "trans_b": trans_b}
     plans = [

@@ -94,7 +94,7 @@ def test_every_schedule_that_may_be_taken_was_measured(op, block):
         assert {name_of(one) for one in schedules_by_density(desc)} <= times.keys()
 
 
-def test_an_x_that_a_pre_pass_transposes_takes_the_time_of_one_stored_so():
+def test_the_predicted_time_of_a_transposed_x_is_close():
     lines = [
         (described(row), row)
         for row in beside_inflated("nvidia_h200")

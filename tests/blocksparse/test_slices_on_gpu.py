@@ -26,7 +26,7 @@ from ..sample_devices import H200
 from ..support import same_bits
 from . import products_on_gpu as shared
 from .problems import Operands, case_of, random_operands
-from .products_on_gpu import TURNS, gpu
+from .products_on_gpu import TRANSPOSITIONS, gpu
 from .test_products import check
 
 BLOCKS = (16, 32, 64, 128)
@@ -36,13 +36,15 @@ every_block = pytest.mark.parametrize("block", BLOCKS)
 every_op = pytest.mark.parametrize("op", ["dsd", "dds"])
 
 
-def uneven(op: str, block: int, *, turned: bool = False, heads: int = 1, seed: int = 0) -> BlockSparseLayout:
+def uneven(
+    op: str, block: int, *, transposed: bool = False, heads: int = 1, seed: int = 0
+) -> BlockSparseLayout:
     """4,096 k and 1,280 rows of op(S). Two rows keep most columns, the others few."""
     rng = np.random.default_rng(seed)
     lines, across = 1280 // block, 4096 // block
     kept = rng.random((heads, lines, across)) < 0.02
     kept[:, lines // 2], kept[:, lines - 1, 3:] = True, rng.random((heads, across - 3)) < 0.8
-    return BlockSparseLayout(kept.transpose(0, 2, 1) if turned != (op == "dds") else kept, block)
+    return BlockSparseLayout(kept.transpose(0, 2, 1) if transposed != (op == "dds") else kept, block)
 
 
 def select(preference: Any = None, **fields: Any) -> BlockSparseMatmulPlan:
@@ -70,10 +72,10 @@ def in_turn(**fields: Any) -> BlockSparseMatmulPlan:
 @gpu
 @every_op
 @every_block
-@pytest.mark.parametrize("turned", TURNS)
-def test_results(op, block, turned):
-    layout = uneven(op, block, turned=turned[0 if op == "dsd" else 1], heads=2)
-    plan = plan_of(op=op, layout=layout, trans_a=turned[0], trans_b=turned[1])
+@pytest.mark.parametrize("transposed", TRANSPOSITIONS)
+def test_results(op, block, transposed):
+    layout = uneven(op, block, transposed=transposed[0 if op == "dsd" else 1], heads=2)
+    plan = plan_of(op=op, layout=layout, trans_a=transposed[0], trans_b=transposed[1])
     assert plan.workspace_size() > 0
     check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(5)))
 
@@ -94,8 +96,8 @@ def test_bits_without_a_workspace_are_those_with_one(op, block, n):
 @gpu
 @every_op
 @every_block
-def test_bits_do_not_depend_on_what_is_beside(op, block):
-    """Nor on n, the width of panels, or the batch."""
+def test_bits_do_not_depend_on_neighbours(op, block):
+    """Bits don't depend on n, the width of panels, or the batch either."""
     layout = uneven(op, block)
     whole = plan_of(op=op, layout=layout, n=1040)
     operands = random_operands(whole.descriptor, layout, np.random.default_rng(1))
@@ -138,7 +140,7 @@ def test_bits_of_another_run(block):
 
 @gpu
 @every_block
-def test_captured_launches_count_anew_and_follow_the_mask(block):
+def test_replays_count_again_and_follow_the_mask(block):
     layout = uneven("dsd", block, heads=2)
     shared.captured_launches_follow_the_mask(plan_of(op="dsd", layout=layout, batch=1), layout)
 
@@ -196,9 +198,9 @@ def test_a_plan_that_need_not_be_invariant_cuts_for_little_work(op, block):
     assert same_bits(check(plan, operands), check(plan_of(op=op, layout=layout), operands))
 
 
-def many_panels(op: str, block: int, seed: int = 0) -> BlockSparseLayout:
-    """64 row panels or so, of which some are much longer than the others, and some keep no block."""
-    rng = np.random.default_rng(seed)
+def many_panels(op: str, block: int) -> BlockSparseLayout:
+    """About 64 row panels: some are much longer than the others, and some keep no block."""
+    rng = np.random.default_rng(0)
     lines, across = 8192 // block, 2048 // block
     kept = rng.random((1, lines, across)) < rng.choice([0.0, 0.02, 0.1], (1, lines, 1), p=[0.1, 0.8, 0.1])
     kept[:, :: lines // 5] = True
@@ -240,7 +242,7 @@ def test_claimed_work_tiles_are_all_computed(slices, op, block, n):
 @gpu
 @every_claim
 @every_block
-def test_captured_launches_claim_anew(slices, block):
+def test_replays_claim_work_tiles_again(slices, block):
     shared.captured_launches_follow_the_mask(claiming(slices, "dsd", block, 4096), many_panels("dsd", block))
 
 

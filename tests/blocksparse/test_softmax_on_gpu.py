@@ -23,7 +23,7 @@ from ..sample_devices import A100, H200
 from ..support import same_bits
 from .problems import Operands, captured_launches_follow_the_mask, case_of, kept_cells, random_operands
 from .sample_layouts import EDGES, random_layout
-from .test_softmax import FLOATS, MASKS, check
+from .test_softmax import FLOATS, MASKS, check, check_masked_rows
 
 gpu = pytest.mark.gpu
 OPS = ("forward", "backward")
@@ -149,14 +149,7 @@ def test_any_scale(scale):
 @pytest.mark.parametrize("count", [3, 150])
 def test_a_row_that_is_masked_as_a_whole_is_zeros(by, kind, count):
     layout = uneven(16, (count, count))
-    plan = plan_of(layout, element="f32", **{by: kind})
-    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
-    mask = np.full(operands[by].shape, 0 if kind == "mul" else -np.inf, np.float32)
-    if by == "attn_mask":
-        mask[5:] = 1
-    got = layout.to_dense(check(plan, operands.with_(**{by: mask})))
-    assert (got[:, :, : 5 if by == "attn_mask" else 32] == 0).all()
-    assert not np.signbit(got).any()
+    check_masked_rows(plan_of(layout, element="f32", **{by: kind}), layout, by, kind)
 
 
 @gpu
@@ -219,7 +212,7 @@ def test_a_row_of_nan_is_not_treated_as_masked():
 @gpu
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("element", FLOATS)
-def test_bits_do_not_depend_on_what_is_beside(op, element):
+def test_bits_do_not_depend_on_neighbours(op, element):
     """Batch invariance: the same of a run again, in place, in a batch of one, and with the rows elsewhere."""
     layout = uneven(16, (150, 0, 1, 17, 130, 40))
     plan = plan_of(layout, op=op, batch=3, element=element)

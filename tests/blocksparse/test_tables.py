@@ -49,20 +49,20 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
             mine = slice(head * lines, (head + 1) * lines)
             assert order[mine].tolist() == sorted(range(mine.start, mine.stop), key=lambda at: -counts[at])
     assert found.row_pointers[-1] == found.column_pointers[-1] == len(places)
-    turned, block = layout.bitmap.transpose(0, 2, 1), layout.shape.block
+    transposed, block = layout.bitmap.transpose(0, 2, 1), layout.shape.block
     check_bits(layout.bitmap, found.row_bits)
-    check_bits(turned, found.column_bits)
+    check_bits(transposed, found.column_bits)
     check_order(layout.bitmap, 128 // block, found.row_panels, found.row_panel_columns)
-    check_order(turned, 128 // block, found.column_panels, found.column_panel_rows)
+    check_order(transposed, 128 // block, found.column_panels, found.column_panel_rows)
     check_order(layout.bitmap, max(64 // block, 1), found.row_narrow_panels, found.row_narrow_panel_columns)
-    check_order(turned, max(64 // block, 1), found.column_narrow_panels, found.column_narrow_panel_rows)
+    check_order(transposed, max(64 // block, 1), found.column_narrow_panels, found.column_narrow_panel_rows)
     check_groups(layout, found)
     if layout.shape.block < 64:
         rows = found.row_panel_pointers, found.row_panel_kept, found.row_panel_places
         check_strips(layout.bitmap, 128 // layout.shape.block, places, rows)
         columns = found.column_panel_pointers, found.column_panel_kept, found.column_panel_places
-        turned_places = [(head, col, row) for head, row, col in places]
-        check_strips(turned, 128 // layout.shape.block, turned_places, columns)
+        transposed_places = [(head, col, row) for head, row, col in places]
+        check_strips(transposed, 128 // layout.shape.block, transposed_places, columns)
         tiles = found.row_narrow_panel_pointers, found.row_narrow_panel_kept, found.row_narrow_panel_places
         check_strips(layout.bitmap, 64 // layout.shape.block, places, tiles)
         tiles = (
@@ -70,7 +70,7 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
             found.column_narrow_panel_kept,
             found.column_narrow_panel_places,
         )
-        check_strips(turned, 64 // layout.shape.block, turned_places, tiles)
+        check_strips(transposed, 64 // layout.shape.block, transposed_places, tiles)
     else:
         assert found.row_panel_pointers.size == found.column_panel_places.size == 0
         assert found.row_narrow_panel_pointers.size == found.column_narrow_panel_places.size == 0
@@ -189,7 +189,7 @@ def test_a_copy_has_memory_of_its_own(copied):
 def test_tables_that_another_version_pickled_are_refused():
     restore, (shape, memory, device) = BlockSparseTables(random_layout()).__reduce__()
     assert restore(shape, memory, device).view.readonly
-    with pytest.raises(InvalidProblemError, match=r"expected \d+ integers for .*, got \d+; make them anew"):
+    with pytest.raises(InvalidProblemError, match=r"expected \d+ integers for .*, got \d+; make them again"):
         restore(shape, memory[:-1], device)
 
 

@@ -161,7 +161,7 @@ def test_an_interrupted_run_leaves_nothing(model, tmp_path, stop_at):
     assert list(tmp_path.iterdir()) == [model]
 
 
-def test_a_disk_that_fills_is_an_error_of_the_new_file(model, tmp_path):
+def test_a_full_disk_is_an_error_of_the_final_path(model, tmp_path):
     """Be it while a shard is written or while another file is copied: the temporary folder isn't named."""
     code = """
         import resource, signal, sys

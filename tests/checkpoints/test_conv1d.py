@@ -143,9 +143,7 @@ def test_a_note_that_is_neither_true_nor_false_is_refused(files):
 
 
 @given(rows=st.integers(1, 6), columns=st.integers(1, 6), outputs=st.booleans(), seed=st.integers(0, 99))
-def test_each_matrix_is_pruned_along_the_side_that_its_bias_has_not(
-    tmp_path_factory, rows, columns, outputs, seed
-):
+def test_the_bias_tells_along_which_side_a_matrix_is_pruned(tmp_path_factory, rows, columns, outputs, seed):
     folder = tmp_path_factory.mktemp("model")
     shape = (8 * rows, 8 * columns)
     dense = random_array(shape, seed=seed)

@@ -246,7 +246,7 @@ def test_a_compressed_file_holds_the_pruned_weight_quantized(dense, stored, rule
     assert verify_checkpoint(out, dense, device="host").passed
 
 
-def test_the_default_is_groups_of_128_and_the_rule_that_errs_least(dense):
+def test_defaults_are_groups_of_128_and_least_squares(dense):
     out, report = compress(dense, weights="s4")
     assert load_weight(out, NAME).quantization.group == 128
     _, chosen = compress(dense, weights="s4", group=128, scale_rule="least_squares")

@@ -87,7 +87,7 @@ def test_weights_stay_quantized_in_our_format(tmp_path, format, dtype):
 
 
 @pytest.mark.parametrize("format", EVERY)
-def test_other_formats_get_what_the_values_stand_for(tmp_path, format):
+def test_other_formats_get_dequantized_values(tmp_path, format):
     source = a_folder(tmp_path / "theirs", format)
     convert_checkpoint(source, tmp_path / "dense", from_format=format, to_format="dense")
     found = load_file(tmp_path / "dense" / "model.safetensors")

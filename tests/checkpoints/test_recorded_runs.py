@@ -83,7 +83,7 @@ def test_operands_in_columns_and_with_rows_apart_are_saved_by_value(tmp_path):
 
 
 @pytest.mark.parametrize("weights", [None, np.full((3, 2), 0.3, np.float32)], ids=["sums", "weighted"])
-def test_rows_that_a_router_sends_are_saved_with_weights_or_without(tmp_path, weights):
+def test_routed_runs_are_saved_with_and_without_weights(tmp_path, weights):
     desc = GemmSparse24Descriptor(n=6, m=16, k=32, element="f32", groups=2, x_rows=3, y_rows=3, top_k=2)
     plan = plan_of_row("host_strict").select(desc, device="host")
     x_index = np.array([0, 2, 1, 0, 1, 2], np.int32)

@@ -52,7 +52,7 @@ def contents(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 def library_contents(content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
-    """The same by the library."""
+    """Read the contents by the safetensors library."""
     found = safetensors.deserialize(content)
     return {name: (about["dtype"], about["shape"], bytes(about["data"])) for name, about in found}
 

@@ -135,7 +135,7 @@ def test_compress_as_a_table(checkpoint):
         assert text in result.stdout
 
 
-def test_compress_says_the_share_that_is_sparse_and_names_every_family_left_dense(checkpoint):
+def test_compress_reports_the_sparse_share_and_dense_families(checkpoint):
     done = np.zeros((8, 16), np.float32)
     arrays = {f"layers.{i}.proj.weight": done for i in range(12)}
     arrays |= {f"layers.{i}.gate.weight": np.ones((8, 16), np.float32) for i in range(12)}
@@ -152,7 +152,7 @@ def test_compress_says_the_share_that_is_sparse_and_names_every_family_left_dens
 
 
 @pytest.mark.parametrize("command", [("tune", "-o", "table.json"), ("warmup",)])
-def test_what_a_gpu_lacks_is_said_by_commands_that_need_one(monkeypatch, tmp_path, command):
+def test_commands_say_what_the_gpu_lacks(monkeypatch, tmp_path, command):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.chdir(tmp_path)
     error = run_json(*command, "--n", 1, "--shape", "64x64", exit_code=1)["error"]

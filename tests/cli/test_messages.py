@@ -163,7 +163,7 @@ def test_brackets_in_help_are_no_markup():
 
 
 @pytest.mark.parametrize("command", ["compress", "convert"])
-def test_patterns_are_called_what_they_are(command):
+def test_help_calls_patterns_shell_patterns(command):
     text = said(run(command, "--help").stdout)
     assert "--include GLOB Take only the tensors whose names match this shell pattern" in text
     assert "--exclude GLOB" in text

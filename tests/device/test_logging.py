@@ -96,7 +96,7 @@ def test_a_refusal_is_said_too(said):
     assert said()[0][2].startswith("no kernel for ")
 
 
-def test_a_better_kernel_that_only_lacks_a_library_is_a_warning(said):
+def test_a_better_kernel_that_lacks_a_library_is_a_warning(said):
     bare = gpu_of(8, 0, libraries=False)
     considered = consider(GemmSparse24Plan.table, problem(512), PlanPreference(), bare)
     log_choice(problem(512), bare, considered)

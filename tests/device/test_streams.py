@@ -106,7 +106,7 @@ def test_streams_of_cupy():
 
 
 @pytest.mark.parametrize(("device", "overlaps"), [(A100, False), (H200, True)], ids=str)
-def test_a_pre_pass_starts_before_its_predecessors_end_only_on_a_device_that_can(device, overlaps):
+def test_pre_passes_overlap_predecessors_only_on_capable_devices(device, overlaps):
     with recording():
         copies = (
             PadRows(2, device).bind(4, 9, 16, 1 << 40, 1 << 41),

@@ -258,7 +258,7 @@ def test_launch_numbers_are_of_one_launch_each(c, folder):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
-def test_a_run_that_the_driver_refuses_is_made_anew(c, folder, name, known):
+def test_a_run_that_the_driver_refused_is_made_again(c, folder, name, known):
     opened = c.open(folder.path)
     case = first_case(c, opened, name, TOKENS.get(name, (0,))[-1])
     expected = folder.outcome_anew(c, case)

@@ -2,7 +2,7 @@
 #include "sparse24_export.c"
 #include "stub_driver.h"
 
-enum { THREADS = 8, TURNS = 100, MOST_N = 40, OFFSETS = 3 };
+enum { THREADS = 8, TRANSPOSITIONS = 100, MOST_N = 40, OFFSETS = 3 };
 static s24_library *library;
 
 /* Whether the thread's last run launched what is prepared for it anew. */
@@ -30,7 +30,7 @@ static void *work(void *given) {
     s24_error error;
     s24_plan plan;
     const char *name;
-    for (int turn = 0; turn < TURNS; turn++) {
+    for (int turn = 0; turn < TRANSPOSITIONS; turn++) {
         for (uint32_t at = 0; (name = s24_problem(library, at, NULL)); at++) {
             int64_t n = rand_r(&mine->seed) % MOST_N;
             uint64_t offset = 256 * (uint64_t)(rand_r(&mine->seed) % OFFSETS), workspace = ((uint64_t)1 << 50) + offset;

@@ -148,7 +148,7 @@ def test_options_that_a_format_doesnt_take(option, value):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_weight_on_its_way_out_has_its_own_shape(name):
+def test_to_foreign_takes_no_shape(name):
     with refused("shape: to_foreign takes no such option"):
         to_foreign(name, SQUARES[name], shape=(128, 128))
 

@@ -1,6 +1,7 @@
 """Foreign formats against the code that writes them: PyTorch, compressed-tensors, cuSPARSELt.
 
-Where those are not installed, against the fixtures in ``interop/``, which the same writers wrote.
+If these are not installed, they are tested against the fixtures in ``interop/``, which the same writers
+wrote.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def test_the_tile_packer_wrote_what_we_read(case):
     dense = parts.pop("dense")
     pruned = pruned_by(parts, dense)
     assert_same_matrix(from_foreign("torch_tile", parts, shape=dense.shape), pruned)
-    turned = {"packed": parts["packed_t"], "meta": parts["meta_t"]}
-    assert_same_matrix(from_foreign("torch_tile", turned, shape=dense.shape[::-1]), pruned.T.copy())
+    transposed = {"packed": parts["packed_t"], "meta": parts["meta_t"]}
+    assert_same_matrix(from_foreign("torch_tile", transposed, shape=dense.shape[::-1]), pruned.T.copy())
 
 
 def test_cusparselts_order_for_sm_80():
@@ -107,9 +108,9 @@ def test_cusparselts_order_for_sm_80():
     parts = fixture("cusparselt_sm80")["bf16"]
     m, k = 128, 128
     weight = from_foreign("cusparselt_sm80", {"packed": parts["packed"]}, shape=(m, k))
-    turned = from_foreign("cusparselt_sm80", {"packed": parts["packed_t"]}, shape=(k, m))
+    transposed = from_foreign("cusparselt_sm80", {"packed": parts["packed_t"]}, shape=(k, m))
     dense = weight.decompress()
-    assert_same_matrix(turned, dense.T.copy())
+    assert_same_matrix(transposed, dense.T.copy())
     assert same_bits(pruned_by(parts, np.ones((m, k))), (dense != 0).astype(float))
 
 
@@ -211,8 +212,8 @@ def test_the_tile_packer_both_ways(writers, element, m, k):
     weight = from_foreign("torch_tile", parts, shape=(m, k))
     assert weight.device.kind == "cuda"
     assert_same_matrix(weight.to("host"), pruned)
-    turned = {"packed": parts["packed_t"], "meta": parts["meta_t"]}
-    assert_same_matrix(from_foreign("torch_tile", turned, shape=(k, m)).to("host"), pruned.T.copy())
+    transposed = {"packed": parts["packed_t"], "meta": parts["meta_t"]}
+    assert_same_matrix(from_foreign("torch_tile", transposed, shape=(k, m)).to("host"), pruned.T.copy())
     ours = {name: part.get() for name, part in to_foreign("torch_tile", weight).items()}
     assert_same_matrix(from_foreign("torch_tile", ours, element=element, shape=(m, k)), pruned)
 

@@ -215,13 +215,13 @@ except s.InvalidProblemError as error:
     [
         ("swapped", "True"),
         ("nothing", "name: some_plugin:register_nothing registers no format 'nothing'"),
-        ("broken", "name: 'broken' can't be had from some_plugin:fail (OSError: no such thing)"),
-        ("absent", "name: 'absent' can't be had from some_other:register (ModuleNotFoundError: No module"),
+        ("broken", "name: 'broken' can't be loaded from some_plugin:fail (OSError: no such thing)"),
+        ("absent", "name: 'absent' can't be loaded from some_other:register (ModuleNotFoundError: No module"),
         ("missing", "swapped, nothing, broken, absent, marlin_24, pack_quantized, gptq, awq, got 'missing'"),
     ],
 )
 def test_formats_of_installed_packages_are_found_by_name(tmp_path, name, answer):
-    """So that the command ``sparse24`` knows them, in a process of its own."""
+    """The command ``sparse24`` thus knows them in a process of its own."""
     (tmp_path / "some_plugin.py").write_text(PLUGIN)
     about = tmp_path / "some_plugin-1.0.dist-info"
     about.mkdir()
@@ -350,7 +350,10 @@ def test_names_that_are_none(name):
 def test_names_of_the_packages_own_formats(name):
     before = FORMATS.get(name)
     refused(
-        "name: expected one that the package has no format of, got ", name=name, permutation=[0], replace=True
+        "name: expected a name that no format of the package has, got ",
+        name=name,
+        permutation=[0],
+        replace=True,
     )
     assert FORMATS.get(name) is before
 
@@ -380,7 +383,7 @@ def test_a_name_is_given_twice_only_on_purpose():
         ({"permutation": [0], "elements": "f16"}, "elements: expected a sequence of elements, got 'f16'"),
         ({"permutation": [0], "elements": []}, "elements: expected a sequence of elements, got []"),
         ({"permutation": [0], "elements": ["f17"]}, "elements: expected one of"),
-        ({"permutation": [0], "elements": ["i32"]}, "elements: expected of f32, f16,"),
+        ({"permutation": [0], "elements": ["i32"]}, "elements: expected some of f32, f16,"),
         ({"permutation": [0], "origin": 3}, "origin: expected text, got 3"),
         ({"permutation": [0], "replace": 1}, "replace: expected True or False, got 1"),
     ],

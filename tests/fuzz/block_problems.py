@@ -144,7 +144,7 @@ def _attention(
 def _convolution(
     rng: np.random.Generator, batch: int, elements: tuple[str, ...], blocks: tuple[int, ...]
 ) -> tuple[BlockSparseConv2dDescriptor, BlockSparseLayout]:
-    """With a layout of its own, as a kernel's taps have it. What the GPU's kernel serves."""
+    """A convolution that the GPU's kernel serves, with a layout of its own, as its taps need."""
     kernel, stride, dilation, padding = (
         (int(rng.integers(least, most)), int(rng.integers(least, most)))
         for least, most in ((1, 5), (1, 4), (1, 4), (0, 4))

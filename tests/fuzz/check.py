@@ -147,10 +147,10 @@ def _check_refusal(problem: Product, case: Case, c: np.ndarray | None, error: Sp
 
 
 def _check_numbers(plan: GemmSparse24Plan, got: np.ndarray, exact: np.ndarray, tolerance: np.ndarray) -> None:
-    """Inside the guarantee's bound; where that reaches beyond the type, so may the result.
+    """Results lie within the guarantee's bound, which may reach beyond the range of their type.
 
     A library that scales partial sums by alpha before it adds them may give NaN where alpha times the sum is
-    beyond float32: docs/guarantees.md. So may a gate that is Inf, or what it lets through.
+    beyond float32: docs/guarantees.md. A gate that is Inf, or its other factor, may give NaN too.
     """
     out, wide = plan.descriptor.out_element, got.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -234,8 +234,8 @@ def _check_replay(plan: GemmSparse24Plan, data: Data, got: np.ndarray) -> None:
 def _check_rows(problem: Product, device: int | str, data: Data, got: np.ndarray, backend: str) -> None:
     """Some rows alone, in another order, give the bits that they gave among the others.
 
-    Of any plan where batch invariance was required. Else of those of the plan's kernel: a workspace that
-    is too small for all rows may do for some, and for another kernel.
+    Any plan must do so if batch invariance was required, else a plan of the same kernel: a workspace that is
+    too small for all rows may suffice for some, and for another kernel.
     """
     rows = list(problem.rows)
     scale_x = data.scale_x

@@ -1,7 +1,7 @@
 """Hostile values by name: wrong types, protocols that lie, files that hang or can't be read.
 
-What lies does so detectably: nobody can see that an address which could be one is none. So no lie names
-memory beyond what it stands for.
+Every lie can be detected. Nobody can tell a false address from a true one, so no lie names memory beyond its
+own.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def test_every_value_where_an_operand_is_expected(call, argument):
     check_each(check_attack, ({"attack": Attack(call, ((argument, value),))} for value in VALUES))
 
 
-def test_no_text_makes_a_long_message_or_one_that_cannot_be_encoded():
+def test_messages_stay_short_and_encodable_for_any_text():
     """Each run draws a third of the arguments; ``python -m tests.fuzz.sweep`` gives both texts to all."""
     rng = np.random.default_rng()
     drawn = [

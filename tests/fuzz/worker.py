@@ -1,6 +1,6 @@
 """A process that runs cases one after the other, and says so in JSON lines. It ends with its first failure.
 
-What it is about to do it says first: so the parent knows which case killed it, or hangs.
+It announces each case before running it, so that the parent knows which case killed it, or hangs.
 """
 
 from __future__ import annotations

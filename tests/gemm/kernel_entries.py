@@ -89,6 +89,6 @@ def tokens(row: str, n: int) -> int:
     return min(n, MOST_TOKENS.get(row, n))
 
 
-def medium(row: str, n: int = 96) -> dict[str, int]:
-    """Sizes at which a kernel has many blocks, and the host is done soon."""
-    return {"n": 6, "m": 48, "k": 96} if on_host(row) else {"n": tokens(row, n), "m": 1024, "k": 2048}
+def medium(row: str) -> dict[str, int]:
+    """Sizes at which a kernel has many CTAs, and the host is done soon."""
+    return {"n": 6, "m": 48, "k": 96} if on_host(row) else {"n": tokens(row, 96), "m": 1024, "k": 2048}

@@ -176,7 +176,7 @@ def test_shapes_and_epilogues(row, element, shape, record_property):
 
 @pytest.mark.parametrize("row", [row for row in TIER2 if row != "wgmma_sp_s8"])
 def test_the_shapes_call_for_several_numbers_of_slices(row):
-    """So no row is replayed with a single one."""
+    """No kernel is therefore replayed with a single number of slices."""
     named = set()
     for shape in SHAPES:
         for element in row_of(row).elements:

@@ -70,7 +70,7 @@ def test_blocked_sums_of_float32_are_for_one_slice_alone():
 
 
 def test_the_names_differ_in_bits():
-    """So a kernel with another number of slices would be found."""
+    """A kernel with another number of slices would therefore be found."""
     rng, kind = np.random.default_rng(1), ElementKind.BF16
     desc = GemmSparse24Descriptor(n=8, m=16, k=2048, element=kind)
     weight = Sparse24Weight.prune_compress(random_values(rng, (16, 2048), kind))

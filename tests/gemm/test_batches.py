@@ -179,7 +179,7 @@ def test_batches_of_a_result_lie_apart(strides, fits):
 
 
 @given(data=st.data())
-def test_a_result_is_refused_exactly_where_its_elements_meet(data):
+def test_results_are_refused_exactly_if_their_elements_overlap(data):
     draw = data.draw
     shape = tuple(draw(st.integers(1, 5)) for _ in range(3))
     strides = (draw(st.integers(0, 40)), draw(st.integers(shape[2], 40)), 1)

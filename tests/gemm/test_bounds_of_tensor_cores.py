@@ -1,6 +1,6 @@
 """The error bounds of tensor-core kernels hold for the sums of their arithmetics, which the host runs.
 
-So the bounds are tested without a GPU, on operands that are made to break them. The tests also check
+The bounds are thus tested without a GPU, on operands that are made to break them. The tests also check
 that some operands come near, so the bounds are not too wide.
 
 Why the bounds hold for Hopper's steps (sparse24_plans/gemm/arithmetic/tensor_core.py). Let T be

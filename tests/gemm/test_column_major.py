@@ -91,7 +91,7 @@ def built(desc: GemmSparse24Descriptor, preference: PlanPreference) -> wgmma_sp.
 
 
 @pytest.mark.parametrize("n", [1, 17, 4095])
-def test_any_number_of_tokens_has_a_result_in_columns(n):
+def test_column_major_results_for_any_number_of_tokens(n):
     desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="bf16", y_order="column")
     assert explain(desc, device=HOPPER).chosen == "wgmma_sp"
 
@@ -109,7 +109,7 @@ def test_8_bit_elements_lie_in_rows(order, element):
 
 @orders
 @pytest.mark.parametrize("n", [5, 64])
-def test_float32_in_columns_goes_to_the_library(order, n):
+def test_column_major_float32_goes_to_the_library(order, n):
     """Kernels that split float32 read rows alone."""
     desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="f32", **order)
     answer = explain(desc, device=HOPPER)
@@ -276,7 +276,7 @@ WGMMA_CUTS = [
 WGMMA_CUTS += [
     (n, schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], stream_k=7))
     for n, tokens in ((8, 8), (24, 24), (40, 48), (72, 80), (112, 112), (136, 144), (200, 208))
-    for shape in schedules._OF_RANGES
+    for shape in schedules._STREAM_K_SHAPES
     if schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], stream_k=7).fits()
 ]
 

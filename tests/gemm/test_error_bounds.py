@@ -219,7 +219,7 @@ def test_error_bound_of_rounded_results(row, element, op, epilogue, kinds):
 
 @pytest.mark.parametrize("op", ["forward", "dgrad"])
 def test_the_strict_bound_is_nearly_reached(op):
-    """So a bound of half the size would fail here: these inputs are adversaries."""
+    """A bound of half the size would fail for these adversarial inputs."""
     sizes = (2, 8, 4096 if op == "forward" else 2048)
     assert worst("host_strict", ["stagnating on ties"], op, sizes, "f32", "f32") > 0.9
     assert worst("host_strict", ["normal"], op, sizes, "f32", "f32") < 0.1

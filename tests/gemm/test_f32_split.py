@@ -72,7 +72,7 @@ def test_the_parts_of_a_number(x):
 
 @pytest.mark.parametrize("x", [np.inf, -np.inf, np.nan, 3.4e38, -3.4028235e38])
 def test_what_has_no_finite_parts_shows_in_every_product(x):
-    """So whoever multiplies them sees NaN, whatever the other factor is."""
+    """A product of such terms is NaN, whatever the other factor is."""
     with np.errstate(all="ignore"):
         for count in (2, 3):
             mine = terms_of(np.array([x], np.float32))[:count]
@@ -410,7 +410,7 @@ def test_bits_do_not_depend_on_chunks(row, n, m, k):
 @gpu
 @every_row
 @pytest.mark.parametrize(("m", "k"), [(1280, 1280), (130, 200), (520, 8232)])
-def test_bits_do_not_depend_on_who_splits_x(row, m, k):
+def test_bits_do_not_depend_on_which_kernel_splits_x(row, m, k):
     """Producers split X of few tokens, and a pre-pass kernel X of more."""
     most, found = 24, set()
     rng = np.random.default_rng()

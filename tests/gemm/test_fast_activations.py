@@ -69,7 +69,7 @@ def check_gelu(v: np.ndarray, got: np.ndarray) -> None:
 
 @activations
 @pytest.mark.parametrize(("power", "inverse"), [*itertools.product((-1, 0, 1), repeat=2)])
-def test_the_error_is_within_the_tolerance_whatever_the_hardwares_functions_are(activation, power, inverse):
+def test_errors_stay_within_tolerance_for_any_hardware_functions(activation, power, inverse):
     v = every_size(np.random.default_rng(), 10_000)
     with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs, and powers of two
         check(activation, v, FAST[activation](v, power * APPROXIMATE, inverse * APPROXIMATE))

@@ -88,7 +88,7 @@ def test_the_order_of_rows_written_out():
 
 
 @given(st.integers(1, 50))
-def test_every_row_once_and_gates_in_front_of_what_they_let_through(units):
+def test_each_row_once_with_gates_before_their_up_rows(units):
     rows = gated_rows(16 * units)
     assert sorted(rows.tolist()) == list(range(16 * units))
     gates, ups = rows_of_gates(rows[None])
@@ -212,7 +212,7 @@ def test_arithmetic_is_named_where_a_plain_activation_has_a_name():
 @gated
 @pytest.mark.parametrize(("element", "out"), TYPES)
 def test_two_layers_and_their_product(row, epilogue, element, out):
-    """By the definition: gate and up are layers of their own, put together by ``gated_rows``.
+    """The definition: gate and up are layers of their own, put together by ``gated_rows``.
 
     Each problem has X in one order with Y in the same or in the other, and both the other way round.
     """
@@ -336,7 +336,7 @@ def test_special_values(row, epilogue, out):
 
 @gated
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
-def test_integers_saturate_and_nan_is_nothing(epilogue, alpha):
+def test_integers_saturate_and_nan_becomes_0(epilogue, alpha):
     gate = np.array([300.0, -3.0, np.nan, 1.0, 50.0, 2.0, 0.0, 130.0], np.float32)
     up = np.array([2.0, 1e6, 1.0, np.nan, -50.0, 1.25, np.inf, 1.0], np.float32)
     desc = GemmSparse24Descriptor(

@@ -20,7 +20,7 @@ WGMMA_CUTS = [
 WGMMA_CUTS += [
     (n, schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], k_chunks=parts, stream_k=7))
     for n, tokens in ((8, 8), (72, 80), (112, 112), (200, 208))
-    for shape in schedules._OF_RANGES
+    for shape in schedules._STREAM_K_SHAPES
     for parts in (1, 2)
     if schedules.WgmmaSpSchedule(*shape[:2], tokens, shape[2], k_chunks=parts, stream_k=7).fits()
 ]

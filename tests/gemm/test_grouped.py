@@ -184,7 +184,7 @@ def test_hostile_counts_are_clamped_to_the_places(row, counts):
 
 @grouped_rows
 def test_a_rows_bits_depend_on_neither_its_group_nor_its_neighbours(row):
-    """The same row with the same weight in one plan: alone, among others, and in another group."""
+    """One plan multiplies a row by the same weight alone, among other rows, and in another group."""
     if row == "host_blas":
         pytest.skip("BLAS promises no bits")
     case = make(row, [0, 37, 37, 40], n=40, groups=3, k=512)

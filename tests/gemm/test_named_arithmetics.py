@@ -101,7 +101,7 @@ def test_the_strict_rows_define_all_epilogues(epilogue):
 
 @pytest.mark.parametrize("element", SLICED)
 @pytest.mark.parametrize("n", [1, 16, 700])
-def test_a_gpu_serves_the_arithmetics_that_its_rows_name_and_no_others(element, n):
+def test_a_gpu_serves_exactly_the_arithmetics_its_kernels_name(element, n):
     desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element=element)
     by_name = {}
     for slices in range(1, 9):
@@ -140,7 +140,7 @@ def test_the_host_runs_each(element, name, row):
         assert plan.guarantee.arithmetic == plan.sku.precision_guarantee.arithmetic == name
 
 
-def test_where_none_is_required_the_row_on_request_is_never_chosen():
+def test_kernels_on_request_are_never_chosen_unless_required():
     desc = GemmSparse24Descriptor(n=2, m=8, k=16, element="bf16")
     for preference in ({}, {"require": {"batch_invariant": True}}, {"require": {"math_precision": "bf16"}}):
         answer = explain(desc, preference=preference, device=HOST)
@@ -149,7 +149,7 @@ def test_where_none_is_required_the_row_on_request_is_never_chosen():
         assert reasons["host_tensor_core"] == "used only when `require=arithmetic=...` asks for it"
 
 
-def test_a_refusal_says_what_the_row_names():
+def test_a_refusal_says_what_the_kernel_entry_names():
     desc = GemmSparse24Descriptor(n=2, m=8, k=16, element="bf16")
     reasons = {
         name: reason

@@ -88,7 +88,7 @@ def test_the_reasons_of_kernels_of_the_device_and_element_come_first():
         GemmSparse24Plan.select(problem, device="h200")
 
 
-def test_the_reason_of_the_forced_kernels_comes_before_that_of_all_others():
+def test_reasons_of_forced_kernels_come_first():
     with pytest.raises(UnsupportedError, match=r"^no kernel can serve this problem\. wgmma_sp, wgmma_sp_inv"):
         choose(HOST, prefer_backend="wgmma_sp")
 
@@ -121,7 +121,7 @@ def test_libraries_that_would_not_help_are_not_named():
     assert type(caught.value) is UnsupportedError
 
 
-def test_what_can_be_installed_does_not_matter_where_another_row_serves():
+def test_missing_libraries_do_not_matter_if_another_kernel_serves():
     assert choose(gpu_of(8, 0, libraries=False)).name == "inflate_strict"
     assert choose(HOPPER_BARE).name == "f32_split6"
 

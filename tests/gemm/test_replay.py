@@ -219,7 +219,7 @@ def test_a_step_that_was_left_out_is_named(monkeypatch):
         ("fp8_e4m3", "hopper_tc_fp8/promoted=128", 4, "columns 256 to 319 (slice 2)"),
     ],
 )
-def test_a_missing_step_is_named_in_sums_that_leave_the_tensor_cores(monkeypatch, element, name, step, place):
+def test_a_missing_step_of_promoted_sums_is_named(monkeypatch, element, name, step, place):
     """A sum's first step starts from zero, whatever the sum before it came to."""
     said = parted(
         monkeypatch, lambda number, new, old: old if number == step else new, name, element=element, n=1, m=3

@@ -370,7 +370,7 @@ def test_the_places_rows_are_counted_as_workspace(form):
 
 
 @pytest.mark.parametrize("groups", [4, 2**28])
-def test_a_limit_of_the_workspace_that_no_padded_places_meet_is_refused(groups):
+def test_workspaces_too_small_for_padded_places_are_refused(groups):
     sizes = {"n": 3 * groups, "groups": groups}
     desc = GemmSparse24Descriptor(**{**GROUPED, **sizes}, group_tokens="counts", y_rows=9, top_k=2)
     with pytest.raises(UnsupportedError, match=r"needs a workspace of .* bytes, max_workspace_bytes is 16"):

@@ -300,7 +300,7 @@ def test_ranges_are_even_and_handed_over_once_to_the_next_cluster(desc):
                     assert before >= first, "the giver isn't done by then"
 
 
-def test_there_are_no_ranges_where_whole_items_are_even_or_too_few():
+def test_no_stream_k_for_full_waves_or_few_work_tiles():
     for m in (64 * 132, 64 * 131, 64):
         assert not any(
             cut.stream_k
@@ -322,14 +322,14 @@ CROWDED_SIZES = [
 
 
 @pytest.mark.parametrize(("n", "m"), CROWDED_SIZES)
-def test_blocks_share_multiprocessors_only_where_some_clusters_would_wait(n, m):
-    """One to itself takes as long or less: what is shared is the way to memory."""
+def test_several_ctas_per_sm_only_beyond_one_wave(n, m):
+    """A CTA with an SM of its own is never slower: CTAs that share an SM share its path to memory."""
     shared = [cut for cut in wgmma_schedules.schedules_for(n, m) if cut.ctas_per_sm > 1]
     assert all(cut.work_tiles(n, m) > resident(cut._replace(ctas_per_sm=1)) for cut in shared)
 
 
 @pytest.mark.parametrize("n", [1, 8, 24, 64])
-def test_blocks_share_multiprocessors_where_they_are_many(n):
+def test_some_ctas_share_sms_for_many_outputs(n):
     assert any(cut.ctas_per_sm > 1 for cut in wgmma_schedules.schedules_for(n, 28672))
 
 
@@ -337,14 +337,14 @@ def test_blocks_share_multiprocessors_where_they_are_many(n):
 @pytest.mark.parametrize(
     ("slices", "blocks", "most"), [(2, 2, 66), (3, 2, 39), (3, 4, 39), (4, 2, 30), (6, 2, 19)]
 )
-def test_blocks_share_multiprocessors_from_the_first_cluster_that_would_wait(slices, blocks, most, more):
-    """Clusters of three and more leave some multiprocessors idle: fewer fit than 132 over their blocks."""
+def test_ctas_share_sms_from_the_first_cluster_that_would_wait(slices, blocks, most, more):
+    """Clusters of three and more CTAs leave some SMs idle: fewer run at once than 132 SMs have room for."""
     cut = WgmmaSpSchedule(1, 1, 8, split_k=slices, ctas_per_sm=blocks)
     assert (cut in wgmma_schedules.schedules_for(8, 64 * (most + more))) == bool(more)
 
 
 def test_ranges_leave_the_bits_as_they_are():
-    """So rows that are invariant may take them where K isn't cut."""
+    """Batch-invariant kernels may therefore use stream-K if K isn't split."""
     taken = set()
     for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_invariant"):
         for m in (4096, 10240, 28672, 57344):
@@ -392,7 +392,7 @@ def test_a_configuration_that_would_change_the_bits_is_refused():
 @pytest.mark.parametrize("row", [*WGMMA_ENTRIES, *MMA_ENTRIES])
 @settings(max_examples=12)
 @given(desc=shapes, whole=st.booleans())
-def test_the_slices_that_a_row_names_are_those_that_it_is_compiled_for(row, desc, whole):
+def test_named_slices_are_the_compiled_slices(row, desc, whole):
     element = desc.element if desc.element in row_of(row).elements else row_of(row).elements[0]
     desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=element)
     invariant = row_of(row).guarantee(desc).batch_invariant

@@ -116,7 +116,7 @@ def test_what_is_chosen_for_float32(device, preference, kernel):
     assert chosen(device, **preference) == kernel
 
 
-def test_the_error_bound_that_is_required_is_that_of_the_reduction():
+def test_the_required_error_bound_is_that_of_the_reduction():
     """K for ``forward``, M for ``dgrad``."""
     need = {"require": {"max_error_bound": 1000 * 2.0**-24}}
     wide = GemmSparse24Descriptor(n=1, m=8, k=4096, element="f32")

@@ -91,7 +91,9 @@ RANGED += [
 
 
 def test_ranges_of_every_kind_are_under_test():
-    assert {(cut.warpgroups, cut.m_tiles, cut.cluster_m) for _, cut in RANGED} == set(schedules._OF_RANGES)
+    assert {(cut.warpgroups, cut.m_tiles, cut.cluster_m) for _, cut in RANGED} == set(
+        schedules._STREAM_K_SHAPES
+    )
     assert {cut.k_chunks for _, cut in RANGED} == {1, 2, 3}
     assert any(cut.work_tiles(n, ROWS) > 2 * cut.stream_k for n, cut in RANGED), (
         "so that some work tiles are in no range"

@@ -81,7 +81,7 @@ NUMBERS = sorted({*NUMBERS, *(n + by for n in range(24, 81, 8) for by in (-1, 0,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_and_bound_are_those_of_a_look_at_the_numbers(name):
+def test_kernels_and_bound_equal_those_of_checking_every_n(name):
     desc, device, preference = CASES[name]
     options = {"preference": preference, "device": device}
     most = 300 if name == "an arithmetic" else NUMBERS[-1]  # for which every number up to it is looked at

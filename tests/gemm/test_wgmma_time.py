@@ -90,14 +90,14 @@ def chosen_and_times(
 @pytest.mark.parametrize(
     ("m", "k", "n"), [(4096, 14336, 128), (4096, 14336, 129), (4096, 4096, 256), (6144, 4096, 129)]
 )
-def test_of_8_bits_one_warpgroup_is_chosen_where_it_was_the_fastest(m, k, n):
+def test_8_bit_schedules_use_one_warpgroup_where_fastest(m, k, n):
     chosen, measured = chosen_and_times(m, k, n)
     assert chosen.warpgroups == 1
     assert all(times[chosen] == min(times.values()) for times in measured)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(32930, 656, 142), (15810, 9328, 128)])
-def test_blocks_share_x_where_its_rows_start_anywhere(m, k, n):
+def test_ctas_share_x_with_unaligned_rows(m, k, n):
     """Each asks for its part of them, which takes longer than of rows that start at lines of memory."""
     chosen, measured = chosen_and_times(m, k, n)
     assert chosen.cluster_m == 2
@@ -152,7 +152,7 @@ def pairs() -> Iterator[tuple[GemmSparse24Descriptor, WgmmaSpSchedule, float]]:
                 yield problem_of(cell), one, whole / us
 
 
-def test_ranges_are_tried_where_they_win():
+def test_stream_k_is_tried_where_it_wins():
     """Each pair is a choice: of the model, where the ranges are tried at all."""
     found = []
     for desc, one, gain in pairs():

@@ -500,7 +500,7 @@ def test_stored_zeros_outside_linear_layers_are_vllms_if_they_have_16_bits(tmp_p
 @pytest.mark.parametrize(
     "other", [torch.ones(4, dtype=BF16), torch.ones(4, 1, 8), torch.ones(4, 8, dtype=torch.int8)], ids=str
 )
-def test_what_is_no_matrix_of_a_layer_takes_no_part_in_stored_zeros(tmp_path, at_rank, other):
+def test_tensors_of_no_linear_layer_are_not_checked_for_zeros(tmp_path, at_rank, other):
     folder = saved(tmp_path, tensors_of_a_model() | {"block.other.weight": other}, "zeros")
     config = config_for(folder)
     assert set(config.dense) - set(config.sparse) == {"block.other"}

@@ -112,7 +112,7 @@ WGMMA_TOKENS = {
 """Every schedule of these n is compiled."""
 COLUMNS = {"element": "bf16", "epilogue": "bias_gelu", "x_order": "column", "y_order": "column"}
 WGMMA_TOKENS_OF_COLUMNS = {"wgmma_sp": (24, 296), "wgmma_sp_invariant": (1024,)}
-"""And of these, with X and Y in columns."""
+"""Every schedule of these n is also compiled with column-major X and Y."""
 GEMM_ENTRIES = [row for row in gemm_table.ENTRIES if not row.on_host and row.backend != "cusparselt"]
 """Entries of the package's own kernels; cuSPARSELt brings compiled ones."""
 PREPARE_ENTRIES = [row for row in prepare_table.ENTRIES if not row.on_host]
@@ -163,7 +163,7 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
         tried = itertools.product(WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()), columns)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
-            row.kernel(Choice(desc, device, row, preference, {}))  # turns X into rows
+            row.kernel(Choice(desc, device, row, preference, {}))  # transposes X
             for schedule in wgmma_heuristics.allowed_schedules(desc, row):
                 # Without room to: rows are compiled above.
                 asked = preference.model_copy(update={"max_workspace_bytes": schedule.workspace_bytes()})
@@ -223,7 +223,7 @@ def batched_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: Devic
 
 
 def routed_requests(row: GemmEntry, device: DeviceProperties) -> list[Request]:
-    """What gathers rows of every width, and adds up results of every type, where the kernel serves groups."""
+    """Kernels that gather rows of every width and add up every type of results; none without groups."""
     found: list[Request] = []
     for element in row.elements if row.groups else ():
         for out in dict.fromkeys(("f32", "bf16" if element.itemsize == 1 else element.value)):

@@ -80,7 +80,7 @@ def _complaints(asked: Request) -> Iterator[object]:
 @pytest.mark.parametrize("element", ["bf16", "s8"])
 @pytest.mark.parametrize("columns", [False, True])
 def test_as_many_blocks_share_a_multiprocessor_as_the_schedule_says(element, columns):
-    """Nor more: the next launch's would crowd where the first room is."""
+    """No more CTAs fit on an SM: those of the next launch would crowd on the first SMs with room."""
     for out_bytes, n in product([1, 2, 4], [1, 16, 32, 64, 200, 1024]):
         lines = schedules.OperandLayouts(layout_of(ElementKind(element)), out_bytes, columns, columns)
         for schedule in (*schedules.schedules_for(n), *schedules.schedules_in(4, n)):

@@ -358,7 +358,7 @@ def rejected(case: PlanCase, args: object, kind: type[Sparse24Error], *words: st
 
 
 def changed(view: TensorView, **fields: Any) -> TensorView:
-    """The same memory, taken for something else. Strides stay only where they are given."""
+    """A view of the same memory with other fields. Strides are kept only if they are given."""
     kept = {"address": view.address, "shape": view.shape, "element": view.element, "device": view.device}
     return TensorView(**{**kept, "owner": view.owner, **fields})
 

@@ -83,7 +83,7 @@ def gemm() -> tuple[GemmSparse24Plan, GemmSparse24Args, tuple[np.ndarray, ...]]:
     return plan, GemmSparse24Args(weight, x, y), (x, y)
 
 
-def test_what_a_caller_looks_at_is_refused_before_anything_is_written():
+def test_callers_refuse_bad_addresses_before_writing():
     plan, args, (x, y) = gemm()
     caller = plan.caller(args)
     weight = [view.address for view in args.weight.buffers]

@@ -239,7 +239,7 @@ def test_operands_are_checked_in_the_order_of_the_descriptor(desc):
 
 
 @every_problem
-def test_what_is_wrong_with_a_tensor_is_said_in_one_order(desc):
+def test_tensor_errors_are_reported_in_a_fixed_order(desc):
     """Shape, element, device, read-only, strides, alignment: each only where those before are right."""
     case = case_of(desc, "host")
     for operand in tensors(desc):

@@ -133,9 +133,9 @@ def small_ragged_blocks(name: str, element: str, device: int | str = 0) -> int:
     backend, op = name.split()
     layout, sizes = random_layout(rows=5, cols=3), (2, 9, 63, 391 if backend == "inflate_cublas" else 40)
     preference = {} if device == "host" else {"prefer_backend": backend}
-    for n, turned in itertools.product(sizes, (False, True)):
+    for n, transposed in itertools.product(sizes, (False, True)):
         for epilogue in ("identity",) if op == "sdd" else ("identity", "bias"):
-            fields = {"op": op, "n": n, "trans_a": turned, "trans_b": turned, "epilogue": epilogue}
+            fields = {"op": op, "n": n, "trans_a": transposed, "trans_b": transposed, "epilogue": epilogue}
             desc = BlockSparseMatmulDescriptor(layout=layout, element=element, batch=2, **fields)
             plan = BlockSparseMatmulPlan.select(desc, preference=preference, device=device)
             check(plan, random_operands(desc, layout, np.random.default_rng(n)))

@@ -126,7 +126,7 @@ def test_the_first_kernel_without_a_refusal_is_chosen(family, data, preference, 
 @every_family
 @settings(max_examples=20)
 @given(data=st.data(), preference=preferences, device=places)
-def test_a_row_that_can_serve_is_all_that_was_asked_for(family, data, preference, device):
+def test_a_kernel_that_can_serve_meets_every_wish(family, data, preference, device):
     """Asked of the row and of the problem themselves, and not of what selection calls."""
     desc = data.draw(family.problems)
     able = {name for name, reason in reasons(desc, preference, device).items() if reason is None}
@@ -195,7 +195,7 @@ def test_a_filter_never_adds_a_row(family, data, device):
 @every_family
 @settings(max_examples=20)
 @given(data=st.data(), preference=preferences)
-def test_where_a_gpu_is_and_what_it_is_called_changes_nothing(family, data, preference):
+def test_ordinal_and_name_of_a_gpu_do_not_matter(family, data, preference):
     desc = data.draw(family.problems)
     other = HOPPER.model_copy(update={"name": "another", "ordinal": 5, "driver": "999"})
     here, there = reasons(desc, preference, HOPPER), reasons(desc, preference, other)
@@ -284,7 +284,7 @@ def test_what_can_be_selected_again_after_a_failure(desc):
     assert select(desc, "host").tier == "host"
 
 
-def test_the_workspace_that_a_preference_allows_is_no_part_of_another_plan():
+def test_a_workspace_limit_does_not_affect_other_plans():
     desc = GemmSparse24Descriptor(n=1, m=8, k=8, element="f32")
     plans = [
         GemmSparse24Plan.select(desc, device="host", preference={"max_workspace_bytes": size})

@@ -432,7 +432,7 @@ def test_attention_is_within_the_tolerance(kernel, element, seed, widest):
 
 
 @pytest.mark.parametrize("size", [1e7, 1e9, 1e12])
-def test_no_weight_of_scores_that_rounding_moves_far_is_off_by_more_than_about_1(size):
+def test_softmax_weights_err_by_at_most_about_1(size):
     promise = GemmSparse24Plan.select(
         GemmSparse24Descriptor(n=2, m=32, k=8, element="f32"), device="host"
     ).guarantee

@@ -102,7 +102,7 @@ def test_right_beside_an_operand(memory, offset):
     np.testing.assert_array_equal(memory.args.out, 2 * np.arange(N))
 
 
-def test_only_what_the_kernel_uses_of_it_is_asked_to_be_apart(memory):
+def test_only_the_used_part_of_a_workspace_must_be_apart(memory):
     """A workspace may be a whole pool, whose end the operands lie in."""
     memory.plan.run(memory.args, workspace=memory.space(0, 4096))
     np.testing.assert_array_equal(memory.args.out, 2 * np.arange(N))
@@ -132,7 +132,7 @@ def test_the_limit_of_a_preference():
 
 
 @pytest.mark.parametrize("desc", PROBLEMS, ids=name_of)
-def test_a_plan_that_needs_none_takes_any_but_nothing_else(desc):
+def test_a_plan_without_workspace_takes_any_workspace_object(desc):
     case = case_of(desc, "host")
     assert (case.plan.workspace_size(), case.plan.workspace_alignment) == (0, 1)
     with pytest.raises(InvalidProblemError, match="workspace: expected"):

@@ -122,7 +122,7 @@ def test_a_tile_depends_on_itself_alone(rule, device):
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("element", ["f32", "f16", "bf16", "fp8_e5m2"])
-def test_nothing_of_what_is_masked_stays(element, value, device):
+def test_masked_values_become_positive_zero(element, value, device):
     desc = MaskSparse24Descriptor(m=8, k=16, element=element)
     dense = np.full((8, 16), value).astype(desc.element.dtype)
     dense[:, ::2] = 1

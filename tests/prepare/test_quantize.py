@@ -260,7 +260,7 @@ def test_every_float16_divided_by_many_scales(out):
 
 
 @pytest.mark.gpu
-def test_it_waits_for_what_its_stream_does_before_and_is_waited_for():
+def test_overlapping_launches_keep_the_order_of_their_stream():
     """It may start before the kernel in front of it has ended, and the next before it has."""
     import cupy
 

@@ -261,7 +261,7 @@ def test_scores_see_a_conv1d_as_a_linear_layer():
     assert torch.equal(model[0].dense_weight(), torch.ops.sparse24.prune(dense, -dense.abs()))
 
 
-def test_the_swap_of_a_conv1d_obeys_what_it_obeys_of_a_linear_layer():
+def test_conv1d_swaps_obey_the_options_of_linear_swaps():
     model = nn.Sequential(Conv1D(24, 16), Conv1D(20, 16), Conv1D(24, 16))
     model[2].register_forward_hook(lambda *_: None)
     report = to_sparse24(copy.deepcopy(model), exclude=["0"], recipe="tiles")

@@ -17,8 +17,8 @@ def randn(*shape: int, device: str = "cpu", seed: int = 0, dtype: torch.dtype = 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def stacked(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    return S.prune_compress(randn(BATCHES * OUT, IN, device=device, seed=1, dtype=dtype))
+def stacked(device: str) -> tuple[Tensor, Tensor]:
+    return S.prune_compress(randn(BATCHES * OUT, IN, device=device, seed=1, dtype=torch.bfloat16))
 
 
 def singles(x: Tensor, values: Tensor, meta: Tensor, **options: list[Tensor] | object) -> Tensor:

@@ -136,7 +136,7 @@ def test_experts_without_tokens_are_remembered_in_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_calls_that_are_left_early_give_the_bits_of_whole_ones(name, monkeypatch):
+def test_calls_left_early_give_the_bits_of_complete_calls(name, monkeypatch):
     model, whole = transformer(name), transformer(name)
     report = calibrate(model, token_batches(), method="wanda")
     never_left(monkeypatch)

@@ -65,7 +65,7 @@ def never_left(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "method"), [*((name, "wanda") for name in MODELS), ("shared layers", "sparsegpt")]
 )
-def test_calls_that_are_left_early_give_the_bits_of_whole_ones(name, method, monkeypatch):
+def test_calls_left_early_give_the_bits_of_complete_calls(name, method, monkeypatch):
     make, batches = MODELS[name]
     model = make()
     report = calibrate(model, batches(), method=method)
@@ -136,7 +136,7 @@ class Careful(nn.Module):
             raise
 
 
-def test_a_block_that_catches_exceptions_does_not_see_how_its_calls_end():
+def test_blocks_that_catch_exceptions_do_not_catch_the_end_of_calls():
     model = nn.Sequential(Careful(), Careful())
     assert len(calibrate(model, inputs()).layers) == 2
     assert [block.caught for block in model] == [0, 0]

@@ -94,7 +94,7 @@ def test_generated_code_calls_the_product_itself(name, dynamic):
     assert (result.dtype, result.stride()) == (wanted.dtype, wanted.stride())
 
 
-def test_products_share_a_graph_with_what_stands_round_them():
+def test_products_share_a_graph_with_surrounding_ops():
     values, meta, _ = weight(64, 64)
     x = randn(5, 64)
 
@@ -241,7 +241,7 @@ def test_a_weight_of_varying_size_goes_through_the_op():
     assert SITE not in code
 
 
-def test_internals_that_are_others_leave_the_op_and_say_so(monkeypatch, caplog):
+def test_unknown_inductor_internals_leave_the_op(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sparse24_plans.torch.inductor", None)  # its import fails
     monkeypatch.delattr(door, "inductor", raising=False)
     before = dict(lowering.lowerings)
@@ -253,7 +253,7 @@ def test_internals_that_are_others_leave_the_op_and_say_so(monkeypatch, caplog):
     assert lowering.lowerings == before
 
 
-def test_so_do_internals_that_prove_to_be_others_when_they_are_used(monkeypatch, caplog):
+def test_inductor_internals_that_fail_in_use_leave_the_op(monkeypatch, caplog):
     one, x = layer(), randn(5, 64, dtype=torch.bfloat16)
     torch.compile(one)(x)  # so there is a lowering
     torch._dynamo.reset()

@@ -131,7 +131,7 @@ OPERANDS = {
 
 
 @pytest.mark.parametrize("name", OPERANDS)
-def test_operands_that_are_more_than_their_memory_go_through_the_dispatcher(name):
+def test_unusual_tensors_go_through_the_dispatcher(name):
     x, weight = OPERANDS[name](inputs()), layer_of().dense_weight()
     with torch.no_grad():
         assert not only_dispatches(x, weight, None)

@@ -479,7 +479,7 @@ def packed_by(op: str, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("op", CONVERTING)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_write_in_place_is_seen_by_what_reads_another_layout(op, mode):
+def test_in_place_writes_reach_copies_in_other_layouts(op, mode):
     """PyTorch counts no writes to an inference tensor, so a copy of it can't be told from an old one."""
     x, call = randn(5, 64, dtype=torch.bfloat16), CONVERTING[op]
     with mode():

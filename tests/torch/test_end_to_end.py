@@ -20,7 +20,7 @@ SMALL = DecoderShape(layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, cache=8)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Compilers are slow; what is compiled here is eager. And a few calls will do."""
+    """Run compiled models eagerly, because compilers are slow, and time few calls."""
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     monkeypatch.setattr(torch_end_to_end, "host_us", partial(torch_end_to_end.host_us, calls=3, rounds=3))
     monkeypatch.setattr(torch_end_to_end, "STEPS", (1, 3))

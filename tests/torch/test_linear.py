@@ -270,8 +270,8 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def filled(kind: str, seed: int = 1) -> Sparse24Linear:
-    torch.manual_seed(seed)
+def filled(kind: str) -> Sparse24Linear:
+    torch.manual_seed(1)
     cls, options = KINDS[kind]
     return cls.from_linear(nn.Linear(64, 96, dtype=torch.bfloat16), **options)
 
@@ -294,7 +294,7 @@ def equal_states(one: nn.Module, other: nn.Module) -> bool:
 
 @every_kind
 def test_loading_copies_into_the_layers_own_tensors(kind):
-    """So a later write to the state, or to the layer that it is of, changes nothing."""
+    """A later write to the state, or to the layer that it came from, therefore changes nothing."""
     source, layer = filled(kind), new(kind)
     held = {name: t.data_ptr() for name, t in (*layer.named_parameters(), *layer.named_buffers())}
     layer.load_state_dict(source.state_dict())

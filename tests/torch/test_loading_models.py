@@ -277,7 +277,7 @@ def test_layers_that_are_sparse_already_are_filled(tmp_path):
 
 
 def test_a_llama_without_memory_is_swapped_cut_and_loaded(llama):
-    """By one process here; each rank of more keeps its part."""
+    """One process loads it here; with more ranks, each keeps its part."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module

@@ -90,7 +90,7 @@ def test_adapters_train_and_the_2_4_weights_stay(build, targets):
         assert torch.equal(adapted(TOKENS).logits, alone)
 
 
-def test_an_adapter_computes_what_it_computes_beside_the_pruned_dense_layer():
+def test_an_adapter_equals_one_on_the_pruned_dense_layer():
     sparse = llama()
     to_sparse24(sparse)
     dense = llama()

@@ -114,7 +114,7 @@ def test_the_same_form_at_other_addresses():
         close(S.linear(x, values, meta), F.linear(x.double(), dense.double()))
 
 
-def test_a_weight_that_changed_in_place_is_read_anew():
+def test_a_weight_changed_in_place_is_read_again():
     values, meta, dense = weight(dtype=torch.bfloat16)
     x = randn(5, 64, dtype=torch.bfloat16)
     S.linear(x, values, meta)

@@ -96,7 +96,7 @@ def columns_have_the_bits_of_one(ranks: int, dtype: torch.dtype, options: dict) 
     ],
     ids=str,
 )
-def test_columns_have_the_bits_of_one_device_where_batch_invariance_is_required(world, ranks, dtype, options):
+def test_batch_invariant_columns_have_the_bits_of_one_device(world, ranks, dtype, options):
     world.run(columns_have_the_bits_of_one, ranks, dtype, options)
 
 
@@ -167,7 +167,7 @@ def rows_in_parts(ranks: int, parts: int | None, out: Shard | Replicate) -> torc
 
 
 def one_after_the_other(parts: int) -> torch.Tensor:
-    """The same sums, from plain layers of columns: ((0 + 1) + (2 + 3)) and so on, in float32."""
+    """The ranks' sums, from plain layers of columns: ((0 + 1) + (2 + 3)) and so on, in float32."""
     whole = layer(torch.bfloat16, require=INVARIANT)
     x, dense = tokens(8, K, dtype=torch.bfloat16), whole.dense_weight()
     sums = []
@@ -420,7 +420,7 @@ def loaded(ranks: int, path: str) -> None:
 
 
 def test_what_ranks_save_other_numbers_of_ranks_load(world, tmp_path):
-    """And one process, without a group."""
+    """One process without a group loads it too."""
     world.run(saved, 2, str(tmp_path / "of two"))
     world.run(saved, 4, str(tmp_path / "of four"))
     alone = model().state_dict()
@@ -594,7 +594,7 @@ def refused(kind: type[Exception], message: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "message"), [(kind, one) for kind, of in REFUSED.items() for one in of])
-def test_what_cannot_be_cut_is_refused_and_stays_as_it_is(world, kind, message):
+def test_uncuttable_layers_are_refused_and_stay_unchanged(world, kind, message):
     world.run(refused, kind, message)
 
 

@@ -36,7 +36,7 @@ def test_threads_never_exceed_the_bound(monkeypatch):
     assert len(cache) == 16
 
 
-def test_a_refusal_raises_its_error_anew():
+def test_a_refusal_raises_its_error_again():
     refusal = Refusal(UnsupportedError("no kernel"))
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="no kernel"):

@@ -67,7 +67,7 @@ QUANTIZED = {
     "DeepSeek-V3, fp8": CASES["DeepSeek-V3"]._replace(stored="fp8_e4m3", group=128),
     "Granite-MoE, s4": CASES["Granite-MoE"]._replace(stored="s4"),
 }
-"""Models whose 2:4 weights have 4 or 8 bits. Those of the first have a K that is padded to 16."""
+"""Models whose 2:4 weights have 4 or 8 bits. The first one's weights have a K that is padded to 16."""
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 VISION |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -249,7 +249,7 @@ def check_stored_zeros(folder: Path, saved: Saved) -> None:
 
 
 def notes_of(folder: Path) -> dict[str, Any]:
-    """What the files of a folder say about each of their compressed weights."""
+    """The notes about compressed weights in the files of a folder."""
     metadata = [metadata_of(path) for path in folder.glob("*.safetensors")]
     return {key: json.loads(one) for file in metadata for key, one in file.items() if key[:9] == "sparse24."}
 
@@ -352,7 +352,7 @@ def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_p
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Granite-MoE"])
-def test_experts_that_nothing_24_computes_are_decompressed(name, tmp_path):
+def test_experts_without_a_2_4_module_are_decompressed(name, tmp_path):
     case = CASES[name]
     case = case._replace(options={**case.options, "hidden_act": "relu"})
     model = dense_model(case)
@@ -390,7 +390,7 @@ def test_a_model_whose_layers_are_all_loaded_dense_is_saved_as_a_dense_one(tmp_p
     assert torch.equal(again(tokens).logits, loaded(tokens).logits)
 
 
-def test_stacked_experts_of_8_bits_are_loaded_as_what_they_stand_for(tmp_path, caplog):
+def test_stacked_8_bit_experts_are_loaded_dequantized(tmp_path, caplog):
     """transformers' loader would stack the stored values without their scales, so it is refused."""
     case = CASES["Mixtral"]
     dense_model(case).save_pretrained(tmp_path / "dense")

@@ -99,7 +99,7 @@ for imports in sys.argv[2:]:
         os._exit(0)
     os.wait()
 """
-"""What neither order of imports concerns is imported once, as it takes seconds."""
+"""Modules whose order of import doesn't matter are imported once, because that takes seconds."""
 
 
 def test_importing_the_package_before_or_after_transformers_registers_it(folder):
@@ -284,7 +284,7 @@ def test_layers_that_transformers_would_compute_are_saved_under_their_own_names(
 
 
 def test_names_may_be_mapped_by_the_caller(folder, tmp_path):
-    """transformers' own argument ``key_mapping``. What changes the end of a name, parts can't follow."""
+    """The argument is transformers' ``key_mapping``. Parts can't follow a change of a name's end."""
     copy = changed(folder, tmp_path)
     tensors = load_file(copy / "model.safetensors")
     save_file(

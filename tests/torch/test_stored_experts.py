@@ -80,7 +80,7 @@ def test_a_gpu_multiplies_the_stored_values(stored, device):
 
 @STORED
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")])
-def test_gradients_are_those_of_the_weights_that_are_stood_for(stored, activation):
+def test_gradients_are_those_of_the_dequantized_weights(stored, activation):
     dense = DenseExperts(6, 128, 64, torch.bfloat16, "cpu")
     dense.act_fn = activation
     sparse = Sparse24Experts.from_experts(dense, stored=stored, group=32, preference=STRICT)

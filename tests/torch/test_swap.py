@@ -540,7 +540,7 @@ def test_what_stays_dense_by_default_and_why():
         ({"include": [3]}, "include: expected a sequence"),
     ],
 )
-def test_what_is_asked_for_and_cannot_be_is_refused_before_any_swap(arguments, message):
+def test_impossible_requests_are_refused_before_any_swap(arguments, message):
     m = model()
     with pytest.raises((InvalidProblemError, FormatError), match=message):
         to_sparse24(m, **arguments)

@@ -204,7 +204,7 @@ def test_scaled_mm_of_float8(out):
 
 @pytest.mark.parametrize("out", [None, torch.float8_e4m3fn], ids=str)
 def test_scaled_mm_into_float8_saturates(out):
-    """By default the result is of the operands' dtype, as of torch._scaled_mm."""
+    """The result has the operands' dtype by default, like that of torch._scaled_mm."""
     matrix = pruned(integers(64, 128)).to(torch.float8_e4m3fn)
     a, b = Sparse24Tensor.from_dense(matrix), integers(16, 128).to(torch.float8_e4m3fn).t()
     y = torch._scaled_mm(
@@ -238,7 +238,7 @@ UNSERVED = {
 
 
 @pytest.mark.parametrize("message", UNSERVED)
-def test_what_is_not_served_says_so_with_pytorchs_kind_of_error(message):
+def test_unserved_operations_raise_pytorchs_kind_of_error(message):
     kind = ValueError if "hardware" in message else NotImplementedError
     with pytest.raises(kind, match=message):
         UNSERVED[message](sparse())

@@ -112,7 +112,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_would_not_be_2_4_or_not_what_is_meant_is_refused(message):
+def test_operations_without_a_2_4_result_are_refused(message):
     with pytest.raises(UnsupportedError, match=message):
         REFUSED[message](MADE["one side"](randn(M, K)))
 

@@ -34,13 +34,12 @@ def a_linear(k: int = 203, m: int = 48, dtype=torch.bfloat16, bias: bool = True,
     return nn.Linear(k, m, bias).to(dtype)
 
 
-def plain_of(layer: Sparse24WeightOnlyLinear, bias: bool = True) -> Sparse24Linear:
-    """The layer that holds what the stored values stand for."""
-    dense = nn.Linear(layer.in_features, layer.out_features, bias, dtype=layer.dtype)
+def plain_of(layer: Sparse24WeightOnlyLinear) -> Sparse24Linear:
+    """The layer that holds the dequantized values."""
+    dense = nn.Linear(layer.in_features, layer.out_features, dtype=layer.dtype)
     dense.weight = nn.Parameter(layer.dense_weight())
-    if bias:
-        order = torch.argsort(torch.as_tensor(rows_of(layer)))
-        dense.bias = nn.Parameter(layer.bias.detach()[order])
+    order = torch.argsort(torch.as_tensor(rows_of(layer)))
+    dense.bias = nn.Parameter(layer.bias.detach()[order])
     options = {"activation": layer.activation, "out_dtype": layer.out_dtype, "preference": layer.preference}
     return Sparse24Linear.from_linear(dense, method="compress", **options)
 
@@ -56,7 +55,7 @@ def rows_of(layer: Sparse24WeightOnlyLinear) -> list[int]:
 @DTYPES
 @pytest.mark.parametrize("group", [0, 32, 64, 128])
 @pytest.mark.parametrize("activation", ["none", "silu", "swiglu"])
-def test_results_are_those_of_the_weight_that_is_stood_for(stored, dtype, group, activation):
+def test_results_are_those_of_the_dequantized_weight(stored, dtype, group, activation):
     options = {"activation": activation, "preference": STRICT, "out_dtype": torch.float32}
     layer = Sparse24WeightOnlyLinear.from_linear(a_linear(dtype=dtype), stored=stored, group=group, **options)
     x = torch.randn(2, 5, 203, dtype=dtype)
@@ -89,7 +88,7 @@ def test_four_bits_take_the_bytes_that_they_say():
 
 @DTYPES
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
-def test_gradients_are_those_of_the_weight_that_is_stood_for(dtype, activation):
+def test_gradients_are_those_of_the_dequantized_weight(dtype, activation):
     layer = Sparse24WeightOnlyLinear.from_linear(
         a_linear(dtype=dtype), activation=activation, preference=STRICT
     )

@@ -1,4 +1,4 @@
-"""Which configurations are tried: those that keep a row's promises, for rows that can be tuned."""
+"""Which configurations are tried: those that keep a kernel's promises, for kernels that can be tuned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_candidates_of_mma_sp_keep_the_bits(n, m):
 @pytest.mark.parametrize(
     "name", ["wgmma_sp", "wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"]
 )
-def test_a_row_of_wgmma_sp_refuses_schedules_that_break_its_promises(monkeypatch, n, name):
+def test_wgmma_sp_refuses_schedules_that_break_its_promises(monkeypatch, n, name):
     monkeypatch.setattr(wgmma, "load", lambda *args, **options: None)
     row = find(name)
     element = "fp8_e4m3" if name.endswith("promoted") else "bf16"

@@ -49,7 +49,7 @@ def test_a_promise_needs_the_self_test_and_another_process(played):
 
 @pytest.mark.parametrize("name", ["inflate_cublas", "typo"])
 def test_a_kernel_that_cannot_be_tuned(played, name):
-    with pytest.raises(InvalidProblemError, match="kernels: expected rows that can be tuned"):
+    with pytest.raises(InvalidProblemError, match="kernels: expected names of kernels that can be tuned"):
         tune(of_n(16), kernels=[name])
 
 

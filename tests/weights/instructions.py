@@ -151,7 +151,7 @@ def mma_tiles(tiles: np.ndarray, x: np.ndarray, element: ElementKind) -> np.ndar
 
 
 def wgmma_tiles(tiles: np.ndarray, x: np.ndarray, element: ElementKind) -> np.ndarray:
-    """The same with wgmma.sp: the four warps hold the metadata of their blocks, steps are 32 bytes apart."""
+    """Compute what :func:`mma_tiles` does, by wgmma.sp: each warp holds its block's metadata."""
     batch = np.broadcast_shapes(tiles.shape[:-1], x.shape[:-2])
     d = np.zeros((*batch, 128, 4))
     for step in range(4):

@@ -211,7 +211,7 @@ def test_moving_errors_to_later_columns_beats_rounding_to_nearest(seed, group):
     assert np.mean(ratios) < 0.97
 
 
-def test_eight_bits_cost_next_to_nothing():
+def test_8_bits_cost_hardly_any_accuracy():
     weight, x = problem(6)
     moment = x.T @ x
     (found,) = quantized_together([weight], moment, "sparsegpt", rounding("s8"))

@@ -233,7 +233,7 @@ def test_zeros_keep_their_sign_and_nans_their_payload(element):
     assert back.values_view.bits().tolist() == bits.tolist()
 
 
-def test_memory_is_nobody_elses():
+def test_packed_and_unpacked_weights_share_no_memory():
     weight = raw_weight(64, 128, "f16")
     packed = pack(weight)
     before = packed.buffers[0].array().copy()

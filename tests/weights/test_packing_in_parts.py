@@ -38,7 +38,7 @@ def test_parts_are_the_nearest_of_bf16(x):
 
 @pytest.mark.parametrize("x", [np.inf, -np.inf, np.nan, -np.nan])
 def test_what_isnt_finite_is_its_high_part(x):
-    """So the sum of both is what it was."""
+    """The sum of both terms is therefore the value itself."""
     high, low = (part[0] for part in parts_of([x]))
     assert low == 0
     np.testing.assert_array_equal(high, x)

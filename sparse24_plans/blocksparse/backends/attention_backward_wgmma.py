@@ -123,10 +123,14 @@ class _Launch:
         )
 
     def parameters(self, views: Views, workspace: int) -> AttentionBackwardWgmmaParams:
-        found = AttentionBackwardWgmmaParams.from_buffer_copy(self._parameters)
         one, rows = self._pass, rows_of_queries(self._walk.problem)
-        found.o, found.d_o, found.lse = (views[name].address for name in ("o", "do", "lse"))
-        found.bases, found.deltas = workspace, workspace + 4 * rows
+        found = self._parameters.with_values(
+            o=views["o"].address,
+            d_o=views["do"].address,
+            lse=views["lse"].address,
+            bases=workspace,
+            deltas=workspace + 4 * rows,
+        )
         for name in one.gradients:
             found.gradients[name == "dv"] = views[name].address
         boxes = dict.fromkeys(one.stationary, BOX)
@@ -184,7 +188,7 @@ def _row_lanes(desc: BlockSparseAttentionDescriptor) -> int:
 
 
 class Tiling(NamedTuple):
-    """How a pass is cut."""
+    """The tiling of a pass."""
 
     groups: int
     """Pipeline groups of a CTA."""
@@ -195,7 +199,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, desc: BlockSparseAttentionDescriptor, one: Pass) -> Tiling:
-        """The first of these cuts of which two stages fit."""
+        """The first of these tilings with which two stages fit in shared memory."""
         groups = pipeline_groups(desc)
         # Sums of both gradients, or of a large head, leave registers for 64 rows.
         most = 64 if one is _KV or desc.head_size > _MOST_TOGETHER else desc.layout.block
@@ -215,7 +219,7 @@ def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, one: Pass, rows: int, 
 
 
 def _stages(desc: BlockSparseAttentionDescriptor, one: Pass, groups: int, rows: int) -> int:
-    """Pipeline stages of each of so many pipeline groups."""
+    """Pipeline stages of each of ``groups`` pipeline groups."""
     space = SHARED_BYTES // groups
     return max((n for n in range(MAX_STAGES + 1) if _pipeline_bytes(desc, one, rows, n) <= space), default=0)
 

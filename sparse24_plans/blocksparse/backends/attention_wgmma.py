@@ -85,8 +85,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         desc = self.descriptor
         if self._blocks == 0:
             return nothing
-        parameters = AttentionWgmmaParams.from_buffer_copy(self._parameters)
-        parameters.o, parameters.lse = views["o"].address, views["lse"].address
+        parameters = self._parameters.with_values(o=views["o"].address, lse=views["lse"].address)
         keys = min(desc.layout.block, _tile(desc))
         self._walk.fill(parameters, views, {"q": BOX, "k": keys, "v": keys}, workspace)
         kernel = self._function.bind(self._blocks, parameters)

@@ -8,7 +8,7 @@ from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
-from ...plan.operands import Alignment, Views
+from ...plan.operands import Alignment, Views, address_of
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
 from ..prepasses import SOURCES, PrePasses
@@ -94,16 +94,16 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         problem = self._problem
         if self._ctas == 0:
             return nothing
-        parameters = BlocksMmaParams.from_buffer_copy(self._parameters)
-        for name, at in problem.entries(views["layout"].address, ordered=self._ordered).items():
-            setattr(parameters, name, at)
         views, prepasses = self._prepasses.bind(views, workspace)
-        parameters.values, parameters.x = views[problem.left].address, views[problem.right].address
-        parameters.out = views["c"].address
-        if "bias" in views:
-            parameters.bias = views["bias"].address
+        parameters = self._parameters.with_values(
+            **problem.entries(views["layout"].address, ordered=self._ordered),
+            values=views[problem.left].address,
+            x=views[problem.right].address,
+            bias=address_of(views, "bias"),
+            out=views["c"].address,
+        )
         multiply = self._function.bind(self._ctas, parameters, overlapping=True)
-        return launch_in_order(*prepasses, multiply) if prepasses else multiply
+        return launch_in_order(*prepasses, multiply)
 
 
 def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> dict[str, int]:

@@ -8,7 +8,7 @@ from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel import Kernel as BaseKernel
-from ...plan.operands import Views
+from ...plan.operands import Views, address_of
 from ...vocab import ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
@@ -61,7 +61,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self.details = f"{self._ctas} tiles of {tiles.rows} rows x {tiles.tokens} tokens"
         self._function = load(_SOURCE, "blocks_strict", tiles.threads, choice.device, defines(desc, tiles))
         one, n, k = desc.layout, desc.n, desc.reduction
-        # How far it is to the next k, and to the next row or token.
+        # Elements to the next k, and to the next row or token.
         width = one.block if not problem.sampled else one.rows if desc.trans_a else n
         left = (1, width) if problem.left_major == K_MAJOR else (width, 1)
         across = one.cols if problem.sampled else n
@@ -91,13 +91,13 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         problem = self._problem
         if self._ctas == 0:
             return nothing
-        parameters = BlocksStrictParams.from_buffer_copy(self._parameters)
-        for name, at in problem.entries(views["layout"].address).items():
-            setattr(parameters, name, at)
-        parameters.left, parameters.right = views[problem.left].address, views[problem.right].address
-        parameters.out = views["c"].address
-        if "bias" in views:
-            parameters.bias = views["bias"].address
+        parameters = self._parameters.with_values(
+            **problem.entries(views["layout"].address),
+            left=views[problem.left].address,
+            right=views[problem.right].address,
+            bias=address_of(views, "bias"),
+            out=views["c"].address,
+        )
         return self._function.bind(self._ctas, parameters)
 
 

@@ -13,7 +13,7 @@ from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
-from ...plan.operands import Alignment, Views
+from ...plan.operands import Alignment, Views, address_of
 from ...vocab import INT64_MAX, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, Prepared, prepared_bytes
@@ -145,26 +145,24 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         problem = self._problem
         if self._ctas == 0:
             return nothing
-        parameters = BlocksWgmmaParams.from_buffer_copy(self._parameters)
-        for name, at in problem.tables(views["layout"].address, self._schedule.rows).items():
-            setattr(parameters, name, at)
-        if not problem.sampled:
-            for name, at in problem.slices(views["layout"].address, self._schedule.rows).items():
-                setattr(parameters, name, at)
+        tables, rows = views["layout"].address, self._schedule.rows
+        views, prepasses = self._prepasses.bind(views, workspace)
+        parameters = self._parameters.with_values(
+            **problem.tables(tables, rows),
+            **({} if problem.sampled else problem.slices(tables, rows)),
+            values=views["c" if problem.sampled else problem.left].address,
+            bias=address_of(views, "bias"),
+            out=views["c"].address,
+            full_boxes=int(views[problem.right].shape[-1] % _TILE == 0),
+        )
         if self._cut.workspace:
             parameters.claimed = workspace + self._prepasses.workspace_size
             parameters.arrivals = parameters.claimed + COUNTER_BYTES
             parameters.partials = parameters.claimed + self._cut.counter_bytes
             parameters.launch_id = next(_launch_ids) << _COUNT_BITS & INT64_MAX
-        views, prepasses = self._prepasses.bind(views, workspace)
         put_maps(parameters, self._maps, views)
-        parameters.values = views["c" if problem.sampled else problem.left].address
-        parameters.out = views["c"].address
-        parameters.full_boxes = int(views[problem.right].shape[-1] % _TILE == 0)
-        if "bias" in views:
-            parameters.bias = views["bias"].address
         multiply = self._function.bind(self._ctas, parameters, overlapping=True)
-        return launch_in_order(*prepasses, multiply) if prepasses else multiply
+        return launch_in_order(*prepasses, multiply)
 
     def _maps(self, views: Views) -> bytes:
         """Tensor maps of the left operand, the right operand, its last tile and the result."""

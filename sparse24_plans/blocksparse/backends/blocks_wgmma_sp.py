@@ -8,7 +8,7 @@ from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
-from ...plan.operands import Alignment, Views
+from ...plan.operands import Alignment, Views, address_of
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem
 from ..panels import PANEL_ROWS
@@ -93,17 +93,16 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self._ctas == 0:
             return nothing
-        parameters = BlocksWgmmaSpParams.from_buffer_copy(self._parameters)
-        for name, at in self._problem.tables(views["layout"].address).items():
-            setattr(parameters, name, at)
         views, prepasses = self._prepasses.bind(views, workspace)
+        parameters = self._parameters.with_values(
+            **self._problem.tables(views["layout"].address),
+            metadata=views["metadata"].address,
+            bias=address_of(views, "bias"),
+            out=views["c"].address,
+        )
         put_maps(parameters, self._maps, views)
-        parameters.out = views["c"].address
-        parameters.metadata = views["metadata"].address
-        if "bias" in views:
-            parameters.bias = views["bias"].address
         multiply = self._function.bind(self._ctas, parameters, overlapping=True)
-        return launch_in_order(*prepasses, multiply) if prepasses else multiply
+        return launch_in_order(*prepasses, multiply)
 
     def _maps(self, views: Views) -> bytes:
         """Tensor maps of the values, X, its last tile and the result."""

@@ -10,7 +10,7 @@ from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
-from ...plan.operands import Alignment, Views
+from ...plan.operands import Alignment, Views, address_of
 from ...vocab import BlockSparseConvOp, DeviceProperties
 from ..convolution import Axis, BlockSparseConv2dDescriptor
 from ..lookup_tables import addresses, groups, words
@@ -135,22 +135,21 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         if self._ctas == 0:
             return nothing
         desc = self.descriptor
-        parameters = ConvWgmmaParams.from_buffer_copy(self._parameters)
         found = addresses(views["layout"].address, desc.layout)
-        for parameter, name in _TABLES[desc.op].items():
-            setattr(parameters, parameter, found[name])
-        put_maps(parameters, self._maps, views, workspace)
         result = {"forward": "y", "dgrad": "dx", "wgrad": "dfilter"}[desc.op]
-        parameters.out = views[result].address
-        if "bias" in views:
-            parameters.bias = views["bias"].address
+        parameters = self._parameters.with_values(
+            **{parameter: found[name] for parameter, name in _TABLES[desc.op].items()},
+            bias=address_of(views, "bias"),
+            out=views[result].address,
+        )
+        put_maps(parameters, self._maps, views, workspace)
         multiply = self._multiply.bind(self._ctas, parameters, overlapping=True)
         return multiply if self._add is None else self._followed(multiply, self._add, parameters, workspace)
 
     def _followed(self, multiply: Launch, add: Function, before: ConvWgmmaParams, workspace: int) -> Launch:
         """Append the reduction of the splits, which alone applies alpha."""
-        parameters = ConvWgmmaParams.from_buffer_copy(before)
-        before.alpha, parameters.partials = 1.0, workspace
+        parameters = before.with_values(partials=workspace)
+        before.alpha = 1.0
         blocks = min(-(-parameters.elements // (_THREADS * _VECTOR)), _MOST_BLOCKS)
         return launch_in_order(multiply, add.bind(blocks, parameters))
 

@@ -24,7 +24,7 @@ from ...device.tensors import TensorView
 from ...errors import BackendUnavailableError
 from ...plan.cublaslt import CublasKernel, Factor
 from ...plan.kernel import Choice, launch_in_order, nothing
-from ...plan.operands import Alignment, Views
+from ...plan.operands import Alignment, Views, address_of
 from ...vocab import BlockSparseOp, DeviceProperties
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem
@@ -186,11 +186,10 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
 
     def _finished(self, views: Views, product: int) -> Launch:
         rows, cols, _ = self._sizes
-        bias, out = views.get("bias"), self.descriptor.out_element
         parameters = InflateBlocksParams(
             product=product,
             product_columns=self._product_columns,
-            bias=bias.address if bias is not None else 0,
+            bias=address_of(views, "bias"),
             out=views["c"].address,
             heads=self.descriptor.layout.heads,
             out_rows=rows,
@@ -198,5 +197,5 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
             out_elements=self._results,
             bias_per_row=self.descriptor.op is BlockSparseOp.DSD,
         )
-        blocks = -(-self._results * out.itemsize // (_VECTOR_BYTES * _THREADS))
+        blocks = -(-self._results * self.descriptor.out_element.itemsize // (_VECTOR_BYTES * _THREADS))
         return self._finish.bind(min(blocks, _MOST_BLOCKS), parameters)

@@ -72,11 +72,14 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self._ctas == 0:
             return nothing
-        parameters = SddMmaParams.from_buffer_copy(self._parameters)
         found = addresses(views["layout"].address, self.descriptor.layout)
-        parameters.rows, parameters.columns = found["rows"], found["columns"]
-        parameters.a, parameters.b = views["a"].address, views["b"].address
-        parameters.out = views["c"].address
+        parameters = self._parameters.with_values(
+            rows=found["rows"],
+            columns=found["columns"],
+            a=views["a"].address,
+            b=views["b"].address,
+            out=views["c"].address,
+        )
         return self._function.bind(self._ctas, parameters, overlapping=True)
 
 

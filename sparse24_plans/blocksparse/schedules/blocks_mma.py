@@ -64,7 +64,7 @@ class BlocksMmaSchedule(NamedTuple):
     def of(
         cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int, max_workspace: int | None = None
     ) -> BlocksMmaSchedule:
-        """The schedule of the least predicted time whose copy of X takes at most so many bytes."""
+        """The fastest schedule by prediction whose copy of X takes at most ``max_workspace`` bytes."""
         model = CostModel.of(by_order_and_block(MODEL, desc), TERMS)
         return fastest(
             cls.candidates(desc),
@@ -75,7 +75,7 @@ class BlocksMmaSchedule(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells it from the problem's other schedules, in measured lines."""
+        """The name of this schedule among the problem's others, in files of measured times."""
         return f"{self.warps},{self.strips},{self.n8_tiles}"
 
     def prepared(self, desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
@@ -91,7 +91,7 @@ class BlocksMmaSchedule(NamedTuple):
         return (Prepared.of(x, transposes=self.x_along_k),)
 
     def work(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> tuple[float, ...]:
-        """How much there is of each of TERMS.
+        """The amount of each kind of work in TERMS.
 
         Memory delivers values, X and C. L2 delivers X to every CTA, and values again to further tokens. In
         each wave CTAs begin and write cells of C. No CTA ends before the rounds of its block row do, of which
@@ -175,7 +175,7 @@ class BlocksMmaSchedule(NamedTuple):
 
 
 def shares_of(units: float) -> int:
-    """Shares of a block row of so many units."""
+    """Number of shares of a block row of ``units`` units."""
     return next(shares for most, shares in _SHARES if units <= most)
 
 

@@ -43,8 +43,9 @@ SIZES = ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
 _SDD_COLUMNS = (64, 128, 192, 256)
 """Columns of a warpgroup that are tried for ``sdd``."""
 NO_SLICES, APART, IN_TURN, LONG_FIRST = 0, 1, 2, 3
-"""No panel is long. Slices of long ones have CTAs of their own, which meet in the workspace. One CTA takes
-the slices of a panel one after the other. No panel is cut, but long ones come first."""
+"""How long panels are handled. In order: there are none; their slices have CTAs of their own, which exchange
+sums in the workspace; one CTA takes the slices of a panel one after the other; they are not cut, but come
+first."""
 MULTIPROCESSORS = 132
 """SMs of the H200, by which every device decides what is cut into slices, because bits depend on it."""
 _MOST_CLAIMS = 1 << 24
@@ -159,10 +160,10 @@ def best_schedule(
 def tiles_of_large_blocks(
     desc: BlockSparseMatmulDescriptor, most_cells: int | None = None
 ) -> list[BlocksWgmmaSchedule]:
-    """The candidates for blocks of 64 and 128, of which a tile has at most so many cells."""
+    """The candidates for blocks of 64 and 128 whose tiles have at most ``most_cells`` cells."""
     found = []
     for tokens in _TOKENS:
-        # Multicast of S's values is worth it where they are much of what is loaded.
+        # Multicast of S's values pays if they are a large part of the loaded bytes.
         is_large_part = (tokens == _TOKENS[0]) != (desc.layout.block == PANEL_ROWS)
         shares = is_large_part and -(-desc.n // tokens) % 2 == 0
         if most_cells is None or PANEL_ROWS * tokens <= most_cells:
@@ -195,7 +196,7 @@ class Cut(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells it from other cuts of large blocks, in measured lines."""
+        """The name of this cut among others of large blocks, in files of measured times."""
         return f"{self.schedule.tokens},{self.schedule.cluster_n},{self.slices}"
 
     @classmethod
@@ -207,7 +208,7 @@ class Cut(NamedTuple):
         *,
         invariant: bool = False,
     ) -> Cut:
-        """The fastest that needs at most so many bytes of workspace.
+        """The fastest cut that needs at most ``most`` bytes of workspace.
 
         ``invariant``: long panels are cut, whatever ``n`` is, and no bit depends on who sums their slices.
         Otherwise they are cut if that is faster than taking them first, which costs no exchange of sums: then
@@ -298,7 +299,7 @@ def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
 def small_time(
     tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int, fit: Any
 ) -> list[float]:
-    """Time of ``dsd`` or ``dds`` with blocks below 64 kept at random, in no unit.
+    """Time of ``dsd`` or ``dds`` with blocks below 64 kept at random, in arbitrary units.
 
     A narrow panel has fewer columns with blocks, and wide ones are fewer work tiles. A wave that is begun
     takes ``partial_wave`` of a whole one, and a full tile ``step`` for each column with blocks. No CTA ends

@@ -1,6 +1,6 @@
-"""The time of ``dsd`` and ``dds`` by ``blocks_wgmma``: what takes time, for a tile of any size.
+"""Cost model of ``dsd`` and ``dds`` by ``blocks_wgmma``, for tiles of any size.
 
-By it the tile of blocks of 64 and 128 is chosen, and kept blocks are compared with other ways to multiply.
+It chooses the tile for blocks of 64 and 128, and compares kept blocks with other ways to multiply.
 ``tuning/models`` holds the costs.
 """
 
@@ -27,7 +27,7 @@ _ELEMENT_BYTES = 2
 def work(
     desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, longest_panel: int, multiprocessors: int
 ) -> tuple[float, ...]:
-    """How much there is of each kind of ``TERMS`` with tiles of ``rows`` x ``tokens``.
+    """The amount of each kind of work in ``TERMS`` with tiles of ``rows`` x ``tokens``.
 
     ``longest_panel`` has the block columns of the longest panel or slice that a CTA computes, or is 0.
     """

@@ -80,7 +80,7 @@ def schedule_of(desc: BlockSparseConv2dDescriptor, multiprocessors: int) -> Conv
         rows, read = read, rows
     panels, pixels = head_panels(rows), desc.batch * found.pixels
     tile, wide = busy_tokens(panels * found.phases, pixels, multiprocessors)
-    # Multicast of the filter's values is worth it where they are much of what is loaded.
+    # Multicast of the filter's values pays if they are a large part of the loaded bytes.
     tiles = -(-pixels // tile)
     even = tiles % 2 == 0 or tiles >= _MANY_TILES
     sharing = desc.layout.block >= _TILE_ROWS and wide != (desc.layout.block == PANEL_ROWS) and even

@@ -40,16 +40,16 @@ _STEP_TERMS = 64
 
 
 class Way(NamedTuple):
-    """A way to compute a product, and what takes time in it."""
+    """A way to compute a product, and the kinds of work that it consists of."""
 
     name: str
-    """How the names of its models begin."""
+    """Prefix of the names of its models."""
     terms: tuple[str, ...]
     """The names of the kinds of work."""
     work: Callable[[BlockSparseMatmulDescriptor], tuple[float, ...]]
-    """How much there is of each kind."""
+    """Gives the amount of each kind of work."""
     copies_us: Callable[[BlockSparseMatmulDescriptor], float] = lambda desc: 0.0
-    """Microseconds of the pre-passes and of what else is copied, if that is no work of the model."""
+    """Microseconds of pre-passes and other copies that the model's work doesn't include."""
     model_of: Callable[[str, BlockSparseMatmulDescriptor], str] = by_order_and_block
     """Returns the name of the model that serves a problem, given the name of the way."""
 
@@ -151,7 +151,7 @@ def _sampled_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
 
 
 def _sampled_dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
-    """The terms of ``sdd`` as a dense product of which the kept blocks are copied."""
+    """The terms of ``sdd`` as a dense product whose kept blocks are copied."""
     one, matrices = desc.layout, desc.batch * desc.layout.heads
     cells = matrices * one.rows * one.cols
     return (
@@ -250,7 +250,7 @@ def dense_wins(desc: BlockSparseMatmulDescriptor) -> str | None:
 
 @lru_cache(maxsize=4096)
 def sampled_loses(desc: BlockSparseMatmulDescriptor) -> str | None:
-    """The reason why ``sdd`` is faster as a dense product of which kept blocks are copied, or None.
+    """The reason why ``sdd`` is faster as a dense product whose kept blocks are copied, or None.
 
     Large blocks never lose: even if all are kept, it is a dense product without the copy.
     """

@@ -21,7 +21,7 @@ _WORD_TERMS = 8
 _VECTORS = (8, 4, 2, 1)
 """Neighbouring cells of 16 bits that a lane can load together."""
 _RUN_CELLS = 4096
-"""Most results of a warp that has several blocks, of which each lane looks up one."""
+"""Most results of a warp with several blocks. Each lane looks up one of the blocks."""
 _BUSY_WARPS, _ENOUGH_WARPS = 16, 32
 """Warps for each SM below which a warp gets fewer strips, and those that runs are shortened for."""
 
@@ -36,7 +36,7 @@ class SddMmaSchedule(NamedTuple):
     vector: int
     """Neighbouring k that a lane loads together if they are contiguous."""
     run_blocks: int
-    """Most neighbouring blocks of which a warp computes a row tile."""
+    """Most neighbouring blocks for which a warp computes a row tile."""
 
     @classmethod
     def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> SddMmaSchedule:

@@ -45,7 +45,7 @@ class SoftmaxSchedule(NamedTuple):
         return self.threads * self.chunks * _VECTOR_BYTES if copies else 0
 
     def blocks(self, desc: BlockSparseSoftmaxDescriptor, multiprocessors: int) -> int:
-        """CTAs of the launch. Those of ``forward`` are persistent."""
+        """CTAs of the launch, which are persistent for ``forward``."""
         wanted = -(-softmax_teams(desc) // self.teams)
         if desc.op is BlockSparsePass.FORWARD:
             return min(wanted, multiprocessors * self.blocks_per_sm)

@@ -130,7 +130,7 @@ def _check_safe(folder: Path) -> None:
         raise PermissionError(errno.EPERM, f"a folder of another user (uid {about.st_uid})")
     if about.st_mode & _OTHERS_WRITE and not about.st_mode & stat.S_ISVTX:
         who = "everybody" if about.st_mode & stat.S_IWOTH else f"its group (gid {about.st_gid})"
-        raise PermissionError(errno.EPERM, f"a folder that {who} can write; take that right away")
+        raise PermissionError(errno.EPERM, f"a folder that {who} can write; remove that permission")
 
 
 def _checksum(path: Path, found: bytes) -> bytes:

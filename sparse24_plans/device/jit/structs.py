@@ -10,6 +10,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from typing_extensions import Self
+
 from ..._vendor.cuda_driver_abi import TENSOR_MAP_BYTES
 
 _CTYPES: dict[str, Any] = {
@@ -66,6 +68,13 @@ class KernelParams(ctypes.Structure):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
+
+    def with_values(self, **values: Any) -> Self:
+        """Return a copy with other values of these fields."""
+        copy = type(self).from_buffer_copy(self)
+        for name, value in values.items():
+            setattr(copy, name, value)
+        return copy
 
 
 def kernel_params(header: str) -> Callable[[type[Params]], type[Params]]:

@@ -1,4 +1,4 @@
-"""float32 as a sum of bf16 terms (high, middle, low), each the bf16 nearest to what is left."""
+"""float32 as a sum of bf16 terms (high, middle, low), each the bf16 nearest to the remainder."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Results:
         return np.ones(len(tokens), bool)
 
     def single(self, token: int) -> tuple[Results, int] | None:
-        """The results of one weight that have this token, and its number there; None if several add to it."""
+        """The results of the token's weight, and its index in them; None if several weights add to it."""
         return self, token
 
     def of(self, desc: GemmSparse24Descriptor) -> Results:
@@ -136,7 +136,7 @@ AnyResults: TypeAlias = Results | PartResults | SummedResults
 
 
 def results_of(desc: GemmSparse24Descriptor, views: Views, arithmetic: Arithmetic) -> AnyResults:
-    """What computes the results of a product of any kind."""
+    """Return the object that computes the results of a product of any kind."""
     views, desc = indexed_views(desc, views), desc.indexed
     if desc.y_rows is not None:
         return SummedResults(desc, views, arithmetic)

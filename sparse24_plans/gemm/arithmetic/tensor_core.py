@@ -9,7 +9,7 @@ The rule for each result is:
 2. E is the largest exponent of all addends. Each addend is cut toward zero to a multiple of
    2^(E - fraction_bits). The cut addends are added exactly.
 3. The sum is cut toward zero to ``result_bits`` fraction bits; one below 2^-126 to a multiple of
-   2^(-126 - result_bits). Where it reaches 2^128 it becomes an infinity. A zero is +0.
+   2^(-126 - result_bits). If it reaches 2^128, it becomes an infinity. A zero is +0.
 4. The result is NaN if an addend is NaN, if infinities of both signs are added, or if an infinity is
    multiplied with zero. Otherwise, with an infinity among the addends, it is that infinity.
 

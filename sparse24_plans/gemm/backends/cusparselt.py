@@ -222,8 +222,8 @@ def _compress(ordinal: int, weight: Sparse24Weight) -> Any:
     """The blob, with exactly the positions and bits of the canonical weight.
 
     The library chooses positions by searching for non-zeros, so it could move a kept zero, and its treatment
-    of -0.0 differs between versions. So it compresses ones at the kept positions. The values then overwrite
-    the ones at the beginning of the blob, row by row (_values_come_first checks that).
+    of -0.0 differs between versions. Therefore it is given ones at the kept positions to compress. The values
+    then overwrite the ones at the beginning of the blob, row by row (_values_come_first checks that).
     """
     values, metadata = weight.values_view.bits(), weight.metadata
     codes = canonical.from_metadata(metadata)

@@ -1,8 +1,8 @@
 """Launches ``gemm/f32_split.cu`` and ``gemm/wgmma_sp.cu``: float32 in bf16 terms on sparse tensor cores.
 
-The workspace holds the bf16 terms of X, then the flags and partial sums of stream-K, then blocked sums. Terms
-of many tokens would take much memory. So tokens are multiplied in chunks, one after the other, and all chunks
-use the same workspace.
+The workspace holds the bf16 terms of X, then the flags and partial sums of stream-K, then blocked sums. The
+terms of many tokens would take much memory, so tokens are multiplied in chunks, one after the other, and all
+chunks use the same workspace.
 """
 
 from __future__ import annotations

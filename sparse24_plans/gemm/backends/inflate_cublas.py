@@ -15,11 +15,11 @@ from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.cublaslt import CublasKernel, Factor
 from ...plan.kernel import Choice, launch_in_order, nothing
-from ...plan.operands import Alignment, Views, leading_dimension
+from ...plan.operands import Alignment, Views, address_of, leading_dimension
 from ...vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import MOST_STRIDES, GemmKernel, address, c_parameters, product_defines
+from ..kernel import MOST_STRIDES, GemmKernel, c_parameters, product_defines
 from ..limits import cublas_regions
 
 _EPILOGUE = "gemm/inflate_cublas.cu"
@@ -51,11 +51,11 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
         desc, device = self.descriptor, choice.device
         self._fused = desc.epilogue is EpilogueKind.IDENTITY and not desc.has_c
         self._trivial = desc.n * desc.outputs == 0
-        self._in_columns = desc.x_order is MatrixOrder.COLUMN, desc.y_order is MatrixOrder.COLUMN
+        self._column_major = desc.x_order is MatrixOrder.COLUMN, desc.y_order is MatrixOrder.COLUMN
         # elements of a row or column of X and of Y
         self._widths = tuple(
             desc.n if columns else width
-            for columns, width in zip(self._in_columns, (desc.reduction, desc.outputs), strict=True)
+            for columns, width in zip(self._column_major, (desc.reduction, desc.outputs), strict=True)
         )
         self.launches = 1 if self._trivial or not desc.reduction else 2 if self._fused else 3
         self._matmul = lru_cache(MOST_STRIDES)(self._find_for_strides)
@@ -68,7 +68,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
                 "epilogue_rows",
                 _THREADS,
                 device,
-                {**product_defines(desc), "COLUMNS": int(self._in_columns[1])},
+                {**product_defines(desc), "COLUMNS": int(self._column_major[1])},
             )
         multiplies = not self._trivial and desc.reduction > 0
         self._reserve(partial(self._matmul, *self._widths) if multiplies else None)
@@ -82,7 +82,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
         dense, acc = workspace, workspace + self._dense_bytes
         stride = leading_dimension(result, desc.y_order) if self._fused else self._widths[1]
         inflate = self._inflate.bind(views["values"], views["metadata"], dense)
-        factors = (source.address, dense) if self._in_columns[1] else (dense, source.address)
+        factors = (source.address, dense) if self._column_major[1] else (dense, source.address)
         multiply = self._matmul(leading_dimension(source, desc.x_order), stride).bind(
             *factors, result.address if self._fused else acc, acc + self._acc_bytes
         )
@@ -90,13 +90,13 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
 
     def _finish(self, views: Views, acc: int) -> Launch:
         desc, width = self.descriptor, self._widths[1]
-        lines = desc.outputs if self._in_columns[1] else desc.n
+        lines = desc.outputs if self._column_major[1] else desc.n
         assert self._epilogue is not None
         return self._epilogue.bind(
             min(lines * -(-width // _CHUNK), _MOST_BLOCKS),
             EpilogueParams(
                 accumulators=acc,
-                bias=address(views.get("bias")),
+                bias=address_of(views, "bias"),
                 out=views["result"].address,
                 outer=lines,
                 inner=width,
@@ -113,10 +113,10 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
         Y^T = op(W) @ X^T, and for a column-major one Y = X @ op(W)^T.
         """
         desc = self.descriptor
-        x_in_columns, y_in_columns = self._in_columns
+        x_column_major, y_column_major = self._column_major
         weight = Factor(desc.outputs, desc.op is GemmOp.FORWARD, desc.k, 256)
-        source = Factor(desc.n, x_in_columns, source_stride)
+        source = Factor(desc.n, x_column_major, source_stride)
         a, b = weight, source
-        if y_in_columns:  # the transpose of the product, whose factors change places
+        if y_column_major:  # the transpose of the product, whose factors change places
             a, b = (one._replace(transposed=not one.transposed) for one in (source, weight))
         return self._find_matmul(a, b, result_stride, desc.out_element if self._fused else ElementKind.F32)

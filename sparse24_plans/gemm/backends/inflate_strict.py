@@ -6,7 +6,7 @@ from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
-from ...plan.operands import Alignment, Views, leading_dimension
+from ...plan.operands import Alignment, Views, address_of, leading_dimension
 from ...vocab import DeviceProperties, GemmOp, MatrixOrder
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel import (
@@ -14,7 +14,6 @@ from ..kernel import (
     SCALES,
     BatchParams,
     GemmKernel,
-    address,
     batch_parameters,
     c_parameters,
     group_parameters,
@@ -91,7 +90,7 @@ class Kernel(GemmKernel):
                 alpha=desc.alpha,
                 beta=desc.beta,
                 **c_parameters(desc, views),
-                **{name: address(views.get(name)) for name in ("bias", *SCALES)},
+                **{name: address_of(views, name) for name in ("bias", *SCALES)},
                 **group_parameters(desc, views),
                 batches=batch_parameters(desc, views, self._tiles),
             ),

@@ -9,7 +9,7 @@ from ...device.streams import Launch
 from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice, nothing
 from ...plan.kernel_table import HOPPER
-from ...plan.operands import Alignment, Views, leading_dimension
+from ...plan.operands import Alignment, Views, address_of, leading_dimension
 from ...vocab import FP8, DeviceProperties, MatrixOrder
 from ...weights.packed_layouts import TILE_M
 from ..arithmetic.tensor_core import named
@@ -18,7 +18,6 @@ from ..kernel import (
     SCALES,
     BatchParams,
     GemmKernel,
-    address,
     batch_parameters,
     c_parameters,
     product_defines,
@@ -96,16 +95,16 @@ class Kernel(GemmKernel):
         desc, source, result = self.descriptor, views["source"], views["result"]
         if desc.is_empty:
             return nothing
-        parameters = MmaSpParams.from_buffer_copy(self._fixed)
-        parameters.packed = views["packed"].address
-        parameters.x, parameters.y = source.address, result.address
-        for name in ("bias", *SCALES):
-            setattr(parameters, name, address(views.get(name)))
-        parameters.x_stride = leading_dimension(source, desc.x_order)
-        parameters.y_stride = leading_dimension(result, desc.y_order)
-        for name, value in c_parameters(desc, views).items():
-            setattr(parameters, name, value)
-        parameters.batches = batch_parameters(desc, views, self._schedule.work_tiles)
+        parameters = self._fixed.with_values(
+            packed=views["packed"].address,
+            x=source.address,
+            y=result.address,
+            x_stride=leading_dimension(source, desc.x_order),
+            y_stride=leading_dimension(result, desc.y_order),
+            **{name: address_of(views, name) for name in ("bias", *SCALES)},
+            **c_parameters(desc, views),
+            batches=batch_parameters(desc, views, self._schedule.work_tiles),
+        )
         blocks = self._schedule.blocks * desc.batch_count
         return self._function.bind(blocks, parameters, overlapping=self._clusters)
 

@@ -2,7 +2,7 @@
 
 ``gemm/route_rows.cu`` finds the places of a router's choices, and ``gemm/gather_rows.cu`` writes their rows
 of X to the workspace. Any kernel that serves groups multiplies these, and ``gemm/combine_rows.cu`` adds up
-the results. What the caller has done already is left out. The host does the same in NumPy.
+the results. Steps that the caller has already done are left out. The host does the same in NumPy.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice, align_up, launch_in_order, nothing
-from ...plan.operands import Alignment, Views
+from ...plan.operands import Alignment, Views, address_of
 from ...vocab import ElementKind, GroupTokens
 from ...weights.weight import CanonicalWeight, PackedWeight
-from ..kernel import GROUPS, GemmKernel, address, group_parameters
+from ..kernel import GROUPS, GemmKernel, group_parameters
 from ..routing import (
     VECTOR_BYTES,
     Regions,
@@ -214,7 +214,7 @@ class Kernel(GemmKernel):
         parameters = CombineRowsParams(
             results=results.address,
             index=views["y_index"].address,
-            weights=address(views.get("y_weights")),
+            weights=address_of(views, "y_weights"),
             y=y.address,
             top_k=desc.top_k,
             n=desc.n,

@@ -1,8 +1,8 @@
 """Launches ``gemm/wgmma_sp.cu`` for groups of tokens with weights of their own. No workspace.
 
 The grid doesn't depend on the groups' sizes, which the device alone knows: persistent CTAs find their work
-tiles in a table that each makes of the groups. Where K is split, there is a cluster for each work tile that
-there may be, and those without one end at once.
+tiles in a table that each makes of the groups. With split-K there is a cluster for each work tile that may
+exist; clusters without work exit at once.
 """
 
 from __future__ import annotations

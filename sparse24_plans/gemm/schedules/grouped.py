@@ -37,7 +37,7 @@ def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
 def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> tuple[WgmmaSpSchedule, ...]:
     """The schedules of few tokens in which CTAs share K, if the kernel's bits may depend on n.
 
-    Each work tile that there may be has a cluster. All of them run at once, since most may have no work.
+    Each possible work tile has a cluster. All clusters run at once, since most may have no work.
     """
     if desc.n > MAX_MEMORY_BOUND_N or not row.cuts_k_by_n(desc):
         return ()

@@ -22,7 +22,7 @@ _BARRIER_BYTES, _C_BARRIER_BYTES = 512, 16
 _SHARES_APART, _SHARE_BARRIER_BYTES = 48 << 10, 16
 """Most bytes of an SM for sums of split-K that don't lie over the stages, and those of their barrier."""
 _MOST_EXCHANGED = 128 * 208
-"""Sums of a CTA of three or more slices that fit twice: as they are sent, and as they are received."""
+"""Most sums of a CTA with three or more slices, which needs room for those it sends and those it receives."""
 _MOST_WARPS = 16
 """Warps of a CTA with three consumer warpgroups."""
 _PATTERN = 1024
@@ -104,8 +104,8 @@ def pitch_of(nbytes: int) -> int:
 class WgmmaSpSchedule(NamedTuple):
     """How a problem is cut into CTAs. For one kernel ``split_k * k_chunks`` alone fixes the bits.
 
-    With stream-K each cluster takes an equal range of the work tiles' tiles of K. Where one cluster's range
-    ends within a work tile, the next cluster continues its sums, so the bits are those of an uncut tile.
+    With stream-K each cluster takes an equal range of the work tiles' tiles of K. If one cluster's range ends
+    within a work tile, the next cluster continues its sums, so the bits are those of an uncut tile.
     """
 
     warpgroups: int
@@ -274,10 +274,10 @@ class WgmmaSpSchedule(NamedTuple):
         return self.ctas_per_sm > 1 and self.work_tiles(n, m) <= self.resident_alone(H200_MULTIPROCESSORS)
 
     def stream_k_split(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
-        """The work tiles that stay whole; the tiles of K of each range; and the ranges that have one more.
+        """Return the work tiles that stay whole, the K tiles of a range, and how many ranges have one more.
 
-        As few work tiles are cut as give each range the tiles of one work tile, so at most two clusters
-        share a work tile: it is the first of the one and the last of the other.
+        Just enough work tiles are cut to give each range the K tiles of at least one work tile. At most two
+        clusters therefore share a work tile: it is the last one of a cluster and the first one of the next.
         """
         work_tiles = self.work_tiles(n, m)
         if not self.stream_k or work_tiles < self.stream_k or work_tiles % self.stream_k == 0:
@@ -299,7 +299,7 @@ class WgmmaSpSchedule(NamedTuple):
         return self.flags_bytes() + self.sums_bytes() * (3 if self.stream_k and self.k_chunks > 1 else 1)
 
     def resident_clusters(self, multiprocessors: int) -> int:
-        """Clusters that run at once. Those of more than 2 CTAs don't fill the GPCs of an H200's 132 SMs."""
+        """Clusters that run at once. Clusters of over 2 CTAs don't fill the GPCs of an H200's 132 SMs."""
         idle = 15 if self.cluster % 3 == 0 and self.ctas_per_sm < 4 else 12
         idle = idle if self.cluster > 2 else 0
         usable = multiprocessors * (132 - idle) // 132
@@ -381,7 +381,7 @@ _MANY = 2048
 
 
 # The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M).
-_OF_RANGES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
+_STREAM_K_SHAPES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
 @lru_cache(4096)
@@ -393,17 +393,17 @@ def _fitting(
     return tuple(one for one in tried if one.fits())
 
 
-def _schedules_of_ranges(
-    n: int, m: int, parts: int = 1, min_idle: float | None = None
+def _stream_k_schedules(
+    n: int, m: int, k_chunks: int = 1, min_idle: float | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
     least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
-    least = least if parts == 1 else 0.0
-    shapes = tuple((w, r, c, 1, 1, parts, H200_MULTIPROCESSORS // c) for w, r, c in _OF_RANGES)
+    least = least if k_chunks == 1 else 0.0
+    shapes = tuple((w, r, c, 1, 1, k_chunks, H200_MULTIPROCESSORS // c) for w, r, c in _STREAM_K_SHAPES)
 
     def pays(one: WgmmaSpSchedule) -> bool:
-        work_tiles, ranges = one.work_tiles(n, m), one.stream_k
-        return ranges < work_tiles and -work_tiles % ranges > least * ranges
+        work_tiles, clusters = one.work_tiles(n, m), one.stream_k
+        return clusters < work_tiles and -work_tiles % clusters > least * clusters
 
     return tuple(filter(pays, _fitting(widths(n, m=m), shapes)))
 
@@ -421,7 +421,7 @@ def schedules_for(
     shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
     fitting = _fitting(widths(n, m=m), shapes)
     found = tuple(one for one in fitting if not (m and one.oversubscribes(n, m)))
-    found += _schedules_of_ranges(n, m, min_idle=min_idle)
+    found += _stream_k_schedules(n, m, min_idle=min_idle)
     return tuple(one for one in found if one.makes_elements()) if quantized else found
 
 
@@ -435,7 +435,7 @@ def schedules_in(
         if n > MAX_MEMORY_BOUND_N:
             wide = tuple((*shape, slices) for shape in _OF_MANY if shape[0] > 1)
             tried += _fitting(widths(n, m=m), wide)
-            tried += (one for one in _schedules_of_ranges(n, m, slices) if one.warpgroups > 1)
+            tried += (one for one in _stream_k_schedules(n, m, slices) if one.warpgroups > 1)
         tried += _narrow_in(slices, n)
     return tuple(one for one in dict.fromkeys(tried) if not quantized or one.makes_elements())
 

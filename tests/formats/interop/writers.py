@@ -48,7 +48,7 @@ def sparse(
 
 
 def with_specials(dense: torch.Tensor) -> torch.Tensor:
-    """The same with NaN, infinities and negative zeros among the non-zeros, where the type has them."""
+    """The matrix with NaN, infinities and negative zeros among its non-zeros, if the type has them."""
     specials = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]).to(dense.dtype)
     flat = dense.reshape(-1).clone()
     at = (flat.float() != 0).nonzero().reshape(-1)[::5]

@@ -22,7 +22,7 @@ OTHER = [[[0, 1, 1], [0, 0, 1]], [[1, 1, 1], [1, 0, 0]]]
 """A layout with as many blocks as "two heads"."""
 
 
-def test_it_is_made_of_what_says_which_blocks_are_kept():
+def test_a_layout_is_made_from_bitmaps_and_layouts():
     wanted = layout_of()
     bitmap = BITMAPS["two heads"]
     for given in (bitmap, np.array(bitmap), torch.tensor(bitmap), torch.tensor(bitmap) > 0):

@@ -68,7 +68,7 @@ def test_products_and_gradients_are_the_hosts(mode, trans, dtype, block):
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_convolution_and_its_gradients_are_the_hosts(dtype, block, stride):
-    """By the kernel, or where there is none by PyTorch."""
+    """The kernel computes them, or PyTorch if there is none."""
     bitmap = np.random.default_rng(0).random((3, 2, 3, 2)) < 0.5
     host = Conv2d(2 * block, 3 * block, (3, 2), bitmap, block, 1, stride, bias=True, dtype=dtype)
     there = Conv2d(2 * block, 3 * block, (3, 2), bitmap, block, 1, stride, bias=True, dtype=dtype).cuda()
