@@ -215,6 +215,20 @@ def test_compiled_attention_modules(backend, masked):
     assert torch.equal(compiled(x, x, x, attn_mask=mask)[0], module(x, x, x, attn_mask=mask)[0])
 
 
+@backends
+def test_compiled_conversions(backend):
+    """Tracing reaches neither a layout's NumPy arrays nor its shape's properties."""
+    layout, layer = layout_of(), Linear(32, 48, 16, [[1, 0, 1], [0, 1, 0]])
+
+    def call(values, dense):
+        return layout.to_dense(values), layout.kept_blocks(dense), layer.dense_weight()
+
+    values = randn(2, layout.shape.blocks, 16, 16)
+    given = values, layout.to_dense(values) + 1
+    assert all(map(torch.equal, torch.compile(call, fullgraph=True, backend=backend)(*given), call(*given)))
+    assert torch.equal(torch.compile(layout.values_of, backend=backend)(layout.to_dense(values)), values)
+
+
 def test_an_exported_program():
     layer = Linear(32, 48, 16, [[1, 0, 1], [0, 1, 0]])
     x = randn(3, 32)
