@@ -12,14 +12,18 @@ from .layout_buffers import Layout
 from .multihead import MultiheadAttention, check_dropout_and_modes, masked_attention
 from .sparsity import SparsityConfig, SparsityInfo
 
+_DEFAULT = SparsityInfo("fixed", 16, 64, unidirectional=True)
+"""Torch-Blocksparse's default rule."""
+
 
 class DeepSpeedSparseSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(head_size)) v over kept blocks, without projections.
 
     The arguments are those of Torch-Blocksparse's last form: ``sparsity_config``, a SparsityInfo or a
-    SparsityConfig, then ``key_padding_mask_mode`` and ``attn_mask_mode`` as in MultiheadAttention; and
-    ``dropout``, which training applies to the softmax. Its form before is taken too: ``embed_dim`` and
-    ``num_heads``, the arguments of SparsityInfo, the two modes and ``dropout``.
+    SparsityConfig, by default unidirectional strides of 64 tokens in blocks of 16; the two modes
+    ``key_padding_mask_mode`` and ``attn_mask_mode`` as in MultiheadAttention; and ``dropout``, which training
+    applies to the softmax. Its form before is taken too: ``embed_dim`` and ``num_heads``, the arguments of
+    SparsityInfo, the two modes and ``dropout``.
 
     Raises InvalidProblemError naming the argument.
     """
@@ -54,7 +58,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
 
     def _take_rule(
         self,
-        sparsity_config: SparsityInfo | SparsityConfig,
+        sparsity_config: SparsityInfo | SparsityConfig = _DEFAULT,
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "mul",
         dropout: float = 0.0,

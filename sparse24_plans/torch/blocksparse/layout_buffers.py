@@ -30,7 +30,8 @@ def _block_places(layout: Tensor, shape: Sequence[int]) -> Tensor:
     heads, rows, cols, block, blocks = shape
     begin = heads * (rows // block) + 1
     columns, block_rows = layout[begin : begin + 2 * blocks].view(2, blocks)
-    return block_rows.long() * (cols // block) + columns
+    places: Tensor = block_rows.long() * (cols // block) + columns
+    return places
 
 
 def to_dense(values: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:

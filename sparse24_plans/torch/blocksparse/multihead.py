@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from ...blocksparse.dropout import MOST_DROPOUT
 from ...blocksparse.layout import BlockSparseLayout
-from ...errors import InvalidProblemError, UnsupportedError
+from ...errors import InvalidProblemError, UnsupportedError, shown
+from ...vocab import checked_flag
 from ..elements import device_of
 from .extra_keys import Masks, widened, with_extra_keys
 from .functional import attention, matmul, softmax
 from .layout_buffers import Layout, layout_of
+from .rule_checks import counted
 from .sparsity import SparsityConfig, SparsityInfo
 
 F = nn.functional
@@ -50,8 +53,10 @@ def masked_attention(
 
 def check_dropout_and_modes(dropout: float, key_padding_mask_mode: str, attn_mask_mode: str) -> None:
     """Raise InvalidProblemError for an argument that no call of a module could use."""
-    if not 0 <= dropout <= MOST_DROPOUT:
-        raise InvalidProblemError(f"dropout: expected a probability from 0 to 1 - 2^-16, got {dropout}")
+    if not isinstance(dropout, Real) or not 0 <= dropout <= MOST_DROPOUT:
+        raise InvalidProblemError(
+            f"dropout: expected a probability from 0 to 1 - 2^-16, got {shown(dropout)}"
+        )
     modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
     for name, mode in modes.items():
         if mode not in ("add", "mul"):
@@ -147,15 +152,23 @@ class MultiheadAttention(nn.Module):
         if sparsity is not None and layout is not None:
             raise InvalidProblemError("layout: expected None beside sparsity, which is the same argument")
         check_dropout_and_modes(dropout, key_padding_mask_mode, attn_mask_mode)
-        if num_heads < 1 or embed_dim % num_heads:
-            raise InvalidProblemError(f"num_heads: expected a divisor of {embed_dim}, got {num_heads}")
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
+        checked_flag("bias", bias)
+        self._take_sizes(embed_dim, num_heads, kdim, vdim)
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
-        self.causal, self.batch_first, self.dropout = causal, batch_first, dropout
-        self.add_zero_attn, self._extra_keys = add_zero_attn, int(add_bias_kv) + int(add_zero_attn)
+        self.causal, self.dropout = checked_flag("causal", causal), dropout
+        self.batch_first = checked_flag("batch_first", batch_first)
+        self.add_zero_attn = checked_flag("add_zero_attn", add_zero_attn)
+        self._extra_keys = checked_flag("add_bias_kv", add_bias_kv) + add_zero_attn
         self._take_sparsity(layout if sparsity is None else sparsity, block, device)
         self._make_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
+
+    def _take_sizes(self, embed_dim: int, num_heads: int, kdim: int | None, vdim: int | None) -> None:
+        size, heads = counted("embed_dim", embed_dim, least=1), counted("num_heads", num_heads, least=1)
+        if size % heads:
+            raise InvalidProblemError(f"num_heads: expected a divisor of {size}, got {heads}")
+        self.embed_dim, self.num_heads, self.head_dim = size, heads, size // heads
+        self.kdim = size if kdim is None else counted("kdim", kdim)
+        self.vdim = size if vdim is None else counted("vdim", vdim)
 
     def _take_sparsity(self, sparsity: Any, block: int | None, device: Any) -> None:
         self.sparsity = sparsity if isinstance(sparsity, _RULES) else None
@@ -276,9 +289,12 @@ class MultiheadAttention(nn.Module):
         mask and not read. The second result is always None: no weights are returned, whatever
         ``need_weights`` and ``average_attn_weights`` say.
         """
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
+        inputs = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
+        for name, (tensor, size) in inputs.items():
             if tensor.dim() != 3:
                 raise InvalidProblemError(f"{name}: expected three dimensions, got {list(tensor.shape)}")
+            if tensor.shape[2] != size:
+                raise InvalidProblemError(f"{name}: expected {size} columns, got {list(tensor.shape)}")
         if rpe is not None and not isinstance(rpe, Tensor):
             raise InvalidProblemError(f"rpe: expected a Tensor or None, got {type(rpe).__name__}")
         q, k, v = (self._in_heads(one) for one in self._projected(query, key, value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -391,3 +392,52 @@ def test_attention_that_cannot_be():
             module(y, y, y, **options)
     with pytest.raises(InvalidProblemError, match=r"query, key: expected 64 and 64 tokens.*got 64 and 32"):
         module(y, y[:32], y[:32])
+
+
+FLAGS = {
+    "trans_a": lambda **flag: MatMul(BITMAP, 16, "dsd", **flag),
+    "trans_b": lambda **flag: MatMul(BITMAP, 16, "dsd", **flag),
+    "bias": lambda **flag: Linear(32, 48, 16, BITMAP, **flag),
+    **{
+        name: lambda **flag: MultiheadAttention(16, 2, SparsityInfo("dense", 16), **flag)
+        for name in ("bias ", "add_bias_kv", "add_zero_attn", "causal", "batch_first")
+    },
+    "bias  ": lambda **flag: blocksparse.Conv2d(32, 32, 1, np.ones((2, 2, 1, 1), bool), 16, **flag),
+    "causal ": lambda **flag: blocksparse.Softmax(BITMAP, 16, **flag),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_no_words(name):
+    """Words are true, so that ``"no"`` would mean yes."""
+    flag = name.strip()
+    with pytest.raises(InvalidProblemError, match=f"^{flag}: expected True or False, got 'no'"):
+        FLAGS[name](**{flag: "no"})
+    FLAGS[name](**{flag: True})
+
+
+SIZES = {
+    "embed_dim: expected an integer, got '16'": ("16", 2),
+    "embed_dim: expected at least 1, got 0": (0, 2),
+    "num_heads: expected an integer, got 2.0": (16, 2.0),
+    "num_heads: expected at least 1, got 0": (16, 0),
+    "kdim: expected at least 0, got -1": (16, 2, None, 0.0, True, False, False, -1),
+    "vdim: expected an integer, got True": (16, 2, None, 0.0, True, False, False, None, True),
+    "dropout: expected a probability from 0 to 1 - 2^-16, got 'x'": (16, 2, None, "x"),
+}
+
+
+@pytest.mark.parametrize("message", SIZES)
+def test_sizes_of_attention_are_integers(message):
+    first, rest = SIZES[message][:2], SIZES[message][3:]
+    with pytest.raises(InvalidProblemError, match="^" + re.escape(message)):
+        MultiheadAttention(*first, SparsityInfo("dense", 16), *rest)
+
+
+@pytest.mark.parametrize(("name", "size"), [("query", 16), ("key", 24), ("value", 8)])
+def test_inputs_of_other_widths(name, size):
+    module = MultiheadAttention(16, 2, SparsityInfo("dense", 16), kdim=24, vdim=8)
+    given = {"query": randn(16, 3, 16), "key": randn(16, 3, 24), "value": randn(16, 3, 8)}
+    given[name] = randn(16, 3, 5)
+    with pytest.raises(InvalidProblemError, match=rf"{name}: expected {size} columns, got \[16, 3, 5\]"):
+        module(**given)

@@ -101,6 +101,22 @@ def test_values_move_to_another_mask():
     assert torch.equal(found, dense[after])
 
 
+MISFITS = {
+    r"layout_b: expected shape \[3, 2, 1, 2\], as layout_a, got \[3, 2, 2, 1\]": ((3, 2, 2, 1), (12, 16, 16)),
+    r"tensor_a: expected \[12, block, block\], as layout_a keeps, got \[11, 16, 16\]": (
+        (3, 2, 1, 2),
+        (11, 16, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_values_that_cannot_move(message):
+    after, values = MISFITS[message]
+    with pytest.raises(InvalidProblemError, match=message):
+        bs.Conv2d.update_layout(torch.ones(3, 2, 1, 2).long(), torch.ones(values), torch.ones(after), 0.0)
+
+
 @pytest.mark.parametrize("bench", [False, True])
 def test_bench_does_nothing(bench):
     layout, a = layout_of(), randn(1, 2, 32, 48)
@@ -212,6 +228,13 @@ def test_deepspeeds_self_attention_in_its_last_form(rule, form, size):
     found = module(q, k if size == 64 else k.mT, v, None, padding[:, None, None], mask[None, None])
     assert torch.equal(found, wanted)
     assert torch.equal(module(q, k, v, key_padding_mask=padding, attn_mask=mask), wanted)
+
+
+def test_deepspeeds_self_attention_has_a_default_rule():
+    rule = bs.SparsityInfo("fixed", 16, 64, unidirectional=True)
+    assert bs.DeepSpeedSparseSelfAttention().sparsity == rule
+    module = bs.DeepSpeedSparseSelfAttention(attn_mask_mode="add")
+    assert (module.sparsity, module.attn_mask_mode) == (rule, "add")
 
 
 WRONG_FORMS = {
