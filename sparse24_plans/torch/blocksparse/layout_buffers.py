@@ -231,7 +231,8 @@ class Layout(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         given, error_msgs = state_dict.get(f"{prefix}bitmap"), about[-1]
-        found, errors = self._layout, len(error_msgs)
+        errors = len(error_msgs)
+        found: BlockSparseLayout | None = None
         if isinstance(given, Tensor) and not given.is_meta:
             try:
                 found = BlockSparseLayout(given, self.shape.block)
@@ -244,7 +245,7 @@ class Layout(nn.Module):
             own = torch.from_numpy(found.bitmap.copy()).to(given.device)
             state_dict = {**state_dict, f"{prefix}bitmap": own}
         super()._load_from_state_dict(state_dict, prefix, *about)
-        if len(error_msgs) == errors:
+        if found is not None and len(error_msgs) == errors:
             self._take(found)
             self._fill()
 
