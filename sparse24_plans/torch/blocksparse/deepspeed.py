@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...errors import InvalidProblemError
 from .extra_keys import Masks
 from .layout_buffers import Layout
-from .multihead import MultiheadAttention, check_dropout_and_modes, masked_attention
+from .multihead import MultiheadAttention, check_dropout_and_modes, made_untraced, masked_attention
 from .sparsity import SparsityConfig, SparsityInfo
 
 _DEFAULT = SparsityInfo("fixed", 16, 64, unidirectional=True)
@@ -101,7 +101,9 @@ class DeepSpeedSparseSelfAttention(nn.Module):
             attn_mask = attn_mask.squeeze()
         where = heads, tokens, query.device
         if where not in self._layouts:
-            self._layouts[where] = Layout(self.sparsity.layout(heads, tokens), device=query.device)
+            self._layouts[where] = made_untraced(
+                lambda: Layout(self.sparsity.layout(heads, tokens), device=query.device), tokens, "the module"
+            )
         masks = Masks(rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode)
         dropout = self.dropout if self.training else 0.0
         return masked_attention(query, key, value, self._layouts[where], masks, dropout_p=dropout)

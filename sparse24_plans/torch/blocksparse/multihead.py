@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from numbers import Real
@@ -61,6 +62,23 @@ def check_dropout_and_modes(dropout: float, key_padding_mask_mode: str, attn_mas
     for name, mode in modes.items():
         if mode not in ("add", "mul"):
             raise InvalidProblemError(f"{name}: expected add or mul, got {mode!r}")
+
+
+def made_untraced(make: Callable[[], Layout], tokens: int, first: str) -> Layout:
+    """The layout that ``make`` makes.
+
+    Raises UnsupportedError within a graph, saying what to call ``first``.
+    """
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(f"query: {tokens} tokens have no layout yet; call {first} before compiling")
+    made: Layout = _untraced(make)
+    return made
+
+
+def _untraced(call: Callable[[], Any]) -> Any:
+    """The result of a call that works with NumPy on layouts, which torch.compile would fail to trace."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
+    return call() if dynamo is None else dynamo.disable(call)()
 
 
 def _is_bitmap(given: Any) -> bool:
@@ -238,13 +256,13 @@ class MultiheadAttention(nn.Module):
 
     def _made_layout(self, rule: Any, tokens: int) -> Layout:
         if (name := str(tokens)) not in self.layouts:
-            if torch.compiler.is_compiling():
-                raise UnsupportedError(
-                    f"query: {tokens} tokens have no layout yet; call layout_for({tokens}) before compiling"
-                )
-            made = rule.layout(self.num_heads, tokens)
-            made = widened(made) if self._extra_keys else made
-            self.layouts[name] = Layout(made, persistent=False, device=self.out_proj.weight.device)
+
+            def make() -> Layout:
+                made = rule.layout(self.num_heads, tokens)
+                made = widened(made) if self._extra_keys else made
+                return Layout(made, persistent=False, device=self.out_proj.weight.device)
+
+            self.layouts[name] = made_untraced(make, tokens, f"layout_for({tokens})")
         found: Layout = self.layouts[name]  # type: ignore[assignment]
         return found
 
@@ -265,7 +283,7 @@ class MultiheadAttention(nn.Module):
                 "sparsity: the mask of the given layout has changed since the last call; call layout_for "
                 "before a graph is compiled or captured"
             )
-        wide.update(widened(now))
+        _untraced(lambda: wide.update(widened(now)))
         self._widened_from = now
         return wide
 
