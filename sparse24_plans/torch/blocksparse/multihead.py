@@ -307,12 +307,7 @@ class MultiheadAttention(nn.Module):
         mask and not read. The second result is always None: no weights are returned, whatever
         ``need_weights`` and ``average_attn_weights`` say.
         """
-        inputs = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
-        for name, (tensor, size) in inputs.items():
-            if tensor.dim() != 3:
-                raise InvalidProblemError(f"{name}: expected three dimensions, got {list(tensor.shape)}")
-            if tensor.shape[2] != size:
-                raise InvalidProblemError(f"{name}: expected {size} columns, got {list(tensor.shape)}")
+        self._check_inputs(query=(query, self.embed_dim), key=(key, self.kdim), value=(value, self.vdim))
         if rpe is not None and not isinstance(rpe, Tensor):
             raise InvalidProblemError(f"rpe: expected a Tensor or None, got {type(rpe).__name__}")
         q, k, v = (self._in_heads(one) for one in self._projected(query, key, value))
@@ -332,6 +327,23 @@ class MultiheadAttention(nn.Module):
         order = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
         sides = (batch, tokens) if self.batch_first else (tokens, batch)
         return self.out_proj(o.permute(order).reshape(*sides, self.embed_dim)), None
+
+    def _check_inputs(self, **inputs: tuple[Tensor, int]) -> None:
+        """Raise InvalidProblemError naming an input that has another width, dtype or device."""
+        weight: Any = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        for name, (tensor, width) in inputs.items():
+            if tensor.dim() != 3:
+                raise InvalidProblemError(f"{name}: expected three dimensions, got {list(tensor.shape)}")
+            if tensor.shape[2] != width:
+                raise InvalidProblemError(f"{name}: expected {width} columns, got {list(tensor.shape)}")
+            if tensor.device != weight.device:
+                raise InvalidProblemError(
+                    f"{name}: expected a tensor on {weight.device}, as the weights, got {tensor.device}"
+                )
+            if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
+                raise InvalidProblemError(
+                    f"{name}: expected {weight.dtype}, as the weights, got {tensor.dtype}"
+                )
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.in_proj_weight is not None and query is key and key is value:

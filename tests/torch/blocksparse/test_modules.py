@@ -437,10 +437,27 @@ def test_sizes_of_attention_are_integers(message):
         MultiheadAttention(*first, SparsityInfo("dense", 16), *rest)
 
 
-@pytest.mark.parametrize(("name", "size"), [("query", 16), ("key", 24), ("value", 8)])
-def test_inputs_of_other_widths(name, size):
+WIDTHS = {"query": 16, "key": 24, "value": 8}
+OTHERS = {
+    "{width} columns, got [16, 3, 5]": lambda x: x[..., :5],
+    "torch.float32, as the weights, got torch.float16": lambda x: x.half(),
+    "torch.float32, as the weights, got torch.int64": lambda x: x.long(),
+    "a tensor on cpu, as the weights, got meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("message", OTHERS)
+def test_inputs_that_do_not_fit_the_weights(name, message):
     module = MultiheadAttention(16, 2, SparsityInfo("dense", 16), kdim=24, vdim=8)
-    given = {"query": randn(16, 3, 16), "key": randn(16, 3, 24), "value": randn(16, 3, 8)}
-    given[name] = randn(16, 3, 5)
-    with pytest.raises(InvalidProblemError, match=rf"{name}: expected {size} columns, got \[16, 3, 5\]"):
+    given = {one: randn(16, 3, width) for one, width in WIDTHS.items()}
+    given[name] = OTHERS[message](given[name])
+    wanted = f"{name}: expected {message.format(width=WIDTHS[name])}"
+    with pytest.raises(InvalidProblemError, match=re.escape(wanted)):
         module(**given)
+
+
+def test_autocast_takes_inputs_of_another_dtype():
+    module, x = MultiheadAttention(16, 2, SparsityInfo("dense", 16)), randn(16, 3, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x, x, x)[0], module(x.float(), x.float(), x.float())[0])
