@@ -109,13 +109,14 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         return masked_attention(query, key, value, self._layouts[where], masks, dropout_p=dropout)
 
 
-def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
+def replace_mha(model: nn.Module, sparsity: Any = None, *, info: Any = None, **options: Any) -> list[str]:
     """Replace every ``torch.nn.MultiheadAttention`` of a model by ours with its parameters, in place.
 
-    ``sparsity`` and ``options`` are arguments of MultiheadAttention. Masks keep PyTorch's meaning, because
-    ``attn_mask_mode`` is ``add`` unless given. The parameters are not copied, so optimizers, ties and
-    ``requires_grad`` stay; a module that a model holds in several places has one replacement. The result
-    lists the names of all places. Encoders whose attention is replaced make no nested tensors.
+    ``sparsity``, which Torch-Blocksparse names ``info``, and ``options`` are arguments of
+    MultiheadAttention. Masks keep PyTorch's meaning, because ``attn_mask_mode`` is ``add`` unless given. The
+    parameters are not copied, so optimizers, ties and ``requires_grad`` stay; a module that a model holds in
+    several places has one replacement. The result lists the names of all places. Encoders whose attention is
+    replaced make no nested tensors.
 
     Raises InvalidProblemError for a wrong model; nothing is replaced then.
     """
@@ -123,6 +124,9 @@ def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
         raise InvalidProblemError(
             f"model: expected a module that holds attention, got {type(model).__name__}"
         )
+    if sparsity is not None and info is not None:
+        raise InvalidProblemError("info: expected None beside sparsity, which is the same argument")
+    sparsity = info if sparsity is None else sparsity
     found = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)

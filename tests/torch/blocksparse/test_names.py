@@ -282,6 +282,16 @@ def test_a_models_attention_is_replaced():
     assert torch.equal(with_dropout[0].bias_v, theirs.bias_v)
 
 
+def test_the_rule_of_a_replacement_has_two_names():
+    rule, model = bs.SparsityInfo("dense", 16), nn.Sequential(nn.MultiheadAttention(32, 2))
+    with pytest.raises(InvalidProblemError, match="info: expected None beside sparsity"):
+        bs.replace_mha(model, rule, info=rule)
+    with pytest.raises(InvalidProblemError, match=r"sparsity: expected a SparsityInfo, .* got NoneType"):
+        bs.replace_mha(model)
+    assert bs.replace_mha(model, info=rule) == ["0"]
+    assert model[0].sparsity is rule
+
+
 HIDDEN = torch.arange(32) >= torch.tensor([[16], [7]])
 SRC_MASKS = {
     "bool mask": {"mask": torch.ones(32, 32).triu(1).bool()},
