@@ -47,8 +47,8 @@ def masked_attention(
         options = dict(zip(("q_lengths", "kv_lengths"), lengths, strict=True))
         o: Tensor = attention(q, k, v, layout, causal=causal, dropout_p=dropout_p, **options)
         return o
-    scores = matmul(q, k, layout, "sdd", trans_b=True)
-    found = softmax(scores, layout, q.shape[3] ** -0.5, *masks, causal=causal)
+    scores = matmul(q, k, layout, "sdd", trans_b=True, alpha=q.shape[3] ** -0.5)
+    found = softmax(scores, layout, 1.0, *masks, causal=causal)
     return matmul(F.dropout(found, dropout_p), v, layout, "dsd")
 
 

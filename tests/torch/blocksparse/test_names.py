@@ -201,6 +201,17 @@ def test_deepspeeds_self_attention(masked):
     assert torch.equal(module.eval()(q, k, v, attn_mask=mask), found)
 
 
+def test_scores_that_only_their_scale_brings_into_float16():
+    """Sums reach 10^5, but an eighth of them is finite; a mask that drops nothing changes nothing."""
+    module = bs.DeepSpeedSparseSelfAttention(bs.SparsityInfo("dense", 16))
+    q, k, v = (
+        randn(1, 2, 32, 64, dtype=torch.float16, seed=seed) * scale for seed, scale in enumerate((99, 99, 1))
+    )
+    assert (q.float() @ k.float().mT).abs().max() > torch.finfo(torch.float16).max
+    wanted = module(q, k, v)
+    torch.testing.assert_close(module(q, k, v, key_padding_mask=torch.zeros(1, 32)), wanted)
+
+
 RULES = {
     "rule": bs.SparsityInfo("fixed", 16, 32),
     "configuration": bs.FixedSparsityConfig(2, num_local_blocks=2),
