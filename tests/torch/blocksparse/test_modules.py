@@ -267,6 +267,14 @@ def test_masks_do_not_hide_extra_keys(extra, mode, causal):
     close(y, theirs(x, x, x, attn_mask=hidden)[0])
 
 
+@pytest.mark.parametrize("extra", [{}, *EXTRA], ids=str)
+@pytest.mark.parametrize("which", ["key_padding_mask", "attn_mask"])
+def test_integers_are_added_as_floats(extra, which):
+    ours, x = pair(SparsityInfo("dense", 16), attn_mask_mode="add", **extra)[0], randn(32, 3, 16)
+    mask = torch.arange(32).expand(3 if which == "key_padding_mask" else 32, 32) % 3
+    assert torch.equal(ours(x, x, x, **{which: mask})[0], ours(x, x, x, **{which: mask.float()})[0])
+
+
 def load(layout, bitmap):
     layout.load_state_dict({"bitmap": torch.from_numpy(bitmap)})
 
