@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,7 +70,9 @@ class DeepSpeedSparseSelfAttention(nn.Module):
                 f"{type(sparsity_config).__name__}"
             )
         check_dropout_and_modes(dropout, key_padding_mask_mode, attn_mask_mode)
-        self.sparsity, self.dropout = sparsity_config, dropout
+        # Fields of a rule may be set, which must not change the default of other modules.
+        self.sparsity = replace(_DEFAULT) if sparsity_config is _DEFAULT else sparsity_config
+        self.dropout = dropout
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.num_heads = getattr(sparsity_config, "num_heads", None)
 
@@ -89,7 +92,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         [Z, 1, 1, tokens], ``attn_mask`` [1, 1, tokens, tokens]. ``rpe`` is [num_heads, tokens, tokens] for
         the whole batch. Raises InvalidProblemError.
         """
-        if query.dim() != 4 or self.num_heads not in (None, query.shape[1]):
+        if query.dim() != 4 or self.num_heads not in (None, query.shape[1]) or not query.shape[3]:
             wanted = f"[Z, {self.num_heads or 'num_heads'}, tokens, head_size]"
             raise InvalidProblemError(f"query: expected {wanted}, got {list(query.shape)}")
         heads, tokens = query.shape[1:3]

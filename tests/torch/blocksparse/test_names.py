@@ -246,6 +246,8 @@ def test_deepspeeds_self_attention_has_a_default_rule():
     assert bs.DeepSpeedSparseSelfAttention().sparsity == rule
     module = bs.DeepSpeedSparseSelfAttention(attn_mask_mode="add")
     assert (module.sparsity, module.attn_mask_mode) == (rule, "add")
+    module.sparsity.block = 32
+    assert bs.DeepSpeedSparseSelfAttention().sparsity == rule
 
 
 WRONG_FORMS = {
@@ -267,6 +269,8 @@ def test_inputs_that_self_attention_does_not_take():
     x, module = randn(2, 3, 64, 8), bs.DeepSpeedSparseSelfAttention(RULES["configuration"])
     with pytest.raises(InvalidProblemError, match=r"query: expected \[Z, 2, tokens, head_size\], got \[2, 3"):
         module(x, x, x)
+    with pytest.raises(InvalidProblemError, match=r"query: expected \[Z, 2, tokens, head_size\], got .* 0\]"):
+        module(*[x[:, :2, :, :0]] * 3, attn_mask=torch.ones(64, 64))
     with pytest.raises(InvalidProblemError, match=r"rpe: expected shape \[2, 64, 64\], got \[2, 2, 64, 64\]"):
         module(*[x[:, :2]] * 3, rpe=randn(2, 2, 64, 64))
     with pytest.raises(InvalidProblemError, match=r"k: expected shape .* got \[2, 2, 32, 8\]"):
