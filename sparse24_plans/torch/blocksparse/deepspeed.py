@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,17 +10,21 @@ from torch import Tensor, nn
 from ...errors import InvalidProblemError
 from .extra_keys import Masks
 from .layout_buffers import Layout
-from .multihead import MultiheadAttention, check_dropout_and_modes, masked_attention
+from .multihead import MultiheadAttention, check_dropout_and_modes, made_untraced, masked_attention
 from .sparsity import SparsityConfig, SparsityInfo
+
+_DEFAULT = SparsityInfo("fixed", 16, 64, unidirectional=True)
+"""Torch-Blocksparse's default rule."""
 
 
 class DeepSpeedSparseSelfAttention(nn.Module):
     """softmax(q k^T / sqrt(head_size)) v over kept blocks, without projections.
 
     The arguments are those of Torch-Blocksparse's last form: ``sparsity_config``, a SparsityInfo or a
-    SparsityConfig, then ``key_padding_mask_mode`` and ``attn_mask_mode`` as in MultiheadAttention; and
-    ``dropout``, which training applies to the softmax. Its form before is taken too: ``embed_dim`` and
-    ``num_heads``, the arguments of SparsityInfo, the two modes and ``dropout``.
+    SparsityConfig, by default unidirectional strides of 64 tokens in blocks of 16; the two modes
+    ``key_padding_mask_mode`` and ``attn_mask_mode`` as in MultiheadAttention; and ``dropout``, which training
+    applies to the softmax. Its form before is taken too: ``embed_dim`` and ``num_heads``, the arguments of
+    SparsityInfo, the two modes and ``dropout``.
 
     Raises InvalidProblemError naming the argument.
     """
@@ -54,7 +59,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
 
     def _take_rule(
         self,
-        sparsity_config: SparsityInfo | SparsityConfig,
+        sparsity_config: SparsityInfo | SparsityConfig = _DEFAULT,
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "mul",
         dropout: float = 0.0,
@@ -65,7 +70,9 @@ class DeepSpeedSparseSelfAttention(nn.Module):
                 f"{type(sparsity_config).__name__}"
             )
         check_dropout_and_modes(dropout, key_padding_mask_mode, attn_mask_mode)
-        self.sparsity, self.dropout = sparsity_config, dropout
+        # Fields of a rule may be set, which must not change the default of other modules.
+        self.sparsity = replace(_DEFAULT) if sparsity_config is _DEFAULT else sparsity_config
+        self.dropout = dropout
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.num_heads = getattr(sparsity_config, "num_heads", None)
 
@@ -85,7 +92,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         [Z, 1, 1, tokens], ``attn_mask`` [1, 1, tokens, tokens]. ``rpe`` is [num_heads, tokens, tokens] for
         the whole batch. Raises InvalidProblemError.
         """
-        if query.dim() != 4 or self.num_heads not in (None, query.shape[1]):
+        if query.dim() != 4 or self.num_heads not in (None, query.shape[1]) or not query.shape[3]:
             wanted = f"[Z, {self.num_heads or 'num_heads'}, tokens, head_size]"
             raise InvalidProblemError(f"query: expected {wanted}, got {list(query.shape)}")
         heads, tokens = query.shape[1:3]
@@ -97,19 +104,22 @@ class DeepSpeedSparseSelfAttention(nn.Module):
             attn_mask = attn_mask.squeeze()
         where = heads, tokens, query.device
         if where not in self._layouts:
-            self._layouts[where] = Layout(self.sparsity.layout(heads, tokens), device=query.device)
+            self._layouts[where] = made_untraced(
+                lambda: Layout(self.sparsity.layout(heads, tokens), device=query.device), tokens, "the module"
+            )
         masks = Masks(rpe, key_padding_mask, attn_mask, self.key_padding_mask_mode, self.attn_mask_mode)
         dropout = self.dropout if self.training else 0.0
         return masked_attention(query, key, value, self._layouts[where], masks, dropout_p=dropout)
 
 
-def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
+def replace_mha(model: nn.Module, sparsity: Any = None, *, info: Any = None, **options: Any) -> list[str]:
     """Replace every ``torch.nn.MultiheadAttention`` of a model by ours with its parameters, in place.
 
-    ``sparsity`` and ``options`` are arguments of MultiheadAttention. Masks keep PyTorch's meaning, because
-    ``attn_mask_mode`` is ``add`` unless given. The parameters are not copied, so optimizers, ties and
-    ``requires_grad`` stay; a module that a model holds in several places has one replacement. The result
-    lists the names of all places. Encoders whose attention is replaced make no nested tensors.
+    ``sparsity``, which Torch-Blocksparse names ``info``, and ``options`` are arguments of
+    MultiheadAttention. Masks keep PyTorch's meaning, because ``attn_mask_mode`` is ``add`` unless given. The
+    parameters are not copied, so optimizers, ties and ``requires_grad`` stay; a module that a model holds in
+    several places has one replacement. The result lists the names of all places. Encoders whose attention is
+    replaced make no nested tensors.
 
     Raises InvalidProblemError for a wrong model; nothing is replaced then.
     """
@@ -117,6 +127,9 @@ def replace_mha(model: nn.Module, sparsity: Any, **options: Any) -> list[str]:
         raise InvalidProblemError(
             f"model: expected a module that holds attention, got {type(model).__name__}"
         )
+    if sparsity is not None and info is not None:
+        raise InvalidProblemError("info: expected None beside sparsity, which is the same argument")
+    sparsity = info if sparsity is None else sparsity
     found = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)

@@ -47,7 +47,7 @@ class Masks(NamedTuple):
         return any(one is not None for one in self[:3])
 
     def with_numbers(self, dtype: torch.dtype) -> Masks:
-        """Masks with -inf for True where bools would be added, because PyTorch drops those cells."""
+        """Added masks in floats. True is -inf, because PyTorch drops those cells."""
         padding = _in_numbers(self.key_padding_mask, self.key_padding_mask_mode, dtype)
         mask = _in_numbers(self.attn_mask, self.attn_mask_mode, dtype)
         return self._replace(key_padding_mask=padding, attn_mask=mask)
@@ -71,6 +71,8 @@ class Masks(NamedTuple):
 
 
 def _in_numbers(mask: Tensor | None, mode: str, dtype: torch.dtype) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool or mode != "add":
+    if mask is None or mode != "add" or mask.is_floating_point():
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+    return mask.to(dtype)  # no integer is -inf, which hides other keys

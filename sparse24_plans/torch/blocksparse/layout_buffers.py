@@ -16,49 +16,52 @@ from ...blocksparse.shape import BlockSparseShape
 from ...device.devices import cuda_properties
 from ...errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError, shown
 from ..elements import current_stream, device_of
-from .plan_dispatch import check_dims, numbers_of, shape_of, table
+from .plan_dispatch import check_dims, numbers_of, shape_of
 
 # Conversions by PyTorch's own operations, on any device ---------------------------------------------
 
 
 def _block_places(layout: Tensor, shape: Sequence[int]) -> Tensor:
-    """The index of each kept block among all blocks of all heads."""
-    across = shape_of(tuple(shape)).block_cols
-    return table(layout, shape, "rows").long() * across + table(layout, shape, "columns")
+    """The index of each kept block among all blocks of all heads.
+
+    Its column and its row follow the row pointers in the tables. Integers alone say where, because
+    torch.compile traces this.
+    """
+    heads, rows, cols, block, blocks = shape
+    begin = heads * (rows // block) + 1
+    columns, block_rows = layout[begin : begin + 2 * blocks].view(2, blocks)
+    places: Tensor = block_rows.long() * (cols // block) + columns
+    return places
 
 
 def to_dense(values: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
     """``values`` [Z, blocks, block, block] as [Z, heads, rows, cols] with zeros elsewhere; differentiable."""
-    one = shape_of(tuple(shape))
+    heads, rows, cols, block, count = shape
     check_dims(values, "values", "Z, blocks, block, block")
-    if tuple(values.shape[1:]) != (one.blocks, one.block, one.block):
+    if tuple(values.shape[1:]) != (count, block, block):
         raise InvalidProblemError(
-            f"values: expected [Z, {one.blocks}, {one.block}, {one.block}], got {list(values.shape)}"
+            f"values: expected [Z, {count}, {block}, {block}], got {list(values.shape)}"
         )
     if values.element_size() == 1 and values.dtype != torch.uint8:  # no gradients, and no indexing of fp8
         return to_dense(values.view(torch.uint8), layout, shape).view(values.dtype)
-    batch, block = values.shape[0], one.block
-    every = one.heads * one.block_rows * one.block_cols
-    blocks = values.new_zeros(batch, every, block, block)
+    batch, down, across = values.shape[0], rows // block, cols // block
+    blocks = values.new_zeros(batch, heads * down * across, block, block)
     blocks = blocks.index_copy(1, _block_places(layout, shape), values)
-    tiles = blocks.view(batch, one.heads, one.block_rows, one.block_cols, block, block)
-    return tiles.transpose(3, 4).reshape(batch, one.heads, one.rows, one.cols)
+    tiles = blocks.view(batch, heads, down, across, block, block)
+    return tiles.transpose(3, 4).reshape(batch, heads, rows, cols)
 
 
 def kept_blocks(dense: Tensor, layout: Tensor, shape: Sequence[int]) -> Tensor:
     """The values [Z, blocks, block, block] of ``dense`` [Z, heads, rows, cols]; differentiable."""
-    one = shape_of(tuple(shape))
+    heads, rows, cols, block, _ = shape
     check_dims(dense, "dense", "Z, heads, rows, cols")
-    if tuple(dense.shape[1:]) != (one.heads, one.rows, one.cols):
-        raise InvalidProblemError(
-            f"dense: expected [Z, {one.heads}, {one.rows}, {one.cols}], got {list(dense.shape)}"
-        )
+    if tuple(dense.shape[1:]) != (heads, rows, cols):
+        raise InvalidProblemError(f"dense: expected [Z, {heads}, {rows}, {cols}], got {list(dense.shape)}")
     if dense.element_size() == 1 and dense.dtype != torch.uint8:
         return kept_blocks(dense.view(torch.uint8), layout, shape).view(dense.dtype)
-    batch, block = dense.shape[0], one.block
-    every = one.heads * one.block_rows * one.block_cols
-    tiles = dense.reshape(batch, one.heads, one.block_rows, block, one.block_cols, block)
-    blocks = tiles.transpose(3, 4).reshape(batch, every, block, block)
+    batch, down, across = dense.shape[0], rows // block, cols // block
+    tiles = dense.reshape(batch, heads, down, block, across, block)
+    blocks = tiles.transpose(3, 4).reshape(batch, heads * down * across, block, block)
     return blocks.index_select(1, _block_places(layout, shape))
 
 
@@ -228,7 +231,8 @@ class Layout(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *about: Any) -> None:
         given, error_msgs = state_dict.get(f"{prefix}bitmap"), about[-1]
-        found, errors = self._layout, len(error_msgs)
+        errors = len(error_msgs)
+        found: BlockSparseLayout | None = None
         if isinstance(given, Tensor) and not given.is_meta:
             try:
                 found = BlockSparseLayout(given, self.shape.block)
@@ -241,7 +245,7 @@ class Layout(nn.Module):
             own = torch.from_numpy(found.bitmap.copy()).to(given.device)
             state_dict = {**state_dict, f"{prefix}bitmap": own}
         super()._load_from_state_dict(state_dict, prefix, *about)
-        if len(error_msgs) == errors:
+        if found is not None and len(error_msgs) == errors:
             self._take(found)
             self._fill()
 
@@ -267,13 +271,11 @@ class Layout(nn.Module):
         Raises FormatError, naming the first block with other cells.
         """
         values = self.kept_blocks(dense)
-        one, cells = self.shape, dense.detach()
+        heads, rows, cols, block, _ = self.sizes
+        cells = dense.detach()
         cells = cells.float() if cells.element_size() == 1 else cells  # PyTorch doesn't compare fp8
-        tiles = (
-            (cells != 0)
-            .view(torch.uint8)
-            .reshape(len(cells), one.heads, one.block_rows, one.block, one.block_cols, one.block)
-        )
+        others = (cells != 0).view(torch.uint8)
+        tiles = others.reshape(len(cells), heads, rows // block, block, cols // block, block)
         lost = (tiles.sum((0, 3, 5)) > 0) & ~self.bitmap.to(cells.device)
         if bool(lost.any()):
             head, row, column = lost.nonzero()[0].tolist()

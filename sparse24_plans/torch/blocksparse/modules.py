@@ -79,7 +79,8 @@ class MatMul(_Benched):
         if mode not in MODES:
             raise InvalidProblemError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
         super().__init__(layout_of(layout, block), bench)
-        self.mode, self.trans_a, self.trans_b = mode, trans_a, trans_b
+        self.mode = mode
+        self.trans_a, self.trans_b = checked_flag("trans_a", trans_a), checked_flag("trans_b", trans_b)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """``op(a) @ op(b)``: [Z, H, rows, columns], or for ``sdd`` values [Z, blocks, block, block].
@@ -111,7 +112,7 @@ class Softmax(_Benched):
         self, layout: Any, block: int | None = None, bench: bool = False, *, causal: bool = False
     ) -> None:
         super().__init__(layout_of(layout, block), bench)
-        self.causal = causal
+        self.causal = checked_flag("causal", causal)
 
     def forward(
         self,
@@ -138,7 +139,7 @@ class _Weighted(_OverLayout):
         one = self.layout.shape
         self._outputs = outputs
         self.weight = nn.Parameter(torch.empty(one.blocks, one.block, one.block, **about))
-        self.bias = nn.Parameter(torch.empty(outputs, **about)) if bias else None
+        self.bias = nn.Parameter(torch.empty(outputs, **about)) if checked_flag("bias", bias) else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -422,8 +423,18 @@ class Conv2d(_Weighted):
     def update_layout(layout_a: Tensor, tensor_a: Tensor, layout_b: Tensor, init_val: float) -> Tensor:
         """Values for ``layout_b``: those of ``tensor_a`` where both bitmaps keep a block, else ``init_val``.
 
-        Bitmaps are [K/block, C/block, R, S], values [blocks, block, block] in their order.
+        Bitmaps are [K/block, C/block, R, S], values [blocks, block, block] in their order. Raises
+        InvalidProblemError naming the argument.
         """
+        if layout_a.shape != layout_b.shape:
+            raise InvalidProblemError(
+                f"layout_b: expected shape {list(layout_a.shape)}, as layout_a, got {list(layout_b.shape)}"
+            )
+        if tensor_a.dim() != 3 or len(tensor_a) != int((layout_a != 0).sum()):
+            raise InvalidProblemError(
+                f"tensor_a: expected [{int((layout_a != 0).sum())}, block, block], as layout_a keeps, got "
+                f"{list(tensor_a.shape)}"
+            )
         both = (layout_a != 0) & (layout_b != 0)
         found = tensor_a.new_full((int((layout_b != 0).sum()), *tensor_a.shape[1:]), init_val)
         found[both[layout_b != 0]] = tensor_a[both[layout_a != 0]]

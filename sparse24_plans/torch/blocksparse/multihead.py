@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,11 +13,13 @@ from torch import Tensor, nn
 
 from ...blocksparse.dropout import MOST_DROPOUT
 from ...blocksparse.layout import BlockSparseLayout
-from ...errors import InvalidProblemError, UnsupportedError
+from ...errors import InvalidProblemError, UnsupportedError, shown
+from ...vocab import checked_flag
 from ..elements import device_of
 from .extra_keys import Masks, widened, with_extra_keys
 from .functional import attention, matmul, softmax
 from .layout_buffers import Layout, layout_of
+from .rule_checks import counted
 from .sparsity import SparsityConfig, SparsityInfo
 
 F = nn.functional
@@ -43,19 +47,38 @@ def masked_attention(
         options = dict(zip(("q_lengths", "kv_lengths"), lengths, strict=True))
         o: Tensor = attention(q, k, v, layout, causal=causal, dropout_p=dropout_p, **options)
         return o
-    scores = matmul(q, k, layout, "sdd", trans_b=True)
-    found = softmax(scores, layout, q.shape[3] ** -0.5, *masks, causal=causal)
+    scores = matmul(q, k, layout, "sdd", trans_b=True, alpha=q.shape[3] ** -0.5)
+    found = softmax(scores, layout, 1.0, *masks, causal=causal)
     return matmul(F.dropout(found, dropout_p), v, layout, "dsd")
 
 
 def check_dropout_and_modes(dropout: float, key_padding_mask_mode: str, attn_mask_mode: str) -> None:
     """Raise InvalidProblemError for an argument that no call of a module could use."""
-    if not 0 <= dropout <= MOST_DROPOUT:
-        raise InvalidProblemError(f"dropout: expected a probability from 0 to 1 - 2^-16, got {dropout}")
+    if not isinstance(dropout, Real) or not 0 <= dropout <= MOST_DROPOUT:
+        raise InvalidProblemError(
+            f"dropout: expected a probability from 0 to 1 - 2^-16, got {shown(dropout)}"
+        )
     modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
     for name, mode in modes.items():
         if mode not in ("add", "mul"):
             raise InvalidProblemError(f"{name}: expected add or mul, got {mode!r}")
+
+
+def made_untraced(make: Callable[[], Layout], tokens: int, first: str) -> Layout:
+    """The layout that ``make`` makes.
+
+    Raises UnsupportedError within a graph, saying what to call ``first``.
+    """
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(f"query: {tokens} tokens have no layout yet; call {first} before compiling")
+    made: Layout = _untraced(make)
+    return made
+
+
+def _untraced(call: Callable[[], Any]) -> Any:
+    """The result of a call that works with NumPy on layouts, which torch.compile would fail to trace."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
+    return call() if dynamo is None else dynamo.disable(call)()
 
 
 def _is_bitmap(given: Any) -> bool:
@@ -147,15 +170,23 @@ class MultiheadAttention(nn.Module):
         if sparsity is not None and layout is not None:
             raise InvalidProblemError("layout: expected None beside sparsity, which is the same argument")
         check_dropout_and_modes(dropout, key_padding_mask_mode, attn_mask_mode)
-        if num_heads < 1 or embed_dim % num_heads:
-            raise InvalidProblemError(f"num_heads: expected a divisor of {embed_dim}, got {num_heads}")
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
+        checked_flag("bias", bias)
+        self._take_sizes(embed_dim, num_heads, kdim, vdim)
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
-        self.causal, self.batch_first, self.dropout = causal, batch_first, dropout
-        self.add_zero_attn, self._extra_keys = add_zero_attn, int(add_bias_kv) + int(add_zero_attn)
+        self.causal, self.dropout = checked_flag("causal", causal), dropout
+        self.batch_first = checked_flag("batch_first", batch_first)
+        self.add_zero_attn = checked_flag("add_zero_attn", add_zero_attn)
+        self._extra_keys = checked_flag("add_bias_kv", add_bias_kv) + add_zero_attn
         self._take_sparsity(layout if sparsity is None else sparsity, block, device)
         self._make_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
+
+    def _take_sizes(self, embed_dim: int, num_heads: int, kdim: int | None, vdim: int | None) -> None:
+        size, heads = counted("embed_dim", embed_dim, least=1), counted("num_heads", num_heads, least=1)
+        if size % heads:
+            raise InvalidProblemError(f"num_heads: expected a divisor of {size}, got {heads}")
+        self.embed_dim, self.num_heads, self.head_dim = size, heads, size // heads
+        self.kdim = size if kdim is None else counted("kdim", kdim)
+        self.vdim = size if vdim is None else counted("vdim", vdim)
 
     def _take_sparsity(self, sparsity: Any, block: int | None, device: Any) -> None:
         self.sparsity = sparsity if isinstance(sparsity, _RULES) else None
@@ -225,13 +256,13 @@ class MultiheadAttention(nn.Module):
 
     def _made_layout(self, rule: Any, tokens: int) -> Layout:
         if (name := str(tokens)) not in self.layouts:
-            if torch.compiler.is_compiling():
-                raise UnsupportedError(
-                    f"query: {tokens} tokens have no layout yet; call layout_for({tokens}) before compiling"
-                )
-            made = rule.layout(self.num_heads, tokens)
-            made = widened(made) if self._extra_keys else made
-            self.layouts[name] = Layout(made, persistent=False, device=self.out_proj.weight.device)
+
+            def make() -> Layout:
+                made = rule.layout(self.num_heads, tokens)
+                made = widened(made) if self._extra_keys else made
+                return Layout(made, persistent=False, device=self.out_proj.weight.device)
+
+            self.layouts[name] = made_untraced(make, tokens, f"layout_for({tokens})")
         found: Layout = self.layouts[name]  # type: ignore[assignment]
         return found
 
@@ -252,7 +283,7 @@ class MultiheadAttention(nn.Module):
                 "sparsity: the mask of the given layout has changed since the last call; call layout_for "
                 "before a graph is compiled or captured"
             )
-        wide.update(widened(now))
+        _untraced(lambda: wide.update(widened(now)))
         self._widened_from = now
         return wide
 
@@ -276,9 +307,7 @@ class MultiheadAttention(nn.Module):
         mask and not read. The second result is always None: no weights are returned, whatever
         ``need_weights`` and ``average_attn_weights`` say.
         """
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dim() != 3:
-                raise InvalidProblemError(f"{name}: expected three dimensions, got {list(tensor.shape)}")
+        self._check_inputs(query=(query, self.embed_dim), key=(key, self.kdim), value=(value, self.vdim))
         if rpe is not None and not isinstance(rpe, Tensor):
             raise InvalidProblemError(f"rpe: expected a Tensor or None, got {type(rpe).__name__}")
         q, k, v = (self._in_heads(one) for one in self._projected(query, key, value))
@@ -298,6 +327,23 @@ class MultiheadAttention(nn.Module):
         order = (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
         sides = (batch, tokens) if self.batch_first else (tokens, batch)
         return self.out_proj(o.permute(order).reshape(*sides, self.embed_dim)), None
+
+    def _check_inputs(self, **inputs: tuple[Tensor, int]) -> None:
+        """Raise InvalidProblemError naming an input that has another width, dtype or device."""
+        weight: Any = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        for name, (tensor, width) in inputs.items():
+            if tensor.dim() != 3:
+                raise InvalidProblemError(f"{name}: expected three dimensions, got {list(tensor.shape)}")
+            if tensor.shape[2] != width:
+                raise InvalidProblemError(f"{name}: expected {width} columns, got {list(tensor.shape)}")
+            if tensor.device != weight.device:
+                raise InvalidProblemError(
+                    f"{name}: expected a tensor on {weight.device}, as the weights, got {tensor.device}"
+                )
+            if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
+                raise InvalidProblemError(
+                    f"{name}: expected {weight.dtype}, as the weights, got {tensor.dtype}"
+                )
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.in_proj_weight is not None and query is key and key is value:

@@ -18,11 +18,18 @@ from torch import Tensor
 from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError, shown
 from ...vocab import INT64_MAX, checked_flag, integer
+from .rule_checks import (
+    blocks_of,
+    check_attention,
+    check_fits,
+    check_word,
+    checked_block,
+    checked_ranges,
+    counted,
+    counts,
+)
 
 Bitmap = np.ndarray[Any, Any]
-_BLOCKS = (16, 32, 64, 128)
-_MOST = 2**31 - 1
-"""The largest count: sizes of layouts are below it."""
 
 
 @dataclass
@@ -58,14 +65,14 @@ class SparsityInfo:
         self._check()
 
     def _check(self) -> None:
-        _check_word("mode", self.mode, ("dense", "fixed"))
-        self.block = _checked_block(self.block)
+        check_word("mode", self.mode, ("dense", "fixed"))
+        self.block = checked_block(self.block)
         checked_flag("unidirectional", self.unidirectional)
-        self.stride = _count("stride", self.stride, least=1)
+        self.stride = counted("stride", self.stride, least=1)
         if self.stride % self.block:
             raise InvalidProblemError(f"stride: expected a multiple of block {self.block}, got {self.stride}")
-        self.numverts = _count("numverts, vertsize", self.numverts, least=1)
-        self.vertsize = _count("numverts, vertsize", self.vertsize, least=1)
+        self.numverts = counted("numverts, vertsize", self.numverts, least=1)
+        self.vertsize = counted("numverts, vertsize", self.vertsize, least=1)
         if self.numverts * self.vertsize > self._step:
             raise InvalidProblemError(
                 f"numverts, vertsize: expected at most {self._step} columns of blocks, as a stride has, got "
@@ -79,8 +86,8 @@ class SparsityInfo:
     def layout(self, heads: int, tokens: int) -> BlockSparseLayout:
         """The layout of ``heads`` heads of [tokens, tokens]. Raises InvalidProblemError if it has none."""
         self._check()
-        heads = _count("heads", heads, least=1)
-        side = _side(tokens, self.stride if self.mode == "fixed" else self.block, self.block)
+        heads = counted("heads", heads, least=1)
+        side = blocks_of(tokens, self.stride if self.mode == "fixed" else self.block, self.block)
         step = self._step
         if self.mode == "dense":
             return BlockSparseLayout(np.ones((heads, side, side), np.bool_), self.block)
@@ -108,6 +115,9 @@ class SparsityConfig:
     different_layout_per_head : bool
         Whether each head has a layout of its own; otherwise all have the first head's.
 
+    With the arguments of Torch-Blocksparse's class of this name it makes a SparsityInfo: ``mode``, ``block``,
+    ``stride``, ``attention`` (a word as in FixedSparsityConfig), ``numverts`` and ``vertsize``.
+
     A rule of your own is a subclass that overrides ``make_layout``. Constructors and ``make_layout`` raise
     InvalidProblemError naming the argument.
     """
@@ -116,13 +126,22 @@ class SparsityConfig:
     block: int = 16
     different_layout_per_head: bool = False
 
+    def __new__(cls, *given: Any, **options: Any) -> Any:
+        """A rule, or with the arguments of Torch-Blocksparse's class of this name a SparsityInfo."""
+        is_theirs = isinstance(given[0], str) if given else "num_heads" not in options
+        return _attending(*given, **options) if cls is SparsityConfig and is_theirs else super().__new__(cls)
+
+    def __getnewargs__(self) -> tuple[int]:
+        """The argument without which a copy would be a SparsityInfo."""
+        return (self.num_heads,)
+
     def __post_init__(self) -> None:
         self._check()
 
     def _check(self) -> None:
         """Raise InvalidProblemError for a wrong field. Integers become Python's, sequences lists."""
-        self.num_heads = _count("num_heads", self.num_heads, least=1)
-        self.block = _checked_block(self.block)
+        self.num_heads = counted("num_heads", self.num_heads, least=1)
+        self.block = checked_block(self.block)
         checked_flag("different_layout_per_head", self.different_layout_per_head)
 
     @property
@@ -133,7 +152,7 @@ class SparsityConfig:
     def setup_layout(self, seq_len: int) -> Tensor:
         """Zeros int64 [num_heads, blocks, blocks], which a ``make_layout`` may fill."""
         self._check()
-        side = _side(seq_len, self.block, self.block)
+        side = blocks_of(seq_len, self.block, self.block)
         return torch.zeros(self.num_heads, side, side, dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
@@ -152,7 +171,7 @@ class SparsityConfig:
     def _bitmap(self, tokens: int) -> Bitmap:
         """The bitmap as bools."""
         self._check()
-        side = _side(tokens, self.block, self.block)
+        side = blocks_of(tokens, self.block, self.block)
         kept = np.stack([self._kept(head, side) for head in range(self.num_layout_heads)])
         return np.broadcast_to(kept, (self.num_heads, side, side))
 
@@ -163,7 +182,7 @@ class SparsityConfig:
             raise InvalidProblemError(
                 f"num_heads: expected {shown(heads)}, as the module has, got {self.num_heads}"
             )
-        side = _side(tokens, self.block, self.block)
+        side = blocks_of(tokens, self.block, self.block)
         is_ours = getattr(self.make_layout, "__func__", None) is SparsityConfig.make_layout
         bitmap: Any = self._bitmap(tokens) if is_ours else self.make_layout(tokens)
         if tuple(getattr(bitmap, "shape", ())) != (self.num_heads, side, side):
@@ -179,6 +198,19 @@ class SparsityConfig:
             f"make_layout: expected {type(self).__name__} to override it; return the kept blocks as int64 "
             f"[num_heads, blocks, blocks] of 0 and 1, where setup_layout(seq_len) makes the zeros"
         )
+
+
+def _attending(
+    mode: str = "fixed",
+    block: int = 16,
+    stride: int = 64,
+    attention: str = "unidirectional",
+    numverts: int = 1,
+    vertsize: int = 1,
+) -> SparsityInfo:
+    """Torch-Blocksparse's SparsityConfig."""
+    check_attention(attention)
+    return SparsityInfo(mode, block, stride, attention == "unidirectional", numverts, vertsize)
 
 
 @dataclass
@@ -216,16 +248,16 @@ class FixedSparsityConfig(SparsityConfig):
 
     def _check(self) -> None:
         super()._check()
-        _check_attention(self.attention, self.horizontal_global_attention)
-        self.num_local_blocks = _count("num_local_blocks", self.num_local_blocks, least=1)
-        self.num_global_blocks = _count("num_global_blocks", self.num_global_blocks, least=1)
+        check_attention(self.attention, self.horizontal_global_attention)
+        self.num_local_blocks = counted("num_local_blocks", self.num_local_blocks, least=1)
+        self.num_global_blocks = counted("num_global_blocks", self.num_global_blocks, least=1)
         if self.num_local_blocks % self.num_global_blocks:
             raise InvalidProblemError(
                 f"num_global_blocks: expected a divisor of num_local_blocks {self.num_local_blocks}, got "
                 f"{self.num_global_blocks}"
             )
         most = self.num_local_blocks // self.num_global_blocks if self.different_layout_per_head else 1
-        patterns = _count("num_different_global_patterns", self.num_different_global_patterns)
+        patterns = counted("num_different_global_patterns", self.num_different_global_patterns)
         if not 1 <= patterns <= most:
             raise InvalidProblemError(
                 f"num_different_global_patterns: expected from 1 to {most}, got {patterns}"
@@ -272,13 +304,13 @@ class VariableSparsityConfig(SparsityConfig):
 
     def _check(self) -> None:
         super()._check()
-        _check_attention(self.attention, self.horizontal_global_attention)
-        self.num_random_blocks = _count("num_random_blocks", self.num_random_blocks)
-        self.seed = _count("seed", self.seed, most=INT64_MAX)
-        self.local_window_blocks = _counts("local_window_blocks", self.local_window_blocks, least=1)
+        check_attention(self.attention, self.horizontal_global_attention)
+        self.num_random_blocks = counted("num_random_blocks", self.num_random_blocks)
+        self.seed = counted("seed", self.seed, most=INT64_MAX)
+        self.local_window_blocks = counts("local_window_blocks", self.local_window_blocks, least=1)
         if not self.local_window_blocks:
             raise InvalidProblemError("local_window_blocks: expected sizes of at least 1 block, got none")
-        self.global_block_indices, self.global_block_end_indices = _checked_ranges(
+        self.global_block_indices, self.global_block_end_indices = checked_ranges(
             self.global_block_indices, self.global_block_end_indices
         )
 
@@ -314,15 +346,15 @@ class BigBirdSparsityConfig(SparsityConfig):
 
     def _check(self) -> None:
         super()._check()
-        _check_attention(self.attention)
-        self.num_sliding_window_blocks = _count("num_sliding_window_blocks", self.num_sliding_window_blocks)
-        self.num_random_blocks = _count("num_random_blocks", self.num_random_blocks)
-        self.num_global_blocks = _count("num_global_blocks", self.num_global_blocks)
-        self.seed = _count("seed", self.seed, most=INT64_MAX)
+        check_attention(self.attention)
+        self.num_sliding_window_blocks = counted("num_sliding_window_blocks", self.num_sliding_window_blocks)
+        self.num_random_blocks = counted("num_random_blocks", self.num_random_blocks)
+        self.num_global_blocks = counted("num_global_blocks", self.num_global_blocks)
+        self.seed = counted("seed", self.seed, most=INT64_MAX)
 
     def _kept(self, head: int, side: int) -> Bitmap:
         one_way = self.attention == "unidirectional"
-        _check_fits("num_global_blocks", self.num_global_blocks, side)
+        check_fits("num_global_blocks", self.num_global_blocks, side)
         kept = _random(self.num_random_blocks, side, (self.seed, head, side), one_way=one_way)
         kept |= _sliding(self.num_sliding_window_blocks, side)
         kept[: self.num_global_blocks] = kept[:, : self.num_global_blocks] = True
@@ -343,9 +375,9 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
     def _check(self) -> None:
         super()._check()
-        _check_attention(self.attention)
-        self.num_sliding_window_blocks = _count("num_sliding_window_blocks", self.num_sliding_window_blocks)
-        self.global_block_indices, self.global_block_end_indices = _checked_ranges(
+        check_attention(self.attention)
+        self.num_sliding_window_blocks = counted("num_sliding_window_blocks", self.num_sliding_window_blocks)
+        self.global_block_indices, self.global_block_end_indices = checked_ranges(
             self.global_block_indices, self.global_block_end_indices
         )
 
@@ -366,8 +398,8 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
     def _check(self) -> None:
         super()._check()
-        _check_attention(self.attention)
-        self.num_sliding_window_blocks = _count("num_sliding_window_blocks", self.num_sliding_window_blocks)
+        check_attention(self.attention)
+        self.num_sliding_window_blocks = counted("num_sliding_window_blocks", self.num_sliding_window_blocks)
 
     def _kept(self, head: int, side: int) -> Bitmap:
         kept = _sliding(self.num_sliding_window_blocks, side)
@@ -395,14 +427,14 @@ def _add_global(kept: Bitmap, start: int, end: int, attention: str, horizontal: 
 
 
 def _sliding(count: int, side: int) -> Bitmap:
-    _check_fits("num_sliding_window_blocks", count, side)
+    check_fits("num_sliding_window_blocks", count, side)
     places = np.arange(side)
     kept: Bitmap = np.abs(places[:, None] - places) <= count // 2
     return kept
 
 
 def _random(count: int, side: int, seed: Sequence[int], *, one_way: bool = False) -> Bitmap:
-    _check_fits("num_random_blocks", count, side)
+    check_fits("num_random_blocks", count, side)
     rng, kept = np.random.default_rng(seed), np.zeros((side, side), np.bool_)
     for row in range(side):
         among = row + 1 if one_way else side
@@ -413,73 +445,3 @@ def _random(count: int, side: int, seed: Sequence[int], *, one_way: bool = False
 def _ranges(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
     """Ranges of global blocks, each of one block if there are no ends."""
     return list(zip(starts, [start + 1 for start in starts] if ends is None else ends, strict=True))
-
-
-# Checks ---------------------------------------------------------------------------------------------
-
-
-def _checked_ranges(starts: object, ends: object) -> tuple[list[int], list[int] | None]:
-    """``global_block_indices`` and their ends as lists. Raises InvalidProblemError naming the argument."""
-    first = _counts("global_block_indices", starts)
-    if ends is None:
-        return first, None
-    last = _counts("global_block_end_indices", ends)
-    if len(first) != len(last):
-        raise InvalidProblemError(
-            f"global_block_end_indices: expected {len(first)}, as global_block_indices, got {len(last)}"
-        )
-    if any(start >= end for start, end in zip(first, last, strict=True)):
-        raise InvalidProblemError(
-            f"global_block_end_indices: expected ends beyond the starts {first}, got {last}"
-        )
-    return first, last
-
-
-def _count(name: str, given: object, least: int = 0, most: int = _MOST) -> int:
-    """``given`` as an int. Raises InvalidProblemError unless it is an integer from ``least`` to ``most``."""
-    found = integer(given)
-    if found is None or not least <= found <= most:
-        wanted = (
-            "an integer" if found is None else f"at least {least}" if found < least else f"at most {most}"
-        )
-        raise InvalidProblemError(f"{name}: expected {wanted}, got {shown(given)}")
-    return found
-
-
-def _counts(name: str, given: object, least: int = 0) -> list[int]:
-    """``given`` as a list of ints. Raises InvalidProblemError for anything but a sequence of them."""
-    array = isinstance(given, (np.ndarray, Tensor)) and given.ndim == 1
-    if not array and (isinstance(given, (str, bytes)) or not isinstance(given, Sequence)):
-        raise InvalidProblemError(f"{name}: expected a sequence of integers, got {shown(given)}")
-    return [_count(name, one, least) for one in given]  # type: ignore[attr-defined]
-
-
-def _check_fits(name: str, count: int, side: int) -> None:
-    if count > side:
-        raise InvalidProblemError(f"{name}: expected at most {side}, the blocks of a row, got {count}")
-
-
-def _check_word(name: str, given: object, known: Sequence[str]) -> None:
-    if not isinstance(given, str) or given not in known:
-        raise InvalidProblemError(f"{name}: expected {' or '.join(known)}, got {shown(given)}")
-
-
-def _check_attention(attention: str, horizontal: bool = False) -> None:
-    _check_word("attention", attention, ("unidirectional", "bidirectional"))
-    if checked_flag("horizontal_global_attention", horizontal) and attention == "unidirectional":
-        raise InvalidProblemError("horizontal_global_attention: expected False for unidirectional, got True")
-
-
-def _checked_block(block: object) -> int:
-    found = integer(block)
-    if found not in _BLOCKS:
-        raise InvalidProblemError(f"block: expected 16, 32, 64 or 128, got {shown(block)}")
-    return found
-
-
-def _side(tokens: int, unit: int, block: int) -> int:
-    """Blocks of ``tokens``. Raises InvalidProblemError if they aren't a multiple of ``unit``."""
-    tokens = _count("tokens", tokens)
-    if tokens % unit:
-        raise InvalidProblemError(f"tokens: expected a multiple of {unit}, got {tokens}")
-    return tokens // block

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparse24_plans import UnsupportedError
 from sparse24_plans.torch.blocksparse import (
+    DeepSpeedSparseSelfAttention,
     Layout,
     Linear,
     MultiheadAttention,
@@ -213,6 +214,39 @@ def test_compiled_attention_modules(backend, masked):
     module.layout_for(64)
     torch._dynamo.reset()
     assert torch.equal(compiled(x, x, x, attn_mask=mask)[0], module(x, x, x, attn_mask=mask)[0])
+
+
+SELF_ATTENTION = {
+    "layout_for": lambda: (MultiheadAttention(16, 2, SparsityInfo("fixed", 16, 32)), randn(64, 2, 16)),
+    "the module": lambda: (DeepSpeedSparseSelfAttention(16, 2, stride=32), randn(2, 2, 64, 8)),
+}
+
+
+@pytest.mark.parametrize("first", SELF_ATTENTION)
+def test_a_rule_makes_its_layout_between_graphs(first):
+    """A single graph cannot hold the making of a layout, and the error says what to call before."""
+    module, x = SELF_ATTENTION[first]()
+    with pytest.raises(Exception, match=f"64 tokens have no layout yet; call {first}"):
+        torch.compile(module, backend="eager", fullgraph=True)(x, x, x)
+    torch._dynamo.reset()
+    found = torch.compile(module, backend="eager")(x, x, x)
+    wanted = SELF_ATTENTION[first]()[0]
+    wanted.load_state_dict(module.state_dict())
+    assert torch.equal(found[0], wanted(x, x, x)[0])
+
+
+@backends
+def test_compiled_conversions(backend):
+    """Tracing reaches neither a layout's NumPy arrays nor its shape's properties."""
+    layout, layer = layout_of(), Linear(32, 48, 16, [[1, 0, 1], [0, 1, 0]])
+
+    def call(values, dense):
+        return layout.to_dense(values), layout.kept_blocks(dense), layer.dense_weight()
+
+    values = randn(2, layout.shape.blocks, 16, 16)
+    given = values, layout.to_dense(values) + 1
+    assert all(map(torch.equal, torch.compile(call, fullgraph=True, backend=backend)(*given), call(*given)))
+    assert torch.equal(torch.compile(layout.values_of, backend=backend)(layout.to_dense(values)), values)
 
 
 def test_an_exported_program():

@@ -124,6 +124,16 @@ def test_a_mask_on_the_cpu_is_taken_by_update_alone():
     assert not layout.is_behind
 
 
+def test_a_state_without_a_bitmap_keeps_a_mask_of_the_device():
+    """The host does not know that mask, so it must not write its own again."""
+    layout = layout_of(block=64)
+    layout.is_behind = True
+    layout.bitmap.copy_(torch.tensor(OTHER))
+    layout.load_state_dict({}, strict=False)
+    assert layout.is_behind
+    assert layout.layout == BlockSparseLayout(OTHER, 64)
+
+
 def test_floats_do_not_touch_it():
     layout = layout_of()
     for moved in (layout.half(), layout.double(), layout.to(torch.bfloat16), layout.to("cpu")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -266,6 +267,14 @@ def test_masks_do_not_hide_extra_keys(extra, mode, causal):
     close(y, theirs(x, x, x, attn_mask=hidden)[0])
 
 
+@pytest.mark.parametrize("extra", [{}, *EXTRA], ids=str)
+@pytest.mark.parametrize("which", ["key_padding_mask", "attn_mask"])
+def test_integers_are_added_as_floats(extra, which):
+    ours, x = pair(SparsityInfo("dense", 16), attn_mask_mode="add", **extra)[0], randn(32, 3, 16)
+    mask = torch.arange(32).expand(3 if which == "key_padding_mask" else 32, 32) % 3
+    assert torch.equal(ours(x, x, x, **{which: mask})[0], ours(x, x, x, **{which: mask.float()})[0])
+
+
 def load(layout, bitmap):
     layout.load_state_dict({"bitmap": torch.from_numpy(bitmap)})
 
@@ -294,6 +303,9 @@ def test_compiled_extra_keys_need_layout_for_after_an_update():
     given.update(np.triu(np.ones((2, 2, 2), bool)))
     with pytest.raises(Exception, match="mask of the given layout has changed"):
         compiled(x, x, x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(ours, backend="eager")(x, x, x)[0], ours(x, x, x)[0])  # several graphs
+    given.update(np.tril(np.ones((2, 2, 2), bool)))
     ours.layout_for(32)
     torch._dynamo.reset()
     assert torch.equal(compiled(x, x, x)[0], ours(x, x, x)[0])
@@ -391,3 +403,69 @@ def test_attention_that_cannot_be():
             module(y, y, y, **options)
     with pytest.raises(InvalidProblemError, match=r"query, key: expected 64 and 64 tokens.*got 64 and 32"):
         module(y, y[:32], y[:32])
+
+
+FLAGS = {
+    "trans_a": lambda **flag: MatMul(BITMAP, 16, "dsd", **flag),
+    "trans_b": lambda **flag: MatMul(BITMAP, 16, "dsd", **flag),
+    "bias": lambda **flag: Linear(32, 48, 16, BITMAP, **flag),
+    **{
+        name: lambda **flag: MultiheadAttention(16, 2, SparsityInfo("dense", 16), **flag)
+        for name in ("bias ", "add_bias_kv", "add_zero_attn", "causal", "batch_first")
+    },
+    "bias  ": lambda **flag: blocksparse.Conv2d(32, 32, 1, np.ones((2, 2, 1, 1), bool), 16, **flag),
+    "causal ": lambda **flag: blocksparse.Softmax(BITMAP, 16, **flag),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_no_words(name):
+    """Words are true, so that ``"no"`` would mean yes."""
+    flag = name.strip()
+    with pytest.raises(InvalidProblemError, match=f"^{flag}: expected True or False, got 'no'"):
+        FLAGS[name](**{flag: "no"})
+    FLAGS[name](**{flag: True})
+
+
+SIZES = {
+    "embed_dim: expected an integer, got '16'": ("16", 2),
+    "embed_dim: expected at least 1, got 0": (0, 2),
+    "num_heads: expected an integer, got 2.0": (16, 2.0),
+    "num_heads: expected at least 1, got 0": (16, 0),
+    "kdim: expected at least 0, got -1": (16, 2, None, 0.0, True, False, False, -1),
+    "vdim: expected an integer, got True": (16, 2, None, 0.0, True, False, False, None, True),
+    "dropout: expected a probability from 0 to 1 - 2^-16, got 'x'": (16, 2, None, "x"),
+}
+
+
+@pytest.mark.parametrize("message", SIZES)
+def test_sizes_of_attention_are_integers(message):
+    first, rest = SIZES[message][:2], SIZES[message][3:]
+    with pytest.raises(InvalidProblemError, match="^" + re.escape(message)):
+        MultiheadAttention(*first, SparsityInfo("dense", 16), *rest)
+
+
+WIDTHS = {"query": 16, "key": 24, "value": 8}
+OTHERS = {
+    "{width} columns, got [16, 3, 5]": lambda x: x[..., :5],
+    "torch.float32, as the weights, got torch.float16": lambda x: x.half(),
+    "torch.float32, as the weights, got torch.int64": lambda x: x.long(),
+    "a tensor on cpu, as the weights, got meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("message", OTHERS)
+def test_inputs_that_do_not_fit_the_weights(name, message):
+    module = MultiheadAttention(16, 2, SparsityInfo("dense", 16), kdim=24, vdim=8)
+    given = {one: randn(16, 3, width) for one, width in WIDTHS.items()}
+    given[name] = OTHERS[message](given[name])
+    wanted = f"{name}: expected {message.format(width=WIDTHS[name])}"
+    with pytest.raises(InvalidProblemError, match=re.escape(wanted)):
+        module(**given)
+
+
+def test_autocast_takes_inputs_of_another_dtype():
+    module, x = MultiheadAttention(16, 2, SparsityInfo("dense", 16)), randn(16, 3, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x, x, x)[0], module(x.float(), x.float(), x.float())[0])

@@ -101,6 +101,22 @@ def test_values_move_to_another_mask():
     assert torch.equal(found, dense[after])
 
 
+MISFITS = {
+    r"layout_b: expected shape \[3, 2, 1, 2\], as layout_a, got \[3, 2, 2, 1\]": ((3, 2, 2, 1), (12, 16, 16)),
+    r"tensor_a: expected \[12, block, block\], as layout_a keeps, got \[11, 16, 16\]": (
+        (3, 2, 1, 2),
+        (11, 16, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_values_that_cannot_move(message):
+    after, values = MISFITS[message]
+    with pytest.raises(InvalidProblemError, match=message):
+        bs.Conv2d.update_layout(torch.ones(3, 2, 1, 2).long(), torch.ones(values), torch.ones(after), 0.0)
+
+
 @pytest.mark.parametrize("bench", [False, True])
 def test_bench_does_nothing(bench):
     layout, a = layout_of(), randn(1, 2, 32, 48)
@@ -185,6 +201,17 @@ def test_deepspeeds_self_attention(masked):
     assert torch.equal(module.eval()(q, k, v, attn_mask=mask), found)
 
 
+def test_scores_that_only_their_scale_brings_into_float16():
+    """Sums reach 10^5, but an eighth of them is finite; a mask that drops nothing changes nothing."""
+    module = bs.DeepSpeedSparseSelfAttention(bs.SparsityInfo("dense", 16))
+    q, k, v = (
+        randn(1, 2, 32, 64, dtype=torch.float16, seed=seed) * scale for seed, scale in enumerate((99, 99, 1))
+    )
+    assert (q.float() @ k.float().mT).abs().max() > torch.finfo(torch.float16).max
+    wanted = module(q, k, v)
+    torch.testing.assert_close(module(q, k, v, key_padding_mask=torch.zeros(1, 32)), wanted)
+
+
 RULES = {
     "rule": bs.SparsityInfo("fixed", 16, 32),
     "configuration": bs.FixedSparsityConfig(2, num_local_blocks=2),
@@ -214,6 +241,15 @@ def test_deepspeeds_self_attention_in_its_last_form(rule, form, size):
     assert torch.equal(module(q, k, v, key_padding_mask=padding, attn_mask=mask), wanted)
 
 
+def test_deepspeeds_self_attention_has_a_default_rule():
+    rule = bs.SparsityInfo("fixed", 16, 64, unidirectional=True)
+    assert bs.DeepSpeedSparseSelfAttention().sparsity == rule
+    module = bs.DeepSpeedSparseSelfAttention(attn_mask_mode="add")
+    assert (module.sparsity, module.attn_mask_mode) == (rule, "add")
+    module.sparsity.block = 32
+    assert bs.DeepSpeedSparseSelfAttention().sparsity == rule
+
+
 WRONG_FORMS = {
     "attn_mask_mode: expected add or mul, got 'MUL'": ((64, 2), {"attn_mask_mode": "MUL"}),
     "key_padding_mask_mode: expected add or mul, got 'and'": ((RULES["rule"], "and"), {}),
@@ -233,6 +269,8 @@ def test_inputs_that_self_attention_does_not_take():
     x, module = randn(2, 3, 64, 8), bs.DeepSpeedSparseSelfAttention(RULES["configuration"])
     with pytest.raises(InvalidProblemError, match=r"query: expected \[Z, 2, tokens, head_size\], got \[2, 3"):
         module(x, x, x)
+    with pytest.raises(InvalidProblemError, match=r"query: expected \[Z, 2, tokens, head_size\], got .* 0\]"):
+        module(*[x[:, :2, :, :0]] * 3, attn_mask=torch.ones(64, 64))
     with pytest.raises(InvalidProblemError, match=r"rpe: expected shape \[2, 64, 64\], got \[2, 2, 64, 64\]"):
         module(*[x[:, :2]] * 3, rpe=randn(2, 2, 64, 64))
     with pytest.raises(InvalidProblemError, match=r"k: expected shape .* got \[2, 2, 32, 8\]"):
@@ -257,6 +295,16 @@ def test_a_models_attention_is_replaced():
     assert (with_dropout[0].dropout, with_dropout[0].add_zero_attn) == (0.3, True)
     assert torch.equal(with_dropout[0].bias_k, theirs.bias_k)
     assert torch.equal(with_dropout[0].bias_v, theirs.bias_v)
+
+
+def test_the_rule_of_a_replacement_has_two_names():
+    rule, model = bs.SparsityInfo("dense", 16), nn.Sequential(nn.MultiheadAttention(32, 2))
+    with pytest.raises(InvalidProblemError, match="info: expected None beside sparsity"):
+        bs.replace_mha(model, rule, info=rule)
+    with pytest.raises(InvalidProblemError, match=r"sparsity: expected a SparsityInfo, .* got NoneType"):
+        bs.replace_mha(model)
+    assert bs.replace_mha(model, info=rule) == ["0"]
+    assert model[0].sparsity is rule
 
 
 HIDDEN = torch.arange(32) >= torch.tensor([[16], [7]])

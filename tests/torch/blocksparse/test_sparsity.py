@@ -1,6 +1,7 @@
 """The layouts of DeepSpeed's sparsity configurations, block by block from their definitions."""
 
 import copy
+import pickle
 from dataclasses import fields
 
 import numpy as np
@@ -365,3 +366,23 @@ def test_attention_over_a_configuration(config):
     torch.testing.assert_close(module(x, x, x)[0], wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(InvalidProblemError, match="num_heads: expected 4, as the module has, got 2"):
         MultiheadAttention(32, 4, config).layout_for(96)
+
+
+THEIRS = {
+    "order": lambda c: c("fixed", 32, 96, "bidirectional", 2, 1),
+    "keywords": lambda c: c(mode="fixed", block=32, stride=96, attention="bidirectional", numverts=2),
+    "no mode": lambda c: c(stride=96, block=32, attention="bidirectional", numverts=2),
+}
+
+
+@pytest.mark.parametrize("form", THEIRS)
+def test_torch_blocksparses_class_of_the_name(form):
+    """Its class has no ``num_heads``; a copy of a configuration stays one."""
+    assert THEIRS[form](SparsityConfig) == SparsityInfo("fixed", 32, 96, False, 2)
+    assert SparsityConfig() == SparsityInfo("fixed", 16, 64, True)
+    with pytest.raises(InvalidProblemError, match="attention: expected unidirectional or bidirectional, got"):
+        SparsityConfig("fixed", 16, 64, "causal")
+    for config in (SparsityConfig(4), SparsityConfig(num_heads=4, block=32), DenseSparsityConfig(4)):
+        for found in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+            assert type(found) is type(config)
+            assert found == config
