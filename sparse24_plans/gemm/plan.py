@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ..arithmetic.subnormals import check_subnormals
 from ..device.devices import PlaceLike, described, home_of
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import on_stream
+from ..device.subnormals import check_subnormals
 from ..errors import InvalidProblemError, UnsupportedError
 from ..plan.arithmetic import Arithmetic
 from ..plan.explanation import Explanation

@@ -122,7 +122,7 @@ class WgmmaKernel(GemmKernel):
         layouts = OperandLayouts.of(desc, self.tiles)
         self._problem, self._schedule = desc, schedule
         work_tiles = schedule.most_work_tiles(desc)
-        self._ctas = grid_size(schedule, work_tiles, device)
+        self._ctas = schedule.ctas(work_tiles, device.multiprocessors)
         weight_stages, x_stages = schedule.stages(layouts, terms)
         self.details = (
             f"{f'{prepass}, ' if prepass else ''}"
@@ -224,15 +224,6 @@ def defines(
         "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
         "Y_COLUMN_MAJOR": int(layouts.y_columns),
     }
-
-
-def grid_size(schedule: WgmmaSpSchedule, work_tiles: int, device: DeviceProperties) -> int:
-    """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
-    # The workspace for saved accumulators has room for the CTAs of an H200.
-    most = H200_MULTIPROCESSORS if schedule.saved_accumulators else device.multiprocessors
-    resident = schedule.stream_k or schedule.resident_clusters(min(most, device.multiprocessors))
-    persistent = resident if schedule.stream_k else min(work_tiles, resident)
-    return (persistent if schedule.split_k == 1 else work_tiles) * schedule.cluster
 
 
 def fixed_parameters(

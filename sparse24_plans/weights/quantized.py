@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.subnormals import check_subnormals
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.streams import on_stream
+from ..device.subnormals import check_subnormals
 from ..device.tensors import HOST, TensorView, wrong
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ElementLike, ScaleRule, checked_flag, element_kind, integer

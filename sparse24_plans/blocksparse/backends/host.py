@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...arithmetic.epilogue import encoded, finished
-from ...arithmetic.subnormals import check_subnormals
 from ...device.streams import Launch
+from ...device.subnormals import check_subnormals
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice
 from ...plan.kernel import Kernel as BaseKernel

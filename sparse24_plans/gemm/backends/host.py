@@ -16,8 +16,8 @@ import numpy as np
 
 from ...arithmetic import epilogue
 from ...arithmetic.fma32 import fma_chain, fma_f32
-from ...arithmetic.subnormals import check_subnormals
 from ...device.streams import Launch
+from ...device.subnormals import check_subnormals
 from ...device.tensors import TensorView
 from ...plan.kernel import Choice
 from ...plan.operands import Views

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arithmetic.subnormals import check_subnormals
 from ...device.streams import Launch
+from ...device.subnormals import check_subnormals
 from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice
 from ...plan.operands import Views

@@ -20,7 +20,6 @@ from ..arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
 from ..limits import SPLIT_CHUNK_BYTES, most_chunk, producers_split, split_bytes
-from ..wgmma import grid_size
 from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
 
@@ -149,7 +148,7 @@ class Regions(NamedTuple):
         handed = 0 if producers_split(desc, schedule.tokens) else align_up(split_bytes(terms, desc))
         groups = handed + align_up(schedule.workspace_bytes())
         in_groups = schedule.split_k == 1 and 0 < SPLIT_GROUP[terms] < desc.k
-        ctas = grid_size(schedule, schedule.work_tiles(desc.n, desc.m), device)
+        ctas = schedule.ctas(schedule.work_tiles(desc.n, desc.m), device.multiprocessors)
         sums = 4 * schedule.rows * schedule.tokens * ctas * (2 if schedule.stream_k else 1)
         return cls(handed, groups, groups + (sums if in_groups else 0))
 

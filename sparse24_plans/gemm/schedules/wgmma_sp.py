@@ -298,6 +298,14 @@ class WgmmaSpSchedule(NamedTuple):
         """Bytes of the workspace. Stream-K with chunks of K keeps two further sets of sums."""
         return self.flags_bytes() + self.sums_bytes() * (3 if self.stream_k and self.k_chunks > 1 else 1)
 
+    def ctas(self, work_tiles: int, multiprocessors: int) -> int:
+        """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
+        # The workspace for saved accumulators has room for the CTAs of an H200.
+        most = H200_MULTIPROCESSORS if self.saved_accumulators else multiprocessors
+        resident = self.stream_k or self.resident_clusters(min(most, multiprocessors))
+        persistent = resident if self.stream_k else min(work_tiles, resident)
+        return (persistent if self.split_k == 1 else work_tiles) * self.cluster
+
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once. Clusters of over 2 CTAs don't fill the GPCs of an H200's 132 SMs."""
         idle = 15 if self.cluster % 3 == 0 and self.ctas_per_sm < 4 else 12
