@@ -74,7 +74,8 @@ class Sparse24Weight(CanonicalWeight):
         self, values: Any, metadata: Any, *, element: ElementLike | None = None, validate: bool = True
     ) -> None:
         v = TensorView.of(values, element=element, argument="values")
-        if element is None and v.element is ElementKind.U16:
+        says_its_element = element is not None or isinstance(values, TensorView)
+        if v.element is ElementKind.U16 and not says_its_element:
             raise InvalidProblemError(
                 "element: expected one for values of uint16, which may be the bits of f16 or bf16: pass "
                 "element='f16' or element='bf16', or element='u16' for integers, which no product takes"
