@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...plan.schedule_choice import CostModel, fastest
@@ -86,9 +87,7 @@ class BlocksMmaSchedule(NamedTuple):
         """
         if _reads_along_k(desc) or (not self.x_along_k and desc.n % self.n8_tiles == 0):
             return ()
-        right = KernelProblem(desc).right
-        x = next(one for one in desc.operands() if one.name == right)
-        return (Prepared.of(x, transposes=self.x_along_k),)
+        return (_copy_of_x(desc, transposes=self.x_along_k),)
 
     def work(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> tuple[float, ...]:
         """The amount of each kind of work in TERMS.
@@ -193,6 +192,13 @@ def _widest(desc: BlockSparseMatmulDescriptor) -> int:
     """Most tiles of eight tokens of a CTA. Units of large blocks leave less room for X."""
     most = 8 if unit_depth(desc.layout.block) == STRIP_ROWS else 4
     return next(one for one in _MOST_STRIPS if TILE_TOKENS * one >= desc.n or one == most)
+
+
+@lru_cache(256)
+def _copy_of_x(desc: BlockSparseMatmulDescriptor, *, transposes: bool) -> Prepared:
+    """The copy of X, which schedules of a problem share."""
+    right = KernelProblem(desc).right
+    return Prepared.of(next(one for one in desc.operands() if one.name == right), transposes=transposes)
 
 
 def _reads_along_k(desc: BlockSparseMatmulDescriptor) -> bool:
