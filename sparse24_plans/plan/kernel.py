@@ -86,7 +86,7 @@ class Kernel(Generic[D]):
         return kernel
 
     @classmethod
-    def least_workspace(cls, choice: Choice) -> int:
+    def needed_workspace(cls, choice: Choice) -> int:
         """The bytes of workspace without which no kernel of the choice can run, whatever limit it states."""
         needed: int = choice.entry.min_workspace(choice.descriptor)
         return needed

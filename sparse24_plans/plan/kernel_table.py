@@ -39,7 +39,7 @@ class KernelEntry:
 
     ``limits`` gives the reason why a problem can't be served, ``missing`` says what has to be installed; both
     give None if there is no obstacle. ``min_workspace`` gives the bytes without which the kernel can't run; a
-    kernel's class may know better, in ``least_workspace``. A family's subclass adds fields in which its
+    kernel's class may know better, in ``needed_workspace``. A family's subclass adds fields in which its
     problems differ, and a ``refusal`` that reads them.
     """
 
@@ -114,7 +114,7 @@ class KernelEntry:
 
     def needed_workspace(self, choice: Choice) -> int:
         """The kernel's least workspace, with that of the other launches of ``kernel_for``."""
-        return self.kernel.least_workspace(choice)
+        return self.kernel.needed_workspace(choice)
 
     def least_workspace(self, choice: Choice) -> int:
         """``needed_workspace`` of the problem's smallest batch."""

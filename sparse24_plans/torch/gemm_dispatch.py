@@ -58,7 +58,7 @@ class CheckedProduct(CheckedCall):
         self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
         self._empty = allocation(self.shape, self._dtype, self._device)
         self._has_scales = call.scales is not None
-        self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
+        self._fits = packed_weight_cache.fits(plan, call.weight, call.meta)
         self._check_out(out)
         super().__init__(plan, self._first_caller(call, rows, out, scale_y, amax), x.device)
         self.alignment = self._caller.alignment("dy" if call.dgrad else "x")
@@ -91,7 +91,7 @@ class CheckedProduct(CheckedCall):
         return self.plan.caller(args(_aligned(rows, self.column_major)))
 
     def _weight(self, call: Call) -> Any:
-        if self._as_it_is:
+        if self._fits:
             return packed_weight_cache.unconverted(
                 self.plan, call.weight, call.meta, self._m, self._k, call.scales
             )
@@ -120,7 +120,7 @@ class CheckedProduct(CheckedCall):
         if self._has_scales:
             scales, *others = others  # type: ignore[assignment]
         places: tuple[int, ...]
-        if not self._as_it_is:
+        if not self._fits:
             packed = packed_weight_cache.converted(self.plan, weight, meta, self._m, self._k, scales)
             places = (*[view.address for view in packed.buffers], source, y.data_ptr())
         elif meta is None:

@@ -31,13 +31,13 @@ class CheckedStacked(CheckedCall):
         self._sizes = sizes
         rows = call.x.shape[:-1] if desc.batches is not None else (desc.result_rows,)
         self._empty = allocation((*rows, desc.outputs), DTYPE_OF[desc.out_element], call.x.device)
-        self._as_it_is = packed_weight_cache.fits(plan, call.weight, call.meta)
+        self._fits = packed_weight_cache.fits(plan, call.weight, call.meta)
         args = GemmSparse24Args(weight=self._weight(call), y=self._empty(), **operands)
         super().__init__(plan, plan.caller(args), call.x.device)
         self._alignment = self._caller.alignment("x")
 
     def _weight(self, call: Any) -> Any:
-        found = packed_weight_cache.unconverted if self._as_it_is else packed_weight_cache.converted
+        found = packed_weight_cache.unconverted if self._fits else packed_weight_cache.converted
         return found(self._plan, call.weight, call.meta, *self._sizes, call.scales)
 
     def run(self, call: Any, operands: Operands) -> Tensor:
@@ -45,7 +45,7 @@ class CheckedStacked(CheckedCall):
         if x.data_ptr() % self._alignment:
             x = x.clone()
         y = self._empty()
-        if self._as_it_is:
+        if self._fits:
             found = (call.weight, call.meta, call.scales)
             weight = tuple(one.data_ptr() for one in found if one is not None)
         else:

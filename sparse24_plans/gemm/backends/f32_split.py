@@ -17,7 +17,7 @@ from ...plan.operands import Views
 from ..arithmetic.tensor_core import named
 from ..groups import PER_TOKEN, lines_of
 from ..limits import BF16, SPLIT_CTA_ELEMENTS, most_chunk, producers_split
-from ..schedules.f32_split_heuristics import RANGE_TILES, Chunking, Regions, best_chunking, least_workspace
+from ..schedules.f32_split_heuristics import RANGE_TILES, Chunking, Regions, best_chunking, needed_workspace
 from ..schedules.wgmma_sp import WgmmaSpSchedule
 from ..wgmma import SOURCE, WgmmaKernel, WgmmaSpParams, possible_schedules
 
@@ -70,8 +70,8 @@ class Kernel(WgmmaKernel):
         return launch_in_order(*found)
 
     @classmethod
-    def least_workspace(cls, choice: Choice) -> int:
-        return least_workspace(choice.descriptor, choice.entry, choice.device, choice.preference.whole_m)
+    def needed_workspace(cls, choice: Choice) -> int:
+        return needed_workspace(choice.descriptor, choice.entry, choice.device, choice.preference.whole_m)
 
     @classmethod
     def most_workspace(cls, choice: Choice) -> int:

@@ -205,7 +205,7 @@ def best_chunking(
     )
 
 
-def least_workspace(
+def needed_workspace(
     desc: GemmSparse24Descriptor, row: GemmEntry, device: DeviceProperties, whole_m: int | None = None
 ) -> int:
     """The least ``max_workspace`` with which :func:`best_chunking` finds a schedule.

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from ...blocksparse.shape import BLOCK_SIZES
 from ...errors import InvalidProblemError, shown
 from ...vocab import checked_flag, integer
 
-_BLOCKS = (16, 32, 64, 128)
 _MOST = 2**31 - 1
 """The largest count: sizes of layouts are below it."""
 
@@ -69,7 +69,7 @@ def check_attention(attention: str, horizontal: bool = False) -> None:
 
 def checked_block(block: object) -> int:
     found = integer(block)
-    if found not in _BLOCKS:
+    if found not in BLOCK_SIZES:
         raise InvalidProblemError(f"block: expected 16, 32, 64 or 128, got {shown(block)}")
     return found
 
