@@ -175,7 +175,12 @@ def choices_among(
 def f32_choices(problems: Sequence[Any]) -> Choices:
     """Each problem's choice among the schedules that are tried."""
     sets = (
-        (desc, [one for one in f32_split.tried_schedules(desc.n, desc.m, terms) if one in times], times, 1.0)
+        (
+            desc,
+            [one for one in f32_split.tried_schedules(desc.n, desc.m, desc.k, terms) if one in times],
+            times,
+            1.0,
+        )
         for desc, terms, times in problems
     )
 

@@ -167,7 +167,7 @@ def entries_of(family: str, element: ElementKind) -> list[GemmEntry]:
 def schedules_of(desc: GemmSparse24Descriptor, entry: GemmEntry) -> Sequence[WgmmaSpSchedule]:
     """The schedules of an entry that are timed."""
     if entry.split_terms:
-        return f32_split_heuristics.tried_schedules(desc.n, desc.m, entry.split_terms)
+        return f32_split_heuristics.tried_schedules(desc.n, desc.m, desc.k, entry.split_terms)
     return tried(desc)
 
 

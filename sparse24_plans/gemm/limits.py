@@ -171,9 +171,9 @@ def most_chunk(terms: int, problem: GemmSparse24Descriptor, room: int = SPLIT_CH
     return min(max(room // (terms * max(problem.k, 1) * BF16.itemsize), _LEAST_CHUNK), problem.n)
 
 
-def producers_split(problem: GemmSparse24Descriptor, tokens: int) -> bool:
+def producers_split(m: int, k: int, tokens: int) -> bool:
     """Return whether producers split X, in tiles of so many tokens. Else a pre-pass kernel does."""
-    return tokens <= _PRODUCER_SPLIT_TOKENS and problem.m * problem.k <= _PRODUCER_SPLIT_CELLS
+    return tokens <= _PRODUCER_SPLIT_TOKENS and m * k <= _PRODUCER_SPLIT_CELLS
 
 
 def split_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:

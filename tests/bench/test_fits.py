@@ -219,7 +219,7 @@ def test_models_of_float32_are_fitted_to_measured_times(monkeypatch):
     for _ in range(40):
         n, m, k = rng.randint(1, 64), 8 * rng.randint(16, 2048), 64 * rng.randint(8, 128)
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-        tried = f32_split_heuristics.tried_schedules(n, m, 3)
+        tried = f32_split_heuristics.tried_schedules(n, m, k, 3)
         us = f32_split_heuristics.microseconds(
             f32_split_heuristics.SplitCostInputs.of([(one, desc) for one in tried]), true
         )

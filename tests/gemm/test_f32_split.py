@@ -191,7 +191,7 @@ def test_the_least_workspace_is_enough(name, n, m, k):
         kernel = row.kernel.sized(choice)
         assert most is None or kernel.workspace_size <= most
         assert most != least or kernel.workspace_size == least
-        assert (kernel.launches == 1) == limits.producers_split(desc, n)
+        assert (kernel.launches == 1) == limits.producers_split(m, k, n)
         named.add(row.kernel.arithmetic(choice))
     assert len(named) == 1
     assert row.limits(desc) is None
@@ -280,7 +280,7 @@ def test_chunks_read_and_write_each_row_once(beta):
 @settings(max_examples=30)
 @given(
     name=st.sampled_from(ROWS),
-    n=st.integers(65, 6000),
+    n=st.integers(1, 6000) | st.integers(1, 64),
     m=st.integers(1000, 60000),
     k=st.integers(1, 1200).map(lambda units: 8 * units),
 )
@@ -298,6 +298,35 @@ def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
         work = [sum(last - first for _, first, last in its) for its in found]
         assert (sum(work), max(work) - min(work) <= 1) == (one.work_tiles(n, m) * units, True)
         assert min(work) >= units
+
+
+@pytest.mark.parametrize("row", ["f32_split3_invariant", "f32_split6_invariant"])
+@pytest.mark.parametrize("n", [17, 64])
+def test_invariant_kernels_of_few_tokens_take_stream_k_for_a_partial_wave(row, n):
+    """Its split-K is 1 for every n, and whole work tiles would leave 72 of 132 SMs idle in the last wave."""
+    desc = GemmSparse24Descriptor(n=n, m=24576, k=4096, element="f32")
+    cut, _ = f32_split_heuristics.best_chunking(desc, row_of(row), HOPPER)
+    assert (cut.split_k, cut.stream_k) == (1, 132)
+    assert cut.work_tiles(n, desc.m) > 132
+    assert cut.work_tiles(n, desc.m) % 132
+
+
+@pytest.mark.parametrize(("k", "split"), [(896, True), (1024, False)])
+def test_no_stream_k_where_producers_split_x(k, split):
+    """The warp that would exchange the flags of stream-K splits X."""
+    m = 9000
+    tried = f32_split_heuristics.tried_schedules(17, m, k, 2)
+    assert limits.producers_split(m, k, 24) == split
+    assert any(one.stream_k for one in tried) != split
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "terms", "split"),
+    [(24576, 4096, 2, 1), (8576, 7680, 2, 3), (37696, 12608, 2, 2), (8704, 2752, 3, 3), (17088, 11840, 3, 4)],
+)
+def test_stream_k_for_few_tokens_moves_no_invariant_split(m, k, terms, split):
+    """The split fixes bits, so it still depends on the schedules of the first fit alone."""
+    assert f32_split_heuristics.invariant_split_k(m, k, terms) == split
 
 
 @settings(max_examples=60)
@@ -365,7 +394,7 @@ CUTS = [
     (row, n, m, cut)
     for row in ("f32_split3", "f32_split6")
     for n, m in ((1, 1800), (13, 9000), (20, 1800), (60, 9000), (200, 9000))
-    for cut in f32_split_heuristics.tried_schedules(n, m, row_of(row).split_terms)
+    for cut in f32_split_heuristics.tried_schedules(n, m, 4616, row_of(row).split_terms)
 ]
 
 
@@ -381,6 +410,37 @@ def test_every_cut(monkeypatch, row, n, m, cut):
     desc = GemmSparse24Descriptor(n=n, m=m, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
     case = make_case(desc, row=row, pad=8)
     case.check(case.run())
+
+
+RANGED = [
+    (row, n, cut._replace(stream_k=7))
+    for row in ("f32_split3", "f32_split6")
+    for n in (1, 13, 20, 60)
+    for cut in f32_split_heuristics.tried_schedules(n, 36000, 4616, row_of(row).split_terms)
+    if cut.stream_k
+]
+"""Every shape that is tried with stream-K for few tokens, in so few clusters that a small matrix has work for
+all of them."""
+
+
+@gpu
+@pytest.mark.parametrize(("row", "n", "cut"), RANGED, ids=str)
+def test_stream_k_for_few_tokens_changes_no_bit(monkeypatch, row, n, cut):
+    """A range begins within a group of sums, and another cluster summed the groups before it."""
+    desc = GemmSparse24Descriptor(n=n, m=1900, k=6024, element="f32", epilogue="bias_silu")
+    assert cut.work_tiles(n, desc.m) > cut.stream_k
+    assert cut.work_tiles(n, desc.m) % cut.stream_k
+    found = set()
+    for one in (cut, cut._replace(stream_k=0)):
+        plans._select.cache_clear()  # plans of the other schedule
+        chunking = f32_split_heuristics.Chunking(one, n)
+        monkeypatch.setattr(f32_split, "best_chunking", lambda *_, chunking=chunking: chunking)
+        case = make_case(desc, row=row, pad=8)
+        assert (" by stream-K" in case.plan.explain().details) == (one == cut)
+        found |= {case.run().tobytes() for _ in range(3)}
+        case.check(case.run())
+    plans._select.cache_clear()
+    assert len(found) == 1
 
 
 @gpu

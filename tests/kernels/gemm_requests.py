@@ -152,6 +152,8 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
             if row.split_terms:
                 found += split_requests(row, desc, device)
                 found += split_requests(row, desc.model_copy(update={"m": 1024}), device) if n <= 24 else []
+                # The last waves of all schedules are partial, so stream-K is tried.
+                found += split_requests(row, desc.model_copy(update={"m": 40000}), device) if n <= 64 else []
                 continue
             if row.only_groups:
                 few = {"groups": 1, "m": 192} if n <= 64 else {"groups": 8}

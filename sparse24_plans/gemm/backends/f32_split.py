@@ -97,7 +97,7 @@ class _Chunk(WgmmaKernel):
         super().__init__(choice._replace(descriptor=desc))
         device, terms = choice.device, self.entry.split_terms
         self._split, prepass, element = None, "", desc.element
-        if not producers_split(desc, schedule.tokens):
+        if not producers_split(desc.m, desc.k, schedule.tokens):
             self._split = load(_SPLIT, "f32_split", _THREADS, device, {"SPLIT_TERMS": terms})
             self.launches, prepass, element = 2, f"X in {terms} bf16 terms", BF16
         unit = RANGE_TILES[terms]

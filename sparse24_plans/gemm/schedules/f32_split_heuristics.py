@@ -109,7 +109,7 @@ def predicted(
 
 
 @lru_cache(1024)
-def tried_schedules(n: int, m: int, terms: int) -> tuple[WgmmaSpSchedule, ...]:
+def tried_schedules(n: int, m: int, k: int, terms: int) -> tuple[WgmmaSpSchedule, ...]:
     """The schedules that are tried for ``terms`` bf16 terms."""
     found = []
     for warpgroups, m_tiles, cluster_m, split_k in _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_MANY:
@@ -121,13 +121,18 @@ def tried_schedules(n: int, m: int, terms: int) -> tuple[WgmmaSpSchedule, ...]:
             WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, split_k) for tokens in widths(n, most)
         ]
         found += [one for one in shape if one.fits() and one.tokens <= most]
-    return (*found, *(ranged for one in found if (ranged := _with_stream_k(one, n, m)) is not None))
+    return (*found, *(ranged for one in found if (ranged := _with_stream_k(one, n, m, k)) is not None))
 
 
-def _with_stream_k(one: WgmmaSpSchedule, n: int, m: int) -> WgmmaSpSchedule | None:
-    """The schedule with stream-K; None unless there is more than one wave and the last is partial."""
+def _with_stream_k(one: WgmmaSpSchedule, n: int, m: int, k: int) -> WgmmaSpSchedule | None:
+    """The schedule with stream-K; None unless there is more than one wave and the last is partial.
+
+    Producers that split X leave no warp for the flags of stream-K, and their problems are too small for it.
+    """
     ranges, work_tiles = H200_MULTIPROCESSORS // one.cluster_m, one.work_tiles(n, m)
-    if n <= MAX_MEMORY_BOUND_N or one.split_k > 1 or work_tiles <= ranges or work_tiles % ranges == 0:
+    if one.split_k > 1 or work_tiles <= ranges or work_tiles % ranges == 0:
+        return None
+    if producers_split(m, k, one.tokens):
         return None
     return one._replace(stream_k=ranges)
 
@@ -145,7 +150,7 @@ class Regions(NamedTuple):
     def of(
         cls, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, device: DeviceProperties
     ) -> Regions:
-        handed = 0 if producers_split(desc, schedule.tokens) else align_up(split_bytes(terms, desc))
+        handed = 0 if producers_split(desc.m, desc.k, schedule.tokens) else align_up(split_bytes(terms, desc))
         groups = handed + align_up(schedule.workspace_bytes())
         in_groups = schedule.split_k == 1 and 0 < SPLIT_GROUP[terms] < desc.k
         ctas = schedule.ctas(schedule.work_tiles(desc.n, desc.m), device.multiprocessors)
@@ -267,7 +272,7 @@ def allowed_schedules(
     desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
     """The schedules with which the kernel keeps its guarantee."""
-    tried = tried_schedules(desc.n, desc.m, row.split_terms)
+    tried = tried_schedules(desc.n, desc.m, desc.k, row.split_terms)
     if not row.guarantee(desc).batch_invariant:
         return tried
     split = invariant_split_k(whole_m or desc.m, desc.k, row.split_terms)
@@ -278,12 +283,14 @@ def allowed_schedules(
 def invariant_split_k(m: int, k: int, terms: int) -> int:
     """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone.
 
-    It fixes bits, so its constants are those of their first fit, and no refit moves them.
+    It fixes bits, so its constants are those of their first fit, and no refit moves them. It looks at the
+    schedules of that fit, too, which had no stream-K for few tokens.
     """
 
     def times(n: int) -> tuple[float, list[float]]:
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=ElementKind.F32)
-        found = tried_schedules(n, m, terms)
+        tried = tried_schedules(n, m, k, terms)
+        found = [one for one in tried if n > MAX_MEMORY_BOUND_N or not one.stream_k]
         us = dict(zip(found, predicted(found, desc, terms, "f32_split_split_k").tolist(), strict=True))
         return min(us.values()), [min(us[one] for one in us if one.split_k == split) for split in _SPLITS]
 
