@@ -27,7 +27,7 @@ SLOTS = 8
 """Places for the sums of shares of a block row."""
 MODEL = "packed_mma"
 """The name of the cost models, one for each size of a block and order of X."""
-TERMS = ("memory_bytes", "l2_bytes", "wave", "rounds", "written_cells", "copies", "copied_bytes")
+TERMS = ("memory_bytes", "l2_bytes", "x_loads", "wave", "rounds", "written_cells", "copies", "copied_bytes")
 """The names of the kinds of work that take time."""
 
 
@@ -92,8 +92,8 @@ class BlocksMmaSchedule(NamedTuple):
     def work(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> tuple[float, ...]:
         """The amount of each kind of work in TERMS.
 
-        Memory delivers values, X and C. L2 delivers X to every CTA, and values again to further tokens. In
-        each wave CTAs begin and write cells of C. No CTA ends before the rounds of its block row do, of which
+        Memory delivers values, X and C. L2 delivers X to every CTA, and values again to further tokens. A
+        lane loads a few cells of X at a time, which takes L1 as long as if they were more. In each wave CTAs begin and write cells of C. No CTA ends before the rounds of its block row do, of which
         the longest counts. X may be copied first.
         """
         one = desc.layout
@@ -108,6 +108,7 @@ class BlocksMmaSchedule(NamedTuple):
         return (
             values + dense_bytes(desc),
             values * (self.n_tiles(desc) * (1 + self.tokens / self.rows) - 1),
+            values / desc.element.itemsize * self.n_tiles(desc) * self.tokens / self.rows / self.x_cells,
             waves,
             units / min(self.warps, shares_of(units)) / self.units,
             waves * cells_of_a_thread,
@@ -140,6 +141,11 @@ class BlocksMmaSchedule(NamedTuple):
     def tokens(self) -> int:
         """Tokens of a CTA's tile."""
         return TILE_TOKENS * self.n8_tiles
+
+    @property
+    def x_cells(self) -> int:
+        """Contiguous cells of X that a lane loads at a time."""
+        return self.depth // 4 if self.x_along_k else self.n8_tiles
 
     @property
     def units(self) -> int:
