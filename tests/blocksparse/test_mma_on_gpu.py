@@ -157,6 +157,16 @@ def test_x_is_not_copied_if_a_cta_of_fewer_tokens_is_faster(block):
     assert "x 8 tokens" in found.details
 
 
+@pytest.mark.parametrize("n", [54, 62])
+def test_x_is_copied_if_many_block_rows_read_it(n):
+    """Loads of two tokens at a time take longer than the copy: 91 us for 48 at n = 54 on an H200."""
+    layout = BlockSparseShape(heads=1, rows=51200, cols=5120, block=16, blocks=84992)
+    desc = BlockSparseMatmulDescriptor(
+        op="dds", layout=layout, n=n, element="bf16", trans_a=True, longest_panel=1119
+    )
+    assert "padded first" in explain(desc, preference=FORCED, device=H200).details
+
+
 # Results ------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,10 @@ SLOTS = 8
 """Places for the sums of shares of a block row."""
 MODEL = "packed_mma"
 """The name of the cost models, one for each size of a block and order of X."""
-TERMS = ("memory_bytes", "l2_bytes", "wave", "rounds", "written_cells", "copies", "copied_bytes")
+TERMS = (
+    "memory_bytes", "l2_bytes", "x_loads", "wave", "rounds", "x_rounds",
+    "written_cells", "copies", "copied_bytes",
+)  # fmt: skip
 """The names of the kinds of work that take time."""
 
 
@@ -92,9 +95,10 @@ class BlocksMmaSchedule(NamedTuple):
     def work(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> tuple[float, ...]:
         """The amount of each kind of work in TERMS.
 
-        Memory delivers values, X and C. L2 delivers X to every CTA, and values again to further tokens. In
-        each wave CTAs begin and write cells of C. No CTA ends before the rounds of its block row do, of which
-        the longest counts. X may be copied first.
+        Memory delivers values, X and C. L2 delivers X to every CTA, and values again to further tokens. A
+        load of X takes as long if it has fewer tokens. In each wave CTAs begin and write cells of C. No CTA
+        ends before the rounds of its block row do, of which the longest counts, and before those in which X
+        is loaded. X may be copied first.
         """
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
@@ -104,12 +108,15 @@ class BlocksMmaSchedule(NamedTuple):
         waves = self.ctas(desc) / self.resident_ctas(multiprocessors)
         waves = max((waves + math.ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
         units, copies = longest * one.block / self.depth, self.prepared(desc)
+        rounds = units / min(self.warps, shares_of(units))
         cells_of_a_thread = self.rows * self.tokens / (32 * self.warps)
         return (
             values + dense_bytes(desc),
             values * (self.n_tiles(desc) * (1 + self.tokens / self.rows) - 1),
+            values / desc.element.itemsize * self.n_tiles(desc) * self.tokens / self.rows / self.x_cells,
             waves,
-            units / min(self.warps, shares_of(units)) / self.units,
+            rounds / self.units,
+            rounds / self.x_units,
             waves * cells_of_a_thread,
             len(copies),
             prepared_bytes(copies),
@@ -140,6 +147,11 @@ class BlocksMmaSchedule(NamedTuple):
     def tokens(self) -> int:
         """Tokens of a CTA's tile."""
         return TILE_TOKENS * self.n8_tiles
+
+    @property
+    def x_cells(self) -> int:
+        """Contiguous cells of X that a lane loads at a time."""
+        return self.depth // 4 if self.x_along_k else self.n8_tiles
 
     @property
     def units(self) -> int:
