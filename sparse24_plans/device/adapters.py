@@ -266,6 +266,10 @@ class Unmoving:
         object.__setattr__(made, "_identity", object())
         return made
 
+    def __copy__(self) -> Self:
+        """The object itself: a copy of the object would be another name of the same memory."""
+        return self
+
     def __init_subclass__(cls) -> None:
         LOCATION_OF_TYPE[cls] = attrgetter("_identity")
 

@@ -31,7 +31,7 @@ class Device(NamedTuple):
 HOST = Device("host", 0)
 
 
-_MOST, _MOST_ADDRESS = 1 << 63, 1 << 64
+_MOST, MOST_ADDRESS = 1 << 63, 1 << 64
 MOST_DIMENSIONS = _MOST_DEVICES = 64
 
 
@@ -63,11 +63,11 @@ def _integers(argument: str, what: str, found: Any, least: int) -> tuple[int, ..
 
 def _check_memory(argument: str, address: Any, used: bool) -> int:
     """The ``address``, which must not be null if the memory is ``used``."""
-    if type(address) is int and 0 < address < _MOST_ADDRESS:
+    if type(address) is int and 0 < address < MOST_ADDRESS:
         return address
     if isinstance(address, np.integer):
         address = int(address)
-    if type(address) is not int or not 0 <= address < _MOST_ADDRESS:
+    if type(address) is not int or not 0 <= address < MOST_ADDRESS:
         raise wrong(argument, "an address", address)
     if used and address == 0:
         raise InvalidProblemError(f"{argument}: expected memory, got a null address: was it freed?")

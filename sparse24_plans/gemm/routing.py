@@ -146,7 +146,7 @@ def sums_of(
             if weights is not None:
                 values = values * weights[rows, j].reshape(shape)
             total = np.where((places[:, j] >= 0).reshape(shape), total + values, total)
-    return encoded(np.zeros((len(rows), 1), np.float32) if total is None else total, desc.out_element)
+        return encoded(np.zeros((len(rows), 1), np.float32) if total is None else total, desc.out_element)
 
 
 def _own(bits: NDArray[Any], like: TensorView) -> TensorView:

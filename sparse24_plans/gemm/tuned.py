@@ -143,7 +143,7 @@ class TuningTable:
         return {
             name: entries[name]
             for name, one in named.items()
-            if self.mismatch(entries[name], device, one.kernel.tuning_version(device)) is None
+            if self._misfit(entries[name], device, one) is None
         }
 
     def configuration(
@@ -153,11 +153,17 @@ class TuningTable:
         entry = self.find(descriptor).get(kernel.name)
         if entry is None:
             return {}
-        reason = self.mismatch(entry, device, kernel.kernel.tuning_version(device))
+        reason = self._misfit(entry, device, kernel)
         if reason is None:
             return entry.configuration
         self._warn(entry, reason)
         return {}
+
+    def _misfit(self, entry: TunedKernel, device: DeviceProperties, kernel: GemmEntry) -> str | None:
+        """Return why the entry can't apply to the kernel on a device, or None."""
+        if not kernel.kernel.tunable:
+            return "the kernel takes no configuration"
+        return self.mismatch(entry, device, kernel.kernel.tuning_version(device))
 
     def mismatch(self, entry: TunedKernel, device: DeviceProperties, version: str) -> str | None:
         """Return why the entry can't apply on a device with this version of the kernel, or None."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from ..device.streams import CurrentStream, Launch, launch_on
-from ..device.tensors import LOCATION_OF_TYPE, Device, view_at
+from ..device.tensors import LOCATION_OF_TYPE, MOST_ADDRESS, Device, view_at
 from ..errors import InvalidProblemError, shown
 from ..vocab.fields import integer
 from .kernel import Kernel
@@ -167,4 +167,4 @@ class Caller:
 
 def _is_address(value: object) -> bool:
     number = integer(value)
-    return number is not None and number >= 0
+    return number is not None and 0 <= number < MOST_ADDRESS

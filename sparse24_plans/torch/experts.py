@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, Tier
+from ..vocab.fields import checked_integer
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
 from .library import autocasts
-from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear, checked_size
+from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
 from .origin import noted_origin
 from .weight_only_linear import Sparse24WeightOnlyLinear
 
@@ -159,9 +160,9 @@ class Sparse24Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_experts = checked_size("num_experts", num_experts, least=1)
-        hidden_features = checked_size("hidden_features", hidden_features)
-        features = checked_size("features", features)
+        num_experts = checked_integer("num_experts", num_experts, least=1)
+        hidden_features = checked_integer("hidden_features", hidden_features)
+        features = checked_integer("features", features)
         if (reason := _size_obstacle(2 * features, hidden_features)) is not None:
             raise InvalidProblemError(f"features: {reason}")
         if not is_gated(activation):

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, shown
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
-from ..vocab import TileRule, checked_flag, integer
+from ..vocab import TileRule, checked_flag
+from ..vocab.fields import checked_integer
 from . import layer_state
 from .activations import check_activation, check_rows, epilogue_of, is_gated, row_order
 from .elements import device_of, element_of, plan_device
@@ -32,14 +33,6 @@ _EMPTY_GROUP = 0x04
 
 PreferenceLike = PlanPreference | Mapping[str, Any] | None
 RequirementLike = GuaranteeRequirement | Mapping[str, Any] | None
-
-
-def checked_size(name: str, size: object, least: int = 0) -> int:
-    """The size as an int. Raises InvalidProblemError naming it unless it is an integer from ``least``."""
-    found = integer(size)
-    if found is None or found < least:
-        raise InvalidProblemError(f"{name}: expected an integer from {least}, got {shown(size)}")
-    return found
 
 
 def check_bias(bias: torch.dtype, weight: torch.dtype) -> None:
@@ -112,8 +105,8 @@ class Sparse24Linear(nn.Module):
     ) -> None:
         super().__init__()
         dtype = self._checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
-        in_features = checked_size("in_features", in_features)
-        out_features = checked_size("out_features", out_features)
+        in_features = checked_integer("in_features", in_features)
+        out_features = checked_integer("out_features", out_features)
         check_activation(activation)
         check_rows(activation, out_features)
         self._check_out_dtype(out_dtype, dtype)

@@ -25,6 +25,15 @@ def integer(value: object) -> int | None:
         return None
 
 
+def checked_integer(argument: str, value: object, least: int = 0, most: int | None = None) -> int:
+    """``value`` as an int. Raises InvalidProblemError unless it is an integer from ``least`` to ``most``."""
+    found = integer(value)
+    if found is None or found < least or (most is not None and found > most):
+        end = "" if most is None else f" to {most}"
+        raise InvalidProblemError(f"{argument}: expected an integer from {least}{end}, got {shown(value)}")
+    return found
+
+
 def checked_flag(argument: str, value: object) -> bool:
     """``value``. Raises InvalidProblemError for anything but True or False."""
     if type(value) is not bool:

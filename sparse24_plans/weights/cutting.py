@@ -18,10 +18,11 @@ import numpy as np
 from ..device.streams import on_stream, stream_handle
 from ..device.tensors import TensorView, wrong
 from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
-from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind, integer
+from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind
+from ..vocab.fields import checked_integer
 from . import canonical
-from .packed_layouts import TILE_LAYOUTS, TILE_M
-from .quantized import Sparse24QuantizedWeight, memory_element, stored_width
+from .packed_layouts import TILE_LAYOUTS, TILE_M, canonical_forms
+from .quantized import Sparse24QuantizedWeight
 from .weight import CanonicalWeight, PackedWeight, Sparse24Weight
 
 W = TypeVar("W", Sparse24Weight, Sparse24QuantizedWeight, PackedWeight)
@@ -65,7 +66,7 @@ def slice_weight(
     grid = _grid_of(weight, "weight")
     _check_axis(axis)
     size = (grid.weight.m, grid.weight.k)[axis]
-    first, last = (_size(name, value) for name, value in (("start", start), ("stop", stop)))
+    first, last = (checked_integer(name, value) for name, value in (("start", start), ("stop", stop)))
     if not first <= last <= size:
         raise InvalidProblemError(
             f"start, stop: expected 0 <= start <= stop <= {_AXES[axis]} = {size}, "
@@ -265,16 +266,12 @@ class _Grid(NamedTuple):
 
     def _types(self, m: int, k: int) -> tuple[tuple[ElementKind, tuple[int, ...]], ...]:
         """Element and shape of each buffer of a weight [m, k]."""
-        layout, by = self.weight.layout_id, self.weight.quantization
+        layout = self.weight.layout_id
         if layout == DENSE_F32_LAYOUT:
             return ((ElementKind.F32, (m, k)),)
         if layout != CANONICAL_LAYOUT:
             return ((ElementKind.U8, (self.down(m), *self._tiles(k))),)
-        metadata = (ElementKind.U16, (m, k // 8))
-        if by is None:
-            return (self.weight.element, (m, k // 2)), metadata
-        values = (memory_element(by.element), (m, stored_width(k, by)))
-        return values, metadata, (by.scale_element, (m, by.scales_of_a_row(k)))
+        return canonical_forms(m, k, self.weight.element, self.weight.quantization)
 
     def _tiles(self, k: int) -> tuple[int, int]:
         """Tiles along K, and their bytes."""
@@ -377,21 +374,14 @@ def _check_axis(axis: object) -> None:
         raise wrong("axis", "0 (M, out features) or 1 (K, in features)", axis)
 
 
-def _size(name: str, value: object) -> int:
-    found = integer(value)
-    if found is None or found < 0:
-        raise wrong(name, "an integer from 0", value)
-    return found
-
-
 def _widths(sizes: object, size: int, axis: str) -> list[int]:
     """Sizes of the parts."""
     if isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes)):
-        widths = [_size("sizes", one) for one in sizes]
+        widths = [checked_integer("sizes", one) for one in sizes]
         if sum(widths) != size:
             raise wrong("sizes", f"a sum of {axis} = {size}", sum(widths))
         return widths
-    parts = _size("sizes", sizes)
+    parts = checked_integer("sizes", sizes)
     if not parts or size % parts:
         raise wrong("sizes", f"a number of parts that divides {axis} = {size}", parts)
     return [size // parts] * parts

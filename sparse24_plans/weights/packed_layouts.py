@@ -72,6 +72,27 @@ class Quantization(NamedTuple):
         return f"{self.element} with {self.scale_element} scales of {width}"
 
 
+def memory_element(stored: ElementKind) -> ElementKind:
+    """The element of the memory that holds stored values: uint8 for two values of ``s4``."""
+    return ElementKind.U8 if stored is ElementKind.S4 else stored
+
+
+def stored_width(k: int, by: Quantization) -> int:
+    """Cells of a row of stored values, for k columns."""
+    return k // 4 if by.element is ElementKind.S4 else k // 2
+
+
+def canonical_forms(
+    m: int, k: int, element: ElementKind, quantization: Quantization | None
+) -> tuple[tuple[ElementKind, tuple[int, int]], ...]:
+    """Element and shape of each buffer of a canonical weight [m, k]."""
+    metadata = ElementKind.U16, (m, k // 8)
+    if quantization is None:
+        return (element, (m, k // 2)), metadata
+    values = memory_element(quantization.element), (m, stored_width(k, quantization))
+    return values, metadata, (quantization.scale_element, (m, quantization.scales_of_a_row(k)))
+
+
 class TileLayout(NamedTuple):
     """A layout of tiles."""
 
@@ -162,15 +183,13 @@ def buffer_bytes(
     layout_id: str, m: int, k: int, element: ElementKind, quantization: Quantization | None = None
 ) -> tuple[int, ...] | None:
     """Least bytes of each buffer of a weight [m, k]; None for a layout that isn't this package's."""
-    kept = m * k // 2 * element.itemsize
-    if layout_id == CANONICAL_LAYOUT and quantization is not None:
-        return quantization.value_bytes(m, k), m * k // 4, quantization.scale_bytes(m, k)
     if layout_id == CANONICAL_LAYOUT:
-        return kept, m * k // 4
+        forms = canonical_forms(m, k, element, quantization)
+        return tuple(rows * width * kind.itemsize for kind, (rows, width) in forms)
     if layout_id == DENSE_F32_LAYOUT:
         return (4 * m * k,)
     if layout_id == CUSPARSELT_LAYOUT:  # the library may ask for more
-        return (kept + m * k // 8,)
+        return (m * k // 2 * element.itemsize + m * k // 8,)
     if quantization is not None and layout_id == QUANTIZED_LAYOUTS[quantization.element]:
         down, across, nbytes = quantized_tiles(quantization).packed_shape(m, k)
         return (down * across * nbytes,)

@@ -19,6 +19,8 @@ from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ElementLike, ScaleRule, checked_flag, element_kind, integer
 from . import canonical, dense, threads
 from .packed_layouts import Quantization
+from .packed_layouts import memory_element as memory_element
+from .packed_layouts import stored_width as stored_width
 from .quantize import quantized_groups
 from .weight import CanonicalWeight, Sparse24Weight, copy_to, portable
 
@@ -272,11 +274,6 @@ def _restored(parts: list[Any], element: str, fields: dict[str, Any]) -> Sparse2
     return Sparse24QuantizedWeight(*parts, element=element, **fields)
 
 
-def memory_element(stored: ElementKind) -> ElementKind:
-    """The element of the memory that holds stored values: uint8 for two values of ``s4``."""
-    return ElementKind.U8 if stored is ElementKind.S4 else stored
-
-
 def signed_nibbles(values: Array) -> Array:
     """The values int8 [rows, 2 * width] of uint8 [rows, width], the low four bits first."""
     found: Array = canonical.array_module(values).empty((values.shape[0], 2 * values.shape[1]), np.int8)
@@ -290,11 +287,6 @@ def nibbles_of(values: Array) -> Array:
     bits = values.view(np.uint8)
     found: Array = (bits[:, ::2] & np.uint8(15)) | (bits[:, 1::2] << np.uint8(4))
     return found
-
-
-def stored_width(k: int, by: Quantization) -> int:
-    """Cells of a row of stored values, for k columns."""
-    return k // 4 if by.element is ElementKind.S4 else k // 2
 
 
 def stored_values(

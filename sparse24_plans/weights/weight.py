@@ -27,7 +27,7 @@ from ..vocab import (
     integer,
 )
 from . import canonical, device_code, host_code, threads
-from .packed_layouts import Quantization, buffer_bytes
+from .packed_layouts import Quantization, buffer_bytes, canonical_forms
 
 
 def _dense_view(dense: Any, element: ElementLike | None) -> TensorView:
@@ -324,6 +324,18 @@ class PackedWeight(Unmoving):
                 )
             if view.nbytes_spanned < needed:
                 raise BufferTooSmallError("buffers", needed, view.nbytes_spanned)
+        if self.layout_id == CANONICAL_LAYOUT:
+            object.__setattr__(self, "buffers", self._in_canonical_form())
+
+    def _in_canonical_form(self) -> tuple[TensorView, ...]:
+        """The buffers as matrices, which kernels of the host index, whatever shape the caller gave them."""
+        forms = canonical_forms(self.m, self.k, self.element, self.quantization)
+        return tuple(
+            view
+            if (view.element, view.shape) == (kind, shape)
+            else TensorView(view.address, shape, kind, view.device, readonly=view.readonly, owner=view)
+            for view, (kind, shape) in zip(self.buffers, forms, strict=True)
+        )
 
     def _check_fields(self) -> None:
         if not isinstance(self.layout_id, str):

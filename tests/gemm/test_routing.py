@@ -464,3 +464,15 @@ def test_a_captured_launch_follows_new_routing(row):
         graph.launch(stream)
         stream.synchronize()
         other.check(case.result.numpy())
+
+
+def test_sums_that_overflow_their_type_raise_no_floating_point_error():
+    """Two results near the largest f16 add up to Inf, which is a result and no accident."""
+    desc = GemmSparse24Descriptor(n=2, m=8, k=8, element="f16", groups=1, y_rows=1, top_k=2)
+    plan = GemmSparse24Plan.select(desc, device="host")
+    weight = Sparse24Weight.prune_compress(np.full((8, 8), 100, np.float16))
+    y = np.empty((1, 8), np.float16)
+    operands = {"offsets": np.array([0, 2], np.int32), "y_index": np.array([[0, 1]], np.int32)}
+    with np.errstate(all="raise"):
+        plan.run(GemmSparse24Args(weight, np.full((2, 8), 100, np.float16), y, **operands))
+    assert np.isinf(y).all()

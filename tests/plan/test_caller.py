@@ -111,6 +111,8 @@ LAUNCHES = {
     "words": (lambda good: (("a", *good[1:]), 0, 0), WRONG_ADDRESSES),
     "a float": (lambda good: ((*good[:2], good[2] + 0.5), 0, 0), WRONG_ADDRESSES),
     "a negative address": (lambda good: ((-8, *good[1:]), 0, 0), WRONG_ADDRESSES),
+    "an address beyond 64 bits": (lambda good: ((1 << 64, *good[1:]), 0, 0), WRONG_ADDRESSES),
+    "a workspace beyond 64 bits": (lambda good: (good, 1 << 64, 0), "workspace: expected an address, got"),
     "a workspace that is a word": (lambda good: (good, "x", 0), "workspace: expected an address, got 'x'"),
     "no workspace": (lambda good: (good, None, 0), "workspace: expected an address, got None"),
     "a workspace that is a list": (lambda good: (good, [], 0), r"workspace: expected an address, got \[\]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections import Counter
 from functools import partial
@@ -17,6 +18,7 @@ from sparse24_plans import (
     StorageError,
     TuningTable,
     TuningWarning,
+    UnsupportedError,
     explain,
 )
 from sparse24_plans.gemm.backends import mma_sp
@@ -158,6 +160,35 @@ def test_only_the_chosen_kernels_stamp_matters(on_h200):
 def test_a_kernel_that_is_gone_is_ignored(on_h200):
     plan = on_h200(tuning=table(entry("mma_sp_of_old")))
     assert details(plan) == details(on_h200(tuning=EMPTY))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "configuration", "words"),
+    [
+        ("wgmma_sp", {"warps": 4}, "wgmma_sp can't keep its promises with {'warps': 4}"),
+        ("wgmma_sp", {"tokens": 16}, "wgmma_sp can't keep its promises with {'tokens': 16}"),
+        ("cusparselt", {"algo": 3}, "cusparselt has no algo 3"),
+        ("cusparselt", {"algorithm": 2**32 + 3}, "cusparselt has no algorithm 4294967299"),
+        ("cusparselt", {"split_k": -1}, "cusparselt has no split_k -1"),
+        ("mma_sp", {"tokens": 16}, "mma_sp has no schedule {'tokens': 16}"),
+    ],
+)
+def test_a_configuration_that_a_kernel_has_not_is_refused(kernel, configuration, words):
+    version = find(kernel).kernel.tuning_version(H200)
+    made = table(entry(kernel, version=version, configuration=configuration))
+    wanted = {"prefer_kernel": kernel, "max_workspace_bytes": 1 << 26}
+    with pytest.raises(UnsupportedError, match=f"^configuration: {re.escape(words)}"):
+        GemmSparse24Plan.select(DESC, preference=wanted, device=H200, tuning=made)
+
+
+def test_an_entry_of_a_kernel_that_takes_no_configuration_is_a_warning():
+    made = table(entry("inflate_strict"))
+    wanted = {"prefer_kernel": "inflate_strict"}
+    with pytest.warns(TuningWarning, match="inflate_strict .* takes no configuration"):
+        GemmSparse24Plan.select(DESC, preference=wanted, device=H200, tuning=made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GemmSparse24Plan.select(DESC, preference=MMA, device=H200, tuning=made)
 
 
 @pytest.mark.parametrize("thing", ["table.json", {}, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,12 @@ from sparse24_plans import (
     BufferTooSmallError,
     Device,
     FormatError,
+    GemmSparse24Args,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
     InvalidProblemError,
     PackedWeight,
+    Sparse24QuantizedWeight,
     Sparse24Weight,
     TensorView,
     UnsupportedError,
@@ -96,6 +101,41 @@ def test_copies_and_pickles_own_their_memory(element):
             for ours, theirs in zip(buffers_of(made), buffers_of(original), strict=True):
                 assert ours.address != theirs.address
                 np.testing.assert_array_equal(ours.bits(), theirs.bits())
+
+
+@pytest.mark.parametrize("element", ["f16", "s8"])
+def test_a_shallow_copy_is_the_weight_itself(element):
+    weight = integer_weight(70, 256, element)
+    for original in (weight, pack(weight), PackedWeight.canonical(weight)):
+        assert copy.copy(original) is original
+
+
+def bytes_of(view: TensorView) -> TensorView:
+    """The memory's bytes in one row, with more behind them."""
+    found = np.frombuffer(view.bits().tobytes() + bytes(64), np.uint8)
+    return TensorView.of(found)
+
+
+def as_one_row(view: TensorView) -> TensorView:
+    return TensorView.of(view.bits().reshape(1, -1), element=view.element)
+
+
+@pytest.mark.parametrize("form", [bytes_of, as_one_row])
+@pytest.mark.parametrize("kernel", ["host_blas", "host_strict"])
+@pytest.mark.parametrize("quantization", [{}, {"weight_element": "s4", "weight_group": 32}])
+def test_canonical_buffers_of_any_shape_give_the_same_results(form, kernel, quantization):
+    weight: Any = integer_weight(24, 72, "f16")
+    if quantization:
+        weight = Sparse24QuantizedWeight.quantize(weight, stored="s4", group=32)
+    desc = GemmSparse24Descriptor(n=3, m=24, k=72, element="f16", **quantization)
+    plan = GemmSparse24Plan.select(desc, preference={"prefer_kernel": kernel}, device="host")
+    x = np.random.default_rng(0).integers(-4, 5, (3, 72)).astype(np.float16)
+    packed = PackedWeight.canonical(weight)
+    found = [np.full((3, 24), np.nan, np.float16) for _ in range(2)]
+    shapeless = replace(packed, buffers=tuple(form(view) for view in packed.buffers))
+    for y, given in zip(found, (packed, shapeless), strict=True):
+        plan.run(GemmSparse24Args(given, x, y))
+    np.testing.assert_array_equal(*found)
 
 
 def buffers_of(weight: Sparse24Weight | PackedWeight) -> tuple[TensorView, ...]:

@@ -96,12 +96,23 @@ def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
         return batched_schedule(desc, entry, single, most)
     if whole_m is not None or not choice.configuration:  # configurations don't account for whole_m
         return best_schedule(desc, entry, whole_m, most)
-    schedule = WgmmaSpSchedule(**choice.configuration)
-    if schedule not in allowed_schedules(desc, entry):
-        raise UnsupportedError(f"configuration: {entry.name} can't keep its promises with {schedule}")
+    schedule = _configured(choice)
     if most is not None and schedule.workspace_bytes() > most:
         return best_schedule(desc, entry, whole_m, most)
     return schedule
+
+
+def _configured(choice: Choice) -> WgmmaSpSchedule:
+    """The schedule of a tuning table. Raises UnsupportedError for one that isn't allowed."""
+    entry, configuration = choice.entry, dict(choice.configuration)
+    try:
+        schedule = WgmmaSpSchedule(**configuration)
+    except TypeError:  # a table's file may name any fields
+        pass
+    else:
+        if schedule in allowed_schedules(choice.descriptor, entry):
+            return schedule
+    raise UnsupportedError(f"configuration: {entry.name} can't keep its promises with {configuration}")
 
 
 def _transposes(choice: Choice, schedule: WgmmaSpSchedule) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...blocksparse.shape import BLOCK_SIZES
 from ...errors import InvalidProblemError, shown
 from ...vocab import checked_flag, integer
+from ...vocab.fields import checked_integer
 
 _MOST = 2**31 - 1
 """The largest count: sizes of layouts are below it."""
@@ -32,15 +33,9 @@ def checked_ranges(starts: object, ends: object) -> tuple[list[int], list[int] |
     return first, last
 
 
-def counted(name: str, given: object, least: int = 0, most: int = _MOST) -> int:
-    """``given`` as an int. Raises InvalidProblemError unless it is an integer from ``least`` to ``most``."""
-    found = integer(given)
-    if found is None or not least <= found <= most:
-        wanted = (
-            "an integer" if found is None else f"at least {least}" if found < least else f"at most {most}"
-        )
-        raise InvalidProblemError(f"{name}: expected {wanted}, got {shown(given)}")
-    return found
+def counted(name: str, given: object, least: int = 0) -> int:
+    """``given`` as an int. Raises InvalidProblemError unless it is a count from ``least``."""
+    return checked_integer(name, given, least, _MOST)
 
 
 def counts(name: str, given: object, least: int = 0) -> list[int]:

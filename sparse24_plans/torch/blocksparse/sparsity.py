@@ -18,6 +18,7 @@ from torch import Tensor
 from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError, shown
 from ...vocab import INT64_MAX, checked_flag, integer
+from ...vocab.fields import checked_integer
 from .rule_checks import (
     blocks_of,
     check_attention,
@@ -306,7 +307,7 @@ class VariableSparsityConfig(SparsityConfig):
         super()._check()
         check_attention(self.attention, self.horizontal_global_attention)
         self.num_random_blocks = counted("num_random_blocks", self.num_random_blocks)
-        self.seed = counted("seed", self.seed, most=INT64_MAX)
+        self.seed = checked_integer("seed", self.seed, most=INT64_MAX)
         self.local_window_blocks = counts("local_window_blocks", self.local_window_blocks, least=1)
         if not self.local_window_blocks:
             raise InvalidProblemError("local_window_blocks: expected sizes of at least 1 block, got none")
@@ -350,7 +351,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         self.num_sliding_window_blocks = counted("num_sliding_window_blocks", self.num_sliding_window_blocks)
         self.num_random_blocks = counted("num_random_blocks", self.num_random_blocks)
         self.num_global_blocks = counted("num_global_blocks", self.num_global_blocks)
-        self.seed = counted("seed", self.seed, most=INT64_MAX)
+        self.seed = checked_integer("seed", self.seed, most=INT64_MAX)
 
     def _kept(self, head: int, side: int) -> Bitmap:
         one_way = self.attention == "unidirectional"

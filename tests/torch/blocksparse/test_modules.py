@@ -428,12 +428,12 @@ def test_flags_are_no_words(name):
 
 
 SIZES = {
-    "embed_dim: expected an integer, got '16'": ("16", 2),
-    "embed_dim: expected at least 1, got 0": (0, 2),
-    "num_heads: expected an integer, got 2.0": (16, 2.0),
-    "num_heads: expected at least 1, got 0": (16, 0),
-    "kdim: expected at least 0, got -1": (16, 2, None, 0.0, True, False, False, -1),
-    "vdim: expected an integer, got True": (16, 2, None, 0.0, True, False, False, None, True),
+    "embed_dim: expected an integer from 1 to 2147483647, got '16'": ("16", 2),
+    "embed_dim: expected an integer from 1 to 2147483647, got 0": (0, 2),
+    "num_heads: expected an integer from 1 to 2147483647, got 2.0": (16, 2.0),
+    "num_heads: expected an integer from 1 to 2147483647, got 0": (16, 0),
+    "kdim: expected an integer from 0 to 2147483647, got -1": (16, 2, None, 0.0, True, False, False, -1),
+    "vdim: expected an integer from 0": (16, 2, None, 0.0, True, False, False, None, True),
     "dropout: expected a probability from 0 to 1 - 2^-16, got 'x'": (16, 2, None, "x"),
 }
 

@@ -153,7 +153,7 @@ def test_a_local_window(side, window, way):
     ("make", "words"),
     [
         (lambda: FixedSparsityConfig(2, 24), "block: expected 16, 32, 64 or 128, got 24"),
-        (lambda: DenseSparsityConfig(0), "num_heads: expected at least 1, got 0"),
+        (lambda: DenseSparsityConfig(0), "num_heads: expected an integer from 1 to 2147483647, got 0"),
         (lambda: FixedSparsityConfig(2, num_global_blocks=3), "num_global_blocks: expected a divisor"),
         (lambda: FixedSparsityConfig(2, attention="both"), "attention: expected unidirectional or"),
         (lambda: FixedSparsityConfig(2, num_different_global_patterns=2), "expected from 1 to 1, got 2"),
@@ -170,31 +170,31 @@ def test_a_local_window(side, window, way):
             lambda: BSLongformerSparsityConfig(2, global_block_end_indices=[0]),
             "expected ends beyond the starts",
         ),
-        (lambda: FixedSparsityConfig("4"), "num_heads: expected an integer, got '4'"),
+        (lambda: FixedSparsityConfig("4"), "num_heads: expected an integer from 1 to 2147483647, got '4'"),
         (lambda: FixedSparsityConfig(2, True), "block: expected 16, 32, 64 or 128, got True"),
         (lambda: FixedSparsityConfig(2, 16, 1), "different_layout_per_head: expected True or False, got 1"),
-        (lambda: FixedSparsityConfig(2, num_local_blocks=0), "num_local_blocks: expected at least 1, got 0"),
+        (lambda: FixedSparsityConfig(2, num_local_blocks=0), "num_local_blocks: .* integer from 1 .*, got 0"),
         (
             lambda: FixedSparsityConfig(2, num_local_blocks=-4),
-            "num_local_blocks: expected at least 1, got -4",
+            "num_local_blocks: expected an integer from 1 .*, got -4",
         ),
         (
             lambda: FixedSparsityConfig(2, num_local_blocks=2**31),
-            "num_local_blocks: expected at most 21474836",
+            "num_local_blocks: expected an integer from 1 .*, got 2147483648",
         ),
-        (lambda: VariableSparsityConfig(2, seed=-1), "seed: expected at least 0, got -1"),
+        (lambda: VariableSparsityConfig(2, seed=-1), "seed: expected an integer from 0 to 92233.*, got -1"),
         (
             lambda: VariableSparsityConfig(2, local_window_blocks=4),
             "local_window_blocks: expected a sequence",
         ),
         (
             lambda: VariableSparsityConfig(2, local_window_blocks=[4, 0]),
-            "local_window_blocks: expected at le",
+            "local_window_blocks: expected an integer from 1 .*, got 0",
         ),
         (lambda: VariableSparsityConfig(2, local_window_blocks="44"), "local_window_blocks: expected a sequ"),
         (
             lambda: VariableSparsityConfig(2, global_block_indices=[-1]),
-            "global_block_indices: expected at le",
+            "global_block_indices: expected an integer from 0 .*, got -1",
         ),
         (
             lambda: BSLongformerSparsityConfig(2, global_block_indices=0),
@@ -202,15 +202,15 @@ def test_a_local_window(side, window, way):
         ),
         (
             lambda: BigBirdSparsityConfig(2, num_random_blocks=1.0),
-            "num_random_blocks: expected an integer, g",
+            "num_random_blocks: expected an integer from 0 .*, got 1\\.0",
         ),
-        (lambda: SparsityInfo(stride=0), "stride: expected at least 1, got 0"),
+        (lambda: SparsityInfo(stride=0), "stride: expected an integer from 1 .*, got 0"),
         (lambda: SparsityInfo(unidirectional=None), "unidirectional: expected True or False, got None"),
-        (lambda: SparsityInfo().layout(0, 128), "heads: expected at least 1, got 0"),
+        (lambda: SparsityInfo().layout(0, 128), "heads: expected an integer from 1 .*, got 0"),
         (lambda: BigBirdSparsityConfig(2).make_layout(32), "num_sliding_window_blocks: expected at most 2"),
         (lambda: DenseSparsityConfig(2).make_layout(40), "tokens: expected a multiple of 16, got 40"),
-        (lambda: DenseSparsityConfig(2).make_layout(-64), "tokens: expected at least 0, got -64"),
-        (lambda: DenseSparsityConfig(2).make_layout(64.0), "tokens: expected an integer, got 64.0"),
+        (lambda: DenseSparsityConfig(2).make_layout(-64), "tokens: expected an integer from 0 .*, got -64"),
+        (lambda: DenseSparsityConfig(2).make_layout(64.0), "tokens: expected an integer from 0 .*, got 64.0"),
         (lambda: DenseSparsityConfig(2).layout("2", 64), "num_heads: expected '2', as the module has, got 2"),
     ],
 )
@@ -289,7 +289,7 @@ def test_a_rules_fields_may_be_set_one_by_one():
     assert (config.make_layout(64) != before.make_layout(64)).any()
     config.num_local_blocks = 0
     for call in (config.make_layout, lambda tokens: config.layout(2, tokens)):
-        with pytest.raises(InvalidProblemError, match="num_local_blocks: expected at least 1, got 0"):
+        with pytest.raises(InvalidProblemError, match=r"num_local_blocks: .* from 1 .*, got 0"):
             call(64)
 
 
