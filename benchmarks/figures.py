@@ -385,7 +385,7 @@ def _experts(record: Record) -> list[str]:
 
 
 def _expert_models(record: Record) -> list[str]:
-    """The same by model: means over numbers of tokens, and the worst cell; none without a record."""
+    """The speed-ups by model: means over numbers of tokens, and the worst cell; none without a record."""
     found = record.get("records", {}).get(EXPERTS_RECORD, {}).get("layers", [])
     spans, rows = (FEW, MIDDLE, MANY), []
     for name in dict.fromkeys(row["model"] for row in found):

@@ -36,7 +36,7 @@ _WORST_ERROR = 0.05
 """Relative error of a layer above which it is not timed: tokens of 8 bits are off by up to 0.03."""
 _ops: Any = torch.ops.sparse24
 Calls = list[Callable[[], object]]
-"""The same work, once for each copy of the operands."""
+"""One call for each copy of the operands, all with the same work."""
 
 
 def steps(device: str = "cuda", **options: Any) -> list[Step]:

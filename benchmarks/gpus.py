@@ -27,7 +27,7 @@ def visible_gpus() -> list[str]:
 
 
 def share_of(steps: Sequence[Step], share: str) -> list[Step]:
-    """The steps of share ``I/N``. Those of a matrix stay together, since preparing it takes long."""
+    """The steps of share ``I/N``. Steps of one matrix stay together, because preparing it takes long."""
 
     def matrix(step: Step) -> list[Any]:
         return sorted(item for item in step.fields.items() if item[0] not in _NOT_OF_A_MATRIX)

@@ -381,7 +381,7 @@ def test_a_device_that_is_not_there():
 )
 @pytest.mark.parametrize("version", [None, "abc", "0", "0.8", "0.8.0.1", "9" * 5000, "\u0661.\u0662", "-1.2"])
 def test_explain_takes_properties_of_any_gpu(name, version):
-    """Also of one that reports nonsense: names are looked for in the shipped tables, never opened."""
+    """A GPU may report nonsense: its name is looked for in the shipped tables, and never opened."""
     device = gpu_of(9, 0, name=name, cusparselt=version)
     problem = GemmSparse24Descriptor(n=16, m=32, k=32, element="f16")
     found = explain(problem, device=device)

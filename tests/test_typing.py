@@ -123,7 +123,7 @@ def test_what_callers_have_type_checks_and_mistakes_do_not(checked):
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_help_shows_the_fields(model):
-    """Also before the first one is made."""
+    """The signature is complete before the first instance is made."""
     signature = inspect.signature(model)
     assert list(signature.parameters) == list(model.model_fields)
     for name, field in model.model_fields.items():

@@ -157,8 +157,8 @@ struct Producer {
 
 // Consumers -----------------------------------------------------------------------------------------------
 
-// A consumer warpgroup: 64 rows of a work tile at a time. Of a thread's two rows, g and g + 8 of its warp's 16, [0] is
-// the first.
+// A consumer warpgroup: 64 rows of a work tile at a time. A thread has rows g and g + 8 of its warp's 16: index 0 is
+// row g, index 1 is row g + 8.
 struct ConsumerMainloop {
   const AttentionBackwardWgmmaParams& p;
   const PipelineGroup pipeline;

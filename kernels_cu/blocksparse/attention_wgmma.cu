@@ -228,8 +228,8 @@ __device__ __forceinline__ float quad_sum(float v) {
   return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-// A consumer warpgroup: 64 rows of a work tile at a time. Of a thread's two rows, g and g + 8 of its warp's 16, [0] is
-// the first.
+// A consumer warpgroup: 64 rows of a work tile at a time. A thread has rows g and g + 8 of its warp's 16: index 0 is
+// row g, index 1 is row g + 8.
 struct ConsumerMainloop {
   const AttentionWgmmaParams& p;
   const PipelineGroup pipeline;

@@ -32,7 +32,7 @@
 // The kernel is persistent. Work tiles: slices, or whole panels if one CTA sums the slices of a panel, from the longest
 // to the shortest with every token tile of a raster group, then the next raster group. For sdd the first work tile of
 // every panel and batch, then the second of each panel that has one, and so on. Cluster c of G takes work tile c, then
-// 2G - 1 - c, then 2G + c, so that no cluster gets only long panels. Where a panel is long, clusters claim all but
+// 2G - 1 - c, then 2G + c, so that no cluster gets only long panels. If a panel is long, clusters claim all but
 // their first work tile from a counter; which cluster computes a work tile changes no bit.
 #include "blocksparse/block_mainloop.cuh"
 #include "blocksparse/blocks_wgmma/cp_async_producer.cuh"

@@ -4,10 +4,10 @@
 #include "common/pipeline_state.cuh"
 #include "ptx/tma.cuh"
 
-// Items ----------------------------------------------------------------------------------------------
+// Work tiles -----------------------------------------------------------------------------------------
 
-// Work tile of a cluster in a round: cluster c of G takes work tile c, then 2G - 1 - c, then 2G + c. In the last round
-// the index may be past the last work tile, which work_tile_count(p) tells.
+// The work tile of a cluster in a round: cluster c of G takes work tile c, then 2G - 1 - c, then 2G + c. In the last
+// round the index may be past the last work tile, which work_tile_count(p) tells.
 __device__ __forceinline__ constexpr u32 work_tile_of(u32 round, u32 cluster, u32 clusters) {
   return round * clusters + (round % 2 ? clusters - 1 - cluster : cluster);
 }

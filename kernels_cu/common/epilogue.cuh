@@ -256,8 +256,8 @@ template <class Config> struct ResultScale<Config, true> {
   }
 
   // Raises the maximum in memory, if there is one, to that of the warp, all of whose threads call it and say which of
-  // their rows lie inside of W. As signed integers the bits of magnitudes lie in their order, and NaN's above all
-  // others.
+  // their rows lie inside of W. As signed integers, the bits of magnitudes have the order of the magnitudes, and the
+  // bits of NaN exceed all others.
   __device__ __forceinline__ void raise(int* amax, bool first = true, bool second = false) {
     if (!amax) return;
     int found = 0;

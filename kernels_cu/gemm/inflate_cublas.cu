@@ -12,12 +12,12 @@
 #include "common/epilogue.cuh"
 #include "gemm/params/inflate_cublas.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C, S24_RELU_THRESHOLD,
                             S24_RELU_UPPER_BOUND, S24_X_ELEMENT> {
   static constexpr int kThreads = 256;
   static constexpr int kPerThread = 4;
-  static constexpr bool kColumns = S24_COLUMNS;  // Y lies in columns
+  static constexpr bool kColumns = S24_COLUMNS;  // Y is column-major
 };
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) epilogue_rows(const __grid_constant__ EpilogueParams p) {

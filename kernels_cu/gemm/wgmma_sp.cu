@@ -52,7 +52,7 @@
 //                sums have been stored, or can be loaded. Ping-pong: kPingPongBarrier and the next. The CTAs of a
 //                cluster sync before they send sums over one another's stages, and before they exit.
 //   registers    at most 128 accumulators per thread, kAccumulators * kMTilesPerWarpgroup; twice as many with kPromote,
-//                and kHeldAccumulators more with several K chunks: at most 192. Where kReallocRegisters, a producer
+//                and kHeldAccumulators more with several K chunks: at most 192. With kReallocRegisters, a producer
 //                thread keeps 40 registers and a consumer thread has 232.
 //
 //   load_weights | W0           | W1           | W2           | ..       up to kWeightStages ahead

@@ -187,7 +187,7 @@ __device__ __forceinline__ u64 load_relaxed(const u64* address) {
 template <int kBits> __device__ __forceinline__ void begin_count(u64* counter, u64 id, u64 seen) {
   if (seen >> kBits != id >> kBits) atomicCAS(counter, seen, id);
 }
-// Claims the next of `count` items by lane 0 of a warp, from a counter of launch `id`. `first`: this is the warp's
+// Claims the next of `count` work tiles by lane 0 of a warp, from a counter of launch `id`. `first`: this is the warp's
 // first claim. Every warp claims until it gets `count` - warps or more, so there are `count` claims; the last one
 // leaves the counter as a repeated launch needs it.
 __device__ __forceinline__ u32 claim(u64* counter, u64 id, u32 count, bool first) {

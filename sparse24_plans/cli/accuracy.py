@@ -19,9 +19,9 @@ _FORMS = {**{method: (method, None) for method in METHODS}, "sparsegpt, s4": ("s
 """The rows of the table: a method of calibration, and the stored element of quantized weights."""
 
 
-def rounding_to(stored: ElementKind | str, group: int | None = None) -> Rounding:
+def rounding_to(stored: ElementKind | str) -> Rounding:
     """How calibration quantizes the encoder's weights, by the defaults of ``sparse24 compress``."""
-    found = compressed_form(None, stored, group, None).rounding(ElementKind.F32)
+    found = compressed_form(None, stored, None, None).rounding(ElementKind.F32)
     assert found is not None
     return found
 

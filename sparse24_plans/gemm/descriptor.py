@@ -45,7 +45,7 @@ def _of_weights(value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
 
 
 class GemmSparse24Descriptor(ProductDescriptor):
-    """The problem: sizes, types and epilogue. Frozen, hashable, JSON round-trip.
+    """The problem: sizes, types and epilogue. It is frozen and hashable, and survives JSON unchanged.
 
     Parameters
     ----------

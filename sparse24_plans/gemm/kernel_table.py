@@ -154,7 +154,7 @@ class GemmEntry(KernelEntry):
         return None
 
 
-# Serves any n. It is chosen without wgmma if batch invariance is required.
+# This kernel serves any n. It is chosen without wgmma if batch invariance is required.
 _MMA_SP_MANY = GemmEntry(
     name="mma_sp_many",
     backend="mma_sp",

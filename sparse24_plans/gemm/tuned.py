@@ -1,10 +1,9 @@
 """Tables of tuned configurations, and the conditions under which an entry applies. Nothing is timed here.
 
 A table is JSON: a stamp (GPU, driver) and one entry per problem and kernel, with the version of the library
-or kernel that was measured. ``sparse24 tune`` writes them (tuning/search.py),
-``select`` reads them, and so stays a function of its arguments. An entry whose stamp differs is ignored with
-a TuningWarning, because an algorithm's number may mean another algorithm in another version
-(pytorch#115178).
+or kernel that was measured. ``sparse24 tune`` writes tables (tuning/search.py). ``select`` reads them, and so
+stays a function of its arguments. An entry whose stamp differs is ignored with a TuningWarning, because an
+algorithm's number may mean another algorithm in another version (pytorch#115178).
 """
 
 from __future__ import annotations

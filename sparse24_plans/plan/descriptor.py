@@ -34,7 +34,7 @@ C_ELEMENT = Field(default_factory=lambda data: addends_of(data["out_element"])[0
 
 
 class Descriptor(Model):
-    """Base of every family's descriptors. Frozen, hashable, JSON round-trip; knows nothing of kernels."""
+    """Base of every family's descriptors. They are frozen and hashable, survive JSON, and know no kernels."""
 
     element: ElementKind
     """Type of the weight's values."""

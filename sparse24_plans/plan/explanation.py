@@ -49,7 +49,7 @@ class Explanation(Model):
     """Bytes of workspace that a plan needs, or at most needs. None if no bound is known, and for the host
     unless a plan explains itself."""
     workspace_is_exact: Flag = False
-    """Whether ``workspace_size`` is what a plan needs. A library tells it on the GPU alone."""
+    """Whether ``workspace_size`` is exact. A library tells its exact need on the GPU alone."""
     rows: Annotated[tuple[tuple[Text, Text, Text | None], ...], Listed]
     """(kernel, backend, reason why it can't serve or None) for every kernel, in order of preference."""
 

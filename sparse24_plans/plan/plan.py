@@ -120,7 +120,7 @@ class Plan:
 
     @classmethod
     def select(cls, descriptor: Any, *, preference: PreferenceLike = None, device: PlaceLike = None) -> Self:
-        """Choose and compile a kernel. The same answer every time: nothing is timed.
+        """Choose and compile a kernel. The answer is the same every time, because nothing is timed.
 
         ``device`` is a CUDA ordinal, ``"cuda:1"``, ``"cuda"``, ``"host"``, a Device or a ``torch.device``.
         None is the current CUDA device, or the host where there is none. ``preference`` may be a mapping of

@@ -1,7 +1,7 @@
-"""2:4 sparse weights in PyTorch: ops, a linear layer, a tensor, and whole models. Needs torch 2.6 or later.
+"""2:4 sparse weights in PyTorch: ops, a linear layer, a tensor, and whole models.
 
-Importing this registers the ops ``torch.ops.sparse24.*``. CPU tensors go through the host tier, CUDA tensors
-through the plan that ``select`` chooses. docs/pytorch.md is the guide.
+The import needs PyTorch 2.6 or later, and registers the ops ``torch.ops.sparse24.*``. CPU tensors go through
+the host tier, CUDA tensors through the plan that ``select`` chooses. docs/pytorch.md is the guide.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

@@ -100,7 +100,7 @@ def load_sparse24(
 
 
 def _wishes(require: RequirementLike, preference: PreferenceLike) -> dict[str, Any]:
-    """Options of layers. Those that aren't given have the values that layers were saved with."""
+    """Options of layers. An option that isn't given has the value that the layer was saved with."""
     given = require is not None or preference is not None
     return {"require": require, "preference": preference} if given else {}
 

@@ -126,7 +126,7 @@ def captured_launches_follow_the_mask(plan: Any, first: BlockSparseLayout) -> No
     graph = stream.end_capture()
 
     def gives_what_is_wanted() -> bool:
-        for _ in range(2):  # counters that deal items start at 0 each time
+        for _ in range(2):  # counters that deal work tiles start at 0 each time
             graph.launch(stream)
         stream.synchronize()
         got = case.fetch()

@@ -32,7 +32,7 @@ PlanOf = Callable[..., BlockSparseMatmulPlan]
 TRANSPOSITIONS = [(False, False), (False, True), (True, False), (True, True)]
 WITH_BIAS = tuple(name for name in EPILOGUES if name != "identity")
 EDGES_OF_TILES = (1, 7, 8, 56, 63, 64, 65, 72, 128, 136, 248, 255, 256, 264, 333, 520, 1040)
-"""n: round the tokens of every tile; rows of n begin at multiples of 16 bytes, or do not."""
+"""Values of n near the tokens of every tile. Some give rows that begin between multiples of 16 bytes."""
 
 gpu = pytest.mark.gpu
 every_transposition = pytest.mark.parametrize("transposed", TRANSPOSITIONS)
@@ -77,7 +77,7 @@ def edges_of_tiles(plan_of: PlanOf, op: str, n: int, block: int) -> None:
 
 
 def block_rows_of_many_bit_words(plan_of: PlanOf, op: str, block: int, density: float) -> None:
-    """More columns of blocks than a word of the tables has bits, and lines of very different lengths."""
+    """There are more block columns than a word of the tables has bits, and block rows differ in length."""
     layout = random_layout(seed=1, heads=1, rows=11, cols=75, block=block, density=density)
     kept = layout.bitmap.copy()
     kept[:, 3], kept[:, 4, 5:], kept[:, 7] = True, False, False
@@ -92,7 +92,7 @@ def any_n_with_every_result(plan_of: PlanOf, op: str) -> None:
 
 
 def epilogues(plan_of: PlanOf, op: str, epilogue: str, element: str) -> None:
-    """With every result of the element."""
+    """Each epilogue is checked with every result of the element."""
     for out in results_of(element):
         layout = random_layout(rows=3, cols=4, block=64)
         fields = {"element": element, "out_element": out, "alpha": 0.01 if element == "s8" else 0.25}

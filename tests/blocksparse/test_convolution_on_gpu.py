@@ -1,4 +1,4 @@
-"""The GPU's kernel of convolutions against float64: walks, edges of tiles, sums in parts, bits, masks."""
+"""The GPU's kernel of convolutions against float64: walks, edges of tiles, split-K, bits, masks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_epilogues(epilogue):
 
 @every_op
 def test_large_images(op):
-    """Clusters that share a filter's blocks, and a filter's gradient in parts."""
+    """Clusters share a filter's blocks, and a filter's gradient is split along its pixels."""
     walk = WALKS["3x3"]
     for block in (64, 128):
         layout = filter_layout(walk, block, rows=4, channels=4, density=0.2)

@@ -1,7 +1,7 @@
 """Which cells the lanes of ``blocks_mma`` and ``sdd_mma`` load and multiply: a NumPy model of both and mma.
 
-The fragments are those of the PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type". Those of
-m16n8k8 are the same with the first two registers of A and the first of B alone.
+The fragments are those of the PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type". The
+fragments of m16n8k8 are the same with the first two registers of A and the first of B alone.
 """
 
 from __future__ import annotations

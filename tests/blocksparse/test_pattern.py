@@ -31,27 +31,18 @@ from sparse24_plans.weights.packing import pack
 from ..plan.cases import PlanCase, rejected
 from ..plan.cases import select as select_plan
 from ..support import check_each, same_bits
+from . import test_products as products
 from .problems import along_of, case_of, random_metadata, random_operands
 from .sample_layouts import EDGES, random_layout
-from .test_products import ROWS, check, every_row
+from .test_products import ROWS, every_row
 
 every_along = pytest.mark.parametrize("along", ["columns", "rows"])
 every_block = pytest.mark.parametrize("block", [64, 128])
 TYPES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
-def plan_of(row: str, **fields: Any) -> BlockSparseMatmulPlan:
-    desc = BlockSparseMatmulDescriptor(
-        **{"n": 24, "batch": 2, "element": "bf16", "inner": "sparse24", **fields}
-    )
-    plan = BlockSparseMatmulPlan.select(desc, device="host", preference=ROWS[row])
-    assert plan.explain().chosen == row
-    return plan
-
-
-def random_check(row: str, layout: BlockSparseLayout, **fields: Any) -> np.ndarray:
-    plan = plan_of(row, layout=layout, **fields)
-    return check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(5)))
+plan_of = partial(products.plan_of, element="bf16", inner="sparse24")
+random_check = partial(products.random_check, element="bf16", inner="sparse24")
 
 
 def two_of_four(shape: tuple[int, ...], along: str, seed: int = 0) -> np.ndarray:

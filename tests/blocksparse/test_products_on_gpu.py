@@ -230,7 +230,7 @@ def test_8_bits_on_tensor_cores(element, block, op):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("element", ["f16", "bf16", *OF_8_BITS])
 def test_rows_of_c_may_begin_anywhere(block, element):
-    """With every result, as many steps as a tile has, and each place of a sector: rows, heads, a batch."""
+    """Every result type is written in as many steps as a tile has, at each place of a sector."""
     if block < 32 and element in OF_8_BITS:
         return
     layout = random_layout(seed=block, heads=2, rows=192 // block + 1, cols=5, block=block)
@@ -267,7 +267,7 @@ def test_the_strict_kernel_has_the_bits_of_the_oracle(op, element):
 
 
 def _special(operands: Operands, rng: np.random.Generator) -> Operands:
-    """With what rounding and selecting could treat otherwise."""
+    """The operands with values that rounding and selecting could treat differently."""
     made = {}
     for name in "ab":
         if name in operands.arrays:
@@ -331,7 +331,7 @@ def results_by_schedule(
 @pytest.mark.parametrize("transposed", TRANSPOSITIONS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, transposed, monkeypatch):
-    """Strips of no, one and all columns, in one item and in several; of blocks of 16 the last is short."""
+    """Panels keep no, one or all block columns, in one or several work tiles; the last one may be short."""
     layout = random_layout(
         seed=block, heads=2, rows=528 // block, cols=1040 // block, block=block, density=0.3
     )
@@ -347,13 +347,13 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, transposed, monkeyp
 @gpu
 @pytest.mark.parametrize("transposed", TRANSPOSITIONS)
 def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(transposed, monkeypatch):
-    """More strips than a warp has lanes, which search them for those with another item; many are as long."""
-    rng, strips, lines = np.random.default_rng(8), 41, 161
-    kept = np.zeros((2, lines, 65), bool)  # of the last strip one line
-    columns_of_strips = np.resize([65, 0, 33, 32, 32, 17, 16, 16, 9, 8, 8, 1], (2, strips))
-    for (head, strip), columns in np.ndenumerate(columns_of_strips):
-        met = rng.integers(4 * strip, min(4 * strip + 4, lines), columns)
-        kept[head, met, rng.permutation(65)[:columns]] = True
+    """A warp's lanes search more panels than it has lanes for those with a further work tile; many tie."""
+    rng, panels, lines = np.random.default_rng(8), 41, 161
+    kept = np.zeros((2, lines, 65), bool)  # the last panel has one block row
+    columns_of_panels = np.resize([65, 0, 33, 32, 32, 17, 16, 16, 9, 8, 8, 1], (2, panels))
+    for (head, panel), columns in np.ndenumerate(columns_of_panels):
+        rows = rng.integers(4 * panel, min(4 * panel + 4, lines), columns)
+        kept[head, rows, rng.permutation(65)[:columns]] = True
     first, *others = results_by_schedule("sdd", BlockSparseLayout(kept, 16), transposed, monkeypatch)
     assert len(others) == 5
     assert all(same_bits(first, one) for one in others)
@@ -364,7 +364,7 @@ def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(transposed, 
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("op", ["dsd", "dds"])
 def test_bits_of_small_blocks_do_not_depend_on_the_schedule(op, block, transposed, monkeypatch):
-    """Strips of no, one and all columns, some met in the second half of their rows alone, and a short one."""
+    """Row panels keep no, one or all block columns, some in their second half alone; one panel is short."""
     lines, half = 128 // block, 64 // block
     layout = random_layout(
         seed=block, heads=2, rows=672 // block, cols=1040 // block, block=block, density=0.3
@@ -374,7 +374,7 @@ def test_bits_of_small_blocks_do_not_depend_on_the_schedule(op, block, transpose
     kept[0, 2 * lines : 2 * lines + half] = False
     kept[1, :lines], kept[1, half:lines, -1:] = False, True
     layout = BlockSparseLayout(kept, block)
-    if (op == "dds") != transposed[op == "dds"]:  # strips are columns of the sparse matrix as it is stored
+    if (op == "dds") != transposed[op == "dds"]:  # panels are columns of the sparse matrix as it is stored
         layout = layout.transposed()
     first, *others = results_by_schedule(op, layout, transposed, monkeypatch)
     assert len(others) == 4
@@ -391,7 +391,7 @@ def test_cells_without_a_kept_block_are_not_read(op, block):
 
 @gpu
 def test_an_empty_block_row_next_to_one_with_infinities():
-    """Small blocks of a tile share steps."""
+    """Small blocks of a tile share steps, where the empty row has zeros."""
     for block in BLOCKS:
         shared.an_empty_block_row_next_to_one_with_infinities(wgmma, block)
 

@@ -107,7 +107,7 @@ def test_layouts_at_their_edges(op, element, block, name):
 @pytest.mark.parametrize("element", FLOATS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_rows_of_any_length(op, element, block):
-    """Some are read once, some twice, and of some most warps have nothing."""
+    """Some rows are read once, some twice, and some leave most warps without work."""
     random_check(
         uneven(block, COUNTS[: 3 if block == 128 else 5]), op=op, element=element, batch=1, scale=0.3
     )
@@ -213,7 +213,7 @@ def test_a_row_of_nan_is_not_treated_as_masked():
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("element", FLOATS)
 def test_bits_do_not_depend_on_neighbours(op, element):
-    """Batch invariance: the same of a run again, in place, in a batch of one, and with the rows elsewhere."""
+    """A second run, a run in place, a batch of one and rows elsewhere in a layout give the same bits."""
     layout = uneven(16, (150, 0, 1, 17, 130, 40))
     plan = plan_of(layout, op=op, batch=3, element=element)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))

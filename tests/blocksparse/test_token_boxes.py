@@ -34,7 +34,7 @@ def problem(inner: str, op: str, n: int, block: int = 64) -> BlockSparseMatmulDe
 @every_kind
 @every_op
 def test_the_kernel_loads_the_tokens_that_there_are(inner, op):
-    """In whole groups of 64 where tokens are contiguous in X."""
+    """If tokens are contiguous in X, it loads whole groups of 64."""
     desc, k_major = problem(inner, op, 4096), op == "dds"
     if inner == "sparse24":
         header, schedule = "blocksparse/blocks_wgmma_sp.cu", best_schedule_24(desc, 132)

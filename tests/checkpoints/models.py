@@ -60,6 +60,12 @@ def swap(name: str, array: np.ndarray) -> Any:
     return lambda arrays, metadata: arrays.update({name: array})
 
 
+def corrupt_group(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    """Set a stray bit in group 3 of row 2 of the weight ``w``."""
+    arrays["w.meta24"] = arrays["w.meta24"].copy()
+    arrays["w.meta24"][2, 1] = 0x1404
+
+
 def run_python(code: str, *arguments: object) -> str:
     """Run a script in a process of its own; its output."""
     done = Fork("-c", textwrap.dedent(code), *arguments).wait()

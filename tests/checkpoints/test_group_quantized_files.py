@@ -29,7 +29,7 @@ from sparse24_plans.cli.app import app
 
 from ..gemm.test_replay import ran
 from ..support import same_bits
-from .models import convert, dense_file, drop, random_array, rewrite, snapshot, stored_in, swap
+from .models import convert, corrupt_group, dense_file, drop, random_array, rewrite, snapshot, stored_in, swap
 
 STORED = {"s4": "U8", "s8": "I8", "fp8_e4m3": "F8_E4M3"}
 each = pytest.mark.parametrize("stored", STORED)
@@ -110,11 +110,6 @@ def note(**fields: Any) -> Any:
         metadata["sparse24.w"] = json.dumps({key: value for key, value in found.items() if value is not None})
 
     return change
-
-
-def corrupt_group(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    arrays["w.meta24"] = arrays["w.meta24"].copy()
-    arrays["w.meta24"][2, 1] = 0x1404  # row 2, group 3: stray bit
 
 
 BROKEN = {

@@ -21,6 +21,7 @@ from sparse24_plans.checkpoints.weights_file import iter_weights, load_weight, s
 from ..support import same_bits
 from .models import (
     ELEMENTS,
+    corrupt_group,
     dense_file,
     drop,
     random_array,
@@ -76,11 +77,6 @@ def test_only_compressed_tensors_load(compressed, name):
 
 def describe(text: str, key: str = "sparse24.w") -> Any:
     return lambda arrays, metadata: metadata.update({key: text})
-
-
-def corrupt_group(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    arrays["w.meta24"] = arrays["w.meta24"].copy()
-    arrays["w.meta24"][2, 1] = 0x1404  # row 2, group 3: stray bit
 
 
 BROKEN = {

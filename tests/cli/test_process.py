@@ -214,7 +214,7 @@ def test_every_signal_that_would_end_the_run_is_caught(monkeypatch):
 
 @pytest.mark.parametrize(("name", "times"), [("SIGINT", 1), ("SIGXCPU", 1), ("SIGINT", 3), ("SIGTERM", 3)])
 def test_a_killed_run_leaves_nothing(tmp_path, name, times):
-    """Also where this process ignores the signal, as one in the background does; also if it comes again."""
+    """The signal may come several times, and this process may ignore it, as one in the background does."""
     number, source = getattr(signal, name), zeros(tmp_path / "source", 4)
     process = sparse24("compress", source, "-o", tmp_path / "out", default=[number])
     wait_for_a_temporary_file(tmp_path, process)
@@ -242,7 +242,7 @@ except KeyboardInterrupt:
 
 
 def test_a_signal_at_pythons_own_end_leaves_the_exit_status():
-    """Also where this process ignores the signal, as one in the background does."""
+    """This process may ignore the signal, as one in the background does."""
     command = [sys.executable, "-c", ENDS_AMID_SIGNALS]
     done = subprocess.run(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert done.returncode == 7

@@ -98,7 +98,7 @@ def test_roots_cache_serves_a_user_who_cannot_write_it(monkeypatch, folder, comp
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_file_is_never_loaded_but_replaced(folder, compilations, data):
-    """Cut short, emptied, lengthened, or any of its bits changed, those of the checksum among them."""
+    """The file is shortened, lengthened or replaced, or one bit of its data or checksum is changed."""
     path = cubins.compiled(*INFLATE).path
     whole = path.read_bytes()
     how = data.draw(st.sampled_from(["cut", "flip", "more", "garbage"]))
@@ -141,7 +141,7 @@ def test_a_file_that_another_user_can_have_written_is_replaced(monkeypatch, fold
 
 
 def test_what_is_no_file_is_neither_read_nor_replaced(folder, compilations):
-    """To open a pipe would wait for ever."""
+    """Opening a pipe would never return."""
     path = cubins.compiled(*INFLATE).path
     path.unlink()
     os.mkfifo(path)
@@ -205,7 +205,7 @@ def test_a_name_that_is_too_long_is_typed(monkeypatch, compilations, variable, t
 
 @pytest.mark.parametrize("call", ["stat", "mkdir"])
 def test_a_folder_without_permission_is_typed(monkeypatch, folder, compilations, call):
-    """Permissions are tested as for a user: root may do everything."""
+    """The system calls are made to fail, because root may do everything."""
 
     original = getattr(os, call)
 

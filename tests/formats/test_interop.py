@@ -60,7 +60,7 @@ def test_pytorch_wrote_what_we_read(case):
 
 
 def test_we_write_what_pytorch_wrote():
-    """Byte for byte, where every group has two non-zeros and so no choice of positions."""
+    """Every group of this fixture has two non-zeros, so there is one way to write it."""
     parts = dict(TORCH_CUTLASS["full"])
     written = to_foreign("torch_cutlass", Sparse24Weight.compress(parts.pop("dense")))
     assert written.keys() == parts.keys()
@@ -69,7 +69,7 @@ def test_we_write_what_pytorch_wrote():
 
 
 def test_negative_zeros_that_pytorch_stored_are_kept():
-    """A fixture holds some among its kept values; they are bits of the dense matrix like any other."""
+    """A fixture keeps negative zeros. They are bits of the dense matrix like any others."""
     parts = dict(TORCH_CUTLASS["f16"])
     dense = parts.pop("dense")
     got = from_foreign("torch_cutlass", parts).decompress()
@@ -84,7 +84,7 @@ TORCH_TILE = fixture("torch_tile")
 
 
 def pruned_by(bitmask_parts: dict[str, np.ndarray], dense: np.ndarray) -> np.ndarray:
-    """``dense`` where the writer's own bitmask says it was kept; bit by bit, as VENDOR.md has it."""
+    """The cells of ``dense`` that the writer's own bitmask keeps. VENDOR.md has the order of its bits."""
     mask = bitmask_parts["bitmask"]
     kept = np.zeros(dense.shape, bool)
     for row, column in np.ndindex(dense.shape):
@@ -119,7 +119,7 @@ CUSPARSELT_SM90 = fixture("cusparselt_sm90")
 
 @pytest.mark.parametrize("case", CUSPARSELT_SM90)
 def test_cusparselts_order_for_sm_90(case):
-    """The library's metadata for known positions, under values that we put before it; and our metadata."""
+    """The fixture has the library's metadata for known positions. Our metadata is the same."""
     codes, meta = (CUSPARSELT_SM90[case][part] for part in ("codes", "meta"))
     element = ElementKind(case.rsplit("_", 2)[0])
     m, k = codes.shape[0], 4 * codes.shape[1]

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from sparse24_plans import ElementKind, GemmSparse24Descriptor
+from sparse24_plans import ElementKind, GemmSparse24Descriptor, GemmSparse24Plan
 from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
 
-from ..support import Case, device_of_row, make_case
+from ..support import Case, device_of_row, make_case, plan_of_row
 
 gpu = pytest.mark.gpu
 OWN = tuple(
@@ -28,6 +28,13 @@ FLOATS = tuple(element for element in ELEMENTS if element.unit_roundoff)
 def row_of(name: str) -> GemmEntry:
     (row,) = (row for row in ENTRIES if row.name == name)
     return row
+
+
+def plan_of(row: str, **problem: object) -> GemmSparse24Plan:
+    """The row's plan of the problem with these fields."""
+    plan = plan_of_row(row).select(GemmSparse24Descriptor(**problem), device=device_of_row(row))
+    assert plan.kernel == row
+    return plan
 
 
 def on_host(name: str) -> bool:

@@ -102,7 +102,7 @@ def tensor_core_sum(x: np.ndarray, weight: Sparse24Weight, n: int, m: int, name:
     return total
 
 
-# float32 in parts ---------------------------------------------------------------------------------
+# float32 in bf16 terms ----------------------------------------------------------------------------
 
 
 def parts_of(values: Sequence[float], count: int) -> list[list[float]]:

@@ -53,14 +53,14 @@ def check_sums(n: int, m: int, k: int, element: str, name: str, one_sum: Callabl
 @pytest.mark.parametrize(("element", "name"), HOPPER + FP8)
 @pytest.mark.parametrize(("n", "m", "k"), [(3, 5, 8), (3, 5, 40), (3, 5, 264), (2, 2, 1544)])
 def test_sums_of_the_tensor_cores(element, name, n, m, k):
-    """K of less than a step, of less than a slice, and that no tile divides."""
+    """K may be less than a step, less than a slice, or no multiple of a tile."""
     check_sums(n, m, k, element, name, tensor_core_sum)
 
 
 @pytest.mark.parametrize("name", FLOAT32)
 @pytest.mark.parametrize(("n", "m", "k"), [(2, 2, 8), (2, 2, 72), (2, 2, 840), (1, 1, 8264)])
-def test_sums_of_float32_in_parts(name, n, m, k):
-    """K of less than a tile, of several sums, and of several groups of them."""
+def test_sums_of_float32_in_bf16_terms(name, n, m, k):
+    """K may be less than a tile, several sums long, or several groups of sums."""
     check_sums(n, m, k, "f32", name, float32_sum)
 
 
@@ -85,7 +85,7 @@ def test_the_names_differ_in_bits():
 
 @pytest.mark.parametrize(("element", "name"), [("bf16", "hopper_tc/slices=4"), ("s8", "exact_sum")])
 def test_the_results_asked_for_and_no_others(element, name):
-    """In any order, any number of times; each is what it is alone."""
+    """Results may be asked for in any order and repeatedly; each is what it is alone."""
     rng, kind = np.random.default_rng(2), ElementKind(element)
     desc = GemmSparse24Descriptor(n=7, m=30, k=640, element=kind)
     weight = Sparse24Weight.prune_compress(random_values(rng, (30, 640), kind))

@@ -32,18 +32,12 @@ from ..plan.cases import changed
 from ..sample_devices import AMPERE, H200, gpu_of
 from ..support import device_of_row, plan_of_row, same_bits, weight_of
 from .batched_cases import ORDERS, SHARED, BatchedCase, batched_case
-from .kernel_entries import OWN, marked, on_host, row_of, tokens
+from .kernel_entries import OWN, marked, on_host, plan_of, row_of, tokens
 
 BATCHED = tuple(name for name in OWN if row_of(name).batches)
 rows = pytest.mark.parametrize("row", [marked(name) for name in BATCHED])
 gpu_rows = [name for name in BATCHED if not on_host(name)]
 RESULTS = {"s8": ("i32", "s8", "bf16"), "fp8_e4m3": ("bf16", "f32"), "f32": ("f32",)}
-
-
-def plan_of(row: str, **problem: object) -> GemmSparse24Plan:
-    plan = plan_of_row(row).select(GemmSparse24Descriptor(**problem), device=device_of_row(row))
-    assert plan.kernel == row
-    return plan
 
 
 def check(case: BatchedCase, *, bits: bool = True) -> np.ndarray:
@@ -274,7 +268,7 @@ def test_every_kernel_with_its_own_code_serves_batches_or_says_why():
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("element", ["bf16", "s8", "fp8_e4m3"])
 def test_batches_have_the_arithmetic_of_their_product(element, shared):
-    """Also where many batches would be faster without split-K."""
+    """That holds even if many batches would be faster without split-K."""
     rng = np.random.default_rng(1)
     for _ in range(8):
         n, m, k = (

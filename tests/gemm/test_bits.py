@@ -129,7 +129,7 @@ def test_batch_invariant(row, element, op, epilogue, m, k):
 @promising("batch_invariant", ops=["forward"])
 @pytest.mark.parametrize(("m", "k"), INVARIANT_SHAPES)
 def test_slices_of_a_weight_along_m_keep_their_bits(row, element, op, epilogue, m, k):
-    """With whole_m, wherever it is cut: at tiles, as a packed weight is, and elsewhere."""
+    """With whole_m the weight may be cut anywhere: at tiles, as a packed weight is, or elsewhere."""
     n = 5 if on_host(row) else tokens(row, 80)
     m, k = (m // 200 * 8 + 72, 64) if on_host(row) else (m, k)
     whole = case_of(row, n=n, m=m, k=k, element=element)

@@ -27,19 +27,13 @@ from sparse24_plans.plan.arithmetic import Arithmetic
 
 from ..plan.cases import PlanCase, changed, random_inputs, rejected, select
 from ..sample_devices import HOPPER
-from ..support import Data, case_of, device_of_row, plan_of_row, random_data, same_bits
-from .kernel_entries import OWN, marked, on_host, row_of, tokens
+from ..support import Data, case_of, plan_of_row, random_data, same_bits
+from .kernel_entries import OWN, marked, on_host, plan_of, row_of, tokens
 
 rows = pytest.mark.parametrize("row", [marked(name) for name in OWN])
 HOST_ROWS = ("host_strict", "host_blas")
 RESULTS = {"s8": ("i32", "s8", "bf16"), "fp8_e4m3": ("bf16", "f32"), "f32": ("f32",)}
 """Results of an element; of the others they are the element and f32."""
-
-
-def plan_of(row: str, **problem: object) -> GemmSparse24Plan:
-    plan = plan_of_row(row).select(GemmSparse24Descriptor(**problem), device=device_of_row(row))
-    assert plan.explain().chosen == row
-    return plan
 
 
 def run_and_check(

@@ -182,7 +182,7 @@ def test_subnormals_are_preserved(element):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("kept", [1.0, 0.0, -0.0])
 def test_nonfinite_at_pruned_positions_is_skipped(element, value, kept):
-    """Also where a kept value is a zero, which the library alone would move to any other zero."""
+    """A kept value may be a zero, which the library alone would move to any other zero."""
     if element == "fp8_e4m3" and not np.isnan(value):
         pytest.skip("e4m3 has no infinity")
     dtype = ElementKind(element).dtype

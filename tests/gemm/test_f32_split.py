@@ -1,4 +1,4 @@
-"""float32 in parts of bf16: what the parts are, what their products lose, and what becomes of Inf and NaN."""
+"""float32 in bf16 terms: what the terms are, what their products lose, and what becomes of Inf and NaN."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_chunks_read_and_write_each_row_once(beta):
     k=st.integers(1, 1200).map(lambda units: 8 * units),
 )
 def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
-    """Each is an item long at least, so that an item has two clusters at most; and they are even."""
+    """Ranges are even and at least one work tile long, so at most two clusters share a work tile."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
     unit, tiles = f32_split_heuristics.RANGE_TILES[row.split_terms], -(-k // SPLIT_TILE)
     assert unit * SPLIT_TILE % SPLIT_SUM[row.split_terms] == 0

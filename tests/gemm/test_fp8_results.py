@@ -214,7 +214,7 @@ EPILOGUES = ["identity", "bias_relu", "gelu", "bias_silu", "swiglu", "bias_geglu
 @pytest.mark.parametrize(("out", "epilogue"), [(FP8[i % 2], one) for i, one in enumerate(EPILOGUES)])
 @pytest.mark.parametrize("n", [size[0] for size in SIZES])
 def test_results_are_those_of_float32_scaled_and_rounded(row, out, epilogue, n):
-    """In guarded memory, with rows of Y that TMA stores and others."""
+    """Operands lie in guarded memory; TMA stores some rows of Y, threads store others."""
     (sizes,) = (one for one in SIZES if one[0] == n)
     fields = {**sized(row, *sizes), "out_element": out, "epilogue": epilogue, "alpha": 1.5, **SCALED}
     if epilogue.endswith("glu"):

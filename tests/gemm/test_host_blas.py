@@ -69,7 +69,7 @@ def test_every_value_of_an_element_is_widened_exactly():
 @every_op
 @pytest.mark.parametrize("n", [1, 9])
 def test_packed_and_canonical_weights_give_what_the_guarantee_allows(monkeypatch, element, op, n):
-    """Also where tokens, and rows of a canonical weight, come in several blocks."""
+    """Tokens, and rows of a canonical weight, come in several blocks here."""
     monkeypatch.setattr(host, "_CELLS", 1)
     monkeypatch.setattr(host, "_LEAST_TOKENS", 4)
     monkeypatch.setattr(host, "_INFLATED_CELLS", 5 * 96)

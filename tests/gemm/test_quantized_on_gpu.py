@@ -23,14 +23,13 @@ from sparse24_plans.weights.quantized import memory_element, stored_width
 
 from ..support import (
     case_of,
-    device_of_row,
     make_case,
-    plan_of_row,
     random_data,
     same_bits,
     weight_of,
 )
 from .grouped_cases import grouped_case
+from .kernel_entries import plan_of
 
 pytestmark = pytest.mark.gpu
 STORED = ("s4", "s8", "fp8_e4m3")
@@ -47,12 +46,6 @@ CUTS = [
         (*schedules.schedules_for(n, quantized=True), *schedules.schedules_in(4, n, quantized=True))
     )
 ]
-
-
-def plan_of(row: str, **problem: object):
-    plan = plan_of_row(row).select(GemmSparse24Descriptor(**problem), device=device_of_row(row))
-    assert plan.kernel == row
-    return plan
 
 
 def elements_only(problem: dict[str, object]) -> dict[str, object]:

@@ -95,7 +95,7 @@ def test_the_kernel_of_mma_sp_is_compiled_for_the_same_slices_everywhere(row, de
 @settings(max_examples=8)
 @given(desc=shapes)
 def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
-    """Also everything else about it: only how many blocks are launched depends on the device."""
+    """Nothing that is compiled depends on the device; only the number of CTAs does."""
     desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=row_of(row).elements[0])
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, wgmma_sp)

@@ -87,7 +87,7 @@ RANGED += [
     for cut in schedules.schedules_in(parts, n, ROWS)
     if cut.stream_k and cut.tokens >= n // 4
 ]
-"""Also those whose parts of K end elsewhere than ranges."""
+"""Stream-K schedules with several K chunks, whose ends are not those of the ranges."""
 
 
 def test_ranges_of_every_kind_are_under_test():
@@ -127,7 +127,7 @@ def test_ranges_have_the_bits_of_whole_items(monkeypatch, n, cut, m, element):
 @gpu
 @pytest.mark.parametrize(("n", "cut"), RANGED, ids=str)
 def test_sums_are_handed_over_whatever_the_workspace_held(monkeypatch, n, cut):
-    """Also what another plan left there, or an earlier launch; and in graphs that are replayed."""
+    """The workspace holds what another plan or an earlier launch left there; graphs are replayed, too."""
     import cupy
 
     cases = [plan_with(monkeypatch, n, cut, "f16", m) for m in (ROWS - 1, ROWS - 100)]

@@ -136,7 +136,7 @@ def test_slices_that_any_n_has_cost_little(few, mean, most):
 def test_every_problem_was_measured_with_schedules_that_are_tried():
     for cell in cells():
         tried = set(schedules_for(cell["n"], cell["m"]))
-        # Also measured: ranges that aren't worth trying, and widths that no longer fit.
+        # The measured schedules include ranges that aren't worth trying, and widths that no longer fit.
         known = [one for one in times_of(cell) if one in tried or one._replace(stream_k=0) in tried]
         gone = [one for one in times_of(cell) if not one.fits()]
         assert len(known) >= 2
@@ -144,7 +144,7 @@ def test_every_problem_was_measured_with_schedules_that_are_tried():
 
 
 def pairs() -> Iterator[tuple[GemmSparse24Descriptor, WgmmaSpSchedule, float]]:
-    """Schedules with ranges, and what the same whole items took over them."""
+    """Stream-K schedules, and the time of the same schedule with whole work tiles, relative to theirs."""
     for cell in cells():
         times = times_of(cell)
         for one, us in times.items():
@@ -153,7 +153,7 @@ def pairs() -> Iterator[tuple[GemmSparse24Descriptor, WgmmaSpSchedule, float]]:
 
 
 def test_stream_k_is_tried_where_it_wins():
-    """Each pair is a choice: of the model, where the ranges are tried at all."""
+    """For each pair the model chooses, if the stream-K schedule is tried at all."""
     found = []
     for desc, one, gain in pairs():
         ranged, whole = predicted((one, one._replace(stream_k=0)), desc)

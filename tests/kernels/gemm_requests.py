@@ -238,7 +238,7 @@ def routed_requests(row: GemmEntry, device: DeviceProperties) -> list[Request]:
 
 
 def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
-    """Every schedule of float32 in parts, which no configuration can ask for."""
+    """Every schedule of float32 in bf16 terms, which no configuration can ask for."""
     with recorded_loads(row.kernel) as found:
         for schedule in f32_split_heuristics.allowed_schedules(desc, row):
             chunking = f32_split_heuristics.Chunking.of(schedule, desc, row.split_terms)

@@ -100,7 +100,7 @@ def small_convolutions(name: str, element: str, device: int | str = 0) -> int:
 
 
 def small_blocks(name: str, element: str, device: int | str = 0) -> int:
-    """Products of both ops. On a device the last has more items than there are multiprocessors."""
+    """Products of both ops. On a device the last product has more work tiles than the device has SMs."""
     from sparse24_plans import BlockSparseShape
 
     sizes = (1, 1, 1, 128, 1, 8), (2, 3, 2, 64, 5, 72), (1, 2, 5, 128, 7, 264), (70, 2, 2, 64, 200, 264)

@@ -53,6 +53,13 @@ def weight(
     return values, meta, pruned(dense)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same shape, dtype and bits, wherever their elements lie."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (one, other)))
+
+
 def close(result: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """``result`` is the float64 ``exact`` up to what a product of a hundred terms may lose."""
     loss = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype or result.dtype]

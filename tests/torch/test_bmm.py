@@ -8,6 +8,8 @@ from torch import Tensor
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
 
+from .cases import same_bits
+
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 S = torch.ops.sparse24
 BATCHES, ROWS, OUT, IN = 3, 5, 64, 128
@@ -28,10 +30,6 @@ def singles(x: Tensor, values: Tensor, meta: Tensor, **options: list[Tensor] | o
         own = {name: one[batch] if isinstance(one, list) else one for name, one in options.items()}
         found.append(S.linear(x[batch].contiguous(), values[rows], meta[rows], **own))
     return torch.stack(found)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
 
 
 @pytest.mark.parametrize("device", DEVICES)

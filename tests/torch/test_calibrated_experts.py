@@ -10,7 +10,8 @@ from sparse24_plans import InvalidProblemError
 from sparse24_plans.torch import CalibrationReport, Sparse24Experts, calibrate, calibrated_block, to_sparse24
 from sparse24_plans.weights.calibrated import METHODS, pruned_for
 
-from .test_calibration import same, token_batches, transformer, weight_of, weights
+from .saved_models import same_state
+from .test_calibration import token_batches, transformer, weight_of, weights
 from .test_calibration_passes import never_left
 
 MODELS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
@@ -116,7 +117,7 @@ def test_a_resumed_run_gives_the_bits_of_a_whole_one(name, options, tmp_path):
     calibrate(first, batches, **options, resume=tmp_path)
     (tmp_path / "block-0002.safetensors").unlink()
     report = calibrate(resumed, batches, **options, resume=tmp_path)
-    assert same(weights(resumed), weights(whole))
+    assert same_state(resumed, whole)
     assert len(experts_in(report)) == 2 * 3
     for ours, theirs in zip(report.layers, expected.layers, strict=True):
         assert ours.output_error == theirs.output_error
@@ -141,7 +142,7 @@ def test_calls_left_early_give_the_bits_of_complete_calls(name, monkeypatch):
     report = calibrate(model, token_batches(), method="wanda")
     never_left(monkeypatch)
     assert calibrate(whole, token_batches(), method="wanda") == report
-    assert same(weights(model), weights(whole))
+    assert same_state(model, whole)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,7 +13,8 @@ from sparse24_plans import InvalidProblemError
 from sparse24_plans.torch import calibrate
 from sparse24_plans.torch.calibrated_block import Block
 
-from .test_calibration import Twice, inputs, same, token_batches, transformer, weights
+from .saved_models import same_state
+from .test_calibration import Twice, inputs, token_batches, transformer
 
 BATCHES = 3
 
@@ -72,7 +73,7 @@ def test_calls_left_early_give_the_bits_of_complete_calls(name, method, monkeypa
     never_left(monkeypatch)
     whole = make()
     assert calibrate(whole, batches(), method=method) == report
-    assert same(weights(model), weights(whole))
+    assert same_state(model, whole)
 
 
 @pytest.mark.parametrize("whole", [False, True])

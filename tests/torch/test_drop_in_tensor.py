@@ -154,7 +154,7 @@ def test_functions_stand_in_torch_as_long_as_they_are_asked_to():
 
 @halves
 def test_tiles_are_pruned_and_masks_applied(dtype, functions):
-    """Also where a tile keeps fewer than eight, and zeros are kept."""
+    """Some tiles keep fewer than eight cells, and some kept cells are zeros."""
     dense = randn(64, 128, dtype=dtype)
     dense[:, ::3] = 0
     packed, meta, packed_t, meta_t, mask = torch._sparse_semi_structured_tile(dense, "largest_values_greedy")

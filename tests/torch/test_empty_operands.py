@@ -91,7 +91,7 @@ def test_no_tokens_may_lie_in_any_way(lies):
 @sizes
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_trained_layer(n, m, k, compiled):
-    """Also in a compiled training step, whose backward is traced without values."""
+    """A compiled training step traces its backward without values."""
     torch._dynamo.reset()
     layer = Sparse24Linear.from_linear(nn.Linear(k, m, device=DEVICE), trainable=True)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer

@@ -14,6 +14,7 @@ from sparse24_plans.torch import Sparse24Experts, Sparse24Linear
 from sparse24_plans.torch.experts import ExpertsWeight, kernel_obstacle
 
 from ..support import HAS_GPU
+from .cases import same_bits
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 grouped_mm, experts_mm = torch.ops.sparse24.grouped_mm, torch.ops.sparse24.experts_mm
@@ -216,14 +217,14 @@ def test_under_autocast_inputs_take_the_weights_dtype(dtype):
     assert wide.grad.any()
 
 
-def same(one: Sparse24Experts, other: Sparse24Experts) -> bool:
+def same_experts(one: Sparse24Experts, other: Sparse24Experts) -> bool:
     """Whether both have the same state and results."""
     state, wanted = one.state_dict(), other.state_dict()
     x, routing = randn(20, 128).to(one.down_proj.weight.dtype), routed(20, 6, 2, "cpu")
     return (
         state.keys() == wanted.keys()
-        and all(torch.equal(*(one.view(torch.uint8) for one in (state[key], wanted[key]))) for key in wanted)
-        and torch.equal(one(x, *routing), other(x, *routing))
+        and all(same_bits(state[key], wanted[key]) for key in wanted)
+        and same_bits(one(x, *routing), other(x, *routing))
     )
 
 
@@ -256,7 +257,7 @@ def test_a_copy_of_experts_is_like_them(copied):
     _, sparse, _ = case("cpu")
     other = copied(sparse)
     assert other.down_proj.values is not sparse.down_proj.values
-    assert same(other, sparse)
+    assert same_experts(other, sparse)
 
 
 def test_experts_compile_whole_and_train_compiled():

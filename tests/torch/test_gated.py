@@ -34,9 +34,9 @@ def halves(product: torch.Tensor, word: str) -> torch.Tensor:
     return OF[word](gate) * up
 
 
-def layer_of(word: str, k: int = 64, features: int = 48, bias: bool = True, **options):
+def layer_of(word: str, k: int = 64, bias: bool = True, **options):
     torch.manual_seed(1)
-    dense = nn.Linear(k, 2 * features, bias, device=DEVICE, dtype=options.pop("dtype", torch.float32))
+    dense = nn.Linear(k, 96, bias, device=DEVICE, dtype=options.pop("dtype", torch.float32))
     return dense, Sparse24Linear.from_linear(dense, activation=word, **options)
 
 

@@ -93,7 +93,7 @@ def test_empty_layers(k, m):
 
 
 def test_layers_stand_in_pytorchs_own_modules():
-    """Also in evaluation, where those have fast paths that read weights."""
+    """In evaluation, PyTorch's modules have fast paths that read weights."""
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True, device=DEVICE).eval()
     for name in ("linear1", "linear2"):

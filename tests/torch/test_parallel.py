@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from sparse24_plans import InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import ColwiseSparse24, RowwiseSparse24, Sparse24Linear, parallel
 
+from .cases import close, same_bits
 from .rank_processes import World
 
 F = nn.functional
@@ -62,12 +63,7 @@ def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     assert type(one) is torch.Tensor
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def close(y: torch.Tensor, wanted: torch.Tensor) -> None:
-    loss = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[y.dtype]
-    torch.testing.assert_close(y.double(), wanted.double(), rtol=loss, atol=loss * 10)
+    return same_bits(one, other)
 
 
 # Columns --------------------------------------------------------------------------------------------

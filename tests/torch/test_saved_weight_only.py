@@ -217,7 +217,7 @@ def test_other_quantization_than_the_layers_is_refused_before_anything_changes(t
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
 def test_a_gpu_multiplies_the_values_that_a_folder_stores(tmp_path, stored):
-    """Also in a captured graph, and saved again from the GPU."""
+    """A captured graph gives the same bits, and the GPU's model can be saved again."""
     model = llama()
     to_sparse24(model, recipe=Sparse24Recipe(stored=stored, group=32))
     save_sparse24(model, tmp_path / "saved")
@@ -239,7 +239,7 @@ def test_a_gpu_multiplies_the_values_that_a_folder_stores(tmp_path, stored):
 
 
 def test_weights_without_a_kernel_on_their_gpu_become_16_bits(monkeypatch, tmp_path):
-    """Asked of an assumed GPU, as no GPU is needed to select."""
+    """The GPUs are assumed ones, because selection needs none."""
     from sparse24_plans.torch.experts import kernel_obstacle
 
     layer = Sparse24WeightOnlyLinear(128, 64, stored="s4", group=64, dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ from sparse24_plans.torch import (  # noqa: E402
 from sparse24_plans.torch.experts import STACKS  # noqa: E402
 from sparse24_plans.weights.packed_layouts import Quantization  # noqa: E402
 
-from .test_experts import DEVICES, DenseExperts, case, pickled, pruned, randn, routed, same  # noqa: E402
+from .test_experts import DEVICES, DenseExperts, case, pickled, pruned, randn, routed, same_experts  # noqa: E402
 
 grouped_mm = torch.ops.sparse24.grouped_mm
 STRICT = {"prefer_kernel": "host_strict"}
@@ -58,7 +58,7 @@ def test_results_are_those_of_the_weights_that_are_stood_for(stored, group, dtyp
 
 @STORED
 def test_gpus_of_compute_capability_90_have_a_kernel(stored):
-    """Asked of assumed GPUs, as no GPU is needed to select."""
+    """The GPUs are assumed ones, because selection needs none."""
     experts = Sparse24Experts(6, 128, 64, stored=stored)
     for name in STACKS:
         assert getattr(experts, name).plan_on("h200", 37).kernel == "wgmma_sp_grouped"
@@ -116,7 +116,7 @@ def test_a_copy_has_the_bits(stored, copied):
         other = Sparse24Experts(6, 128, 64, stored=stored, group=32, device=device)
         other.load_state_dict(sparse.state_dict(), assign=copied == "meta")
     assert "gate_up_proj.weight.scales24" in other.state_dict()
-    assert same(other, sparse)
+    assert same_experts(other, sparse)
 
 
 def test_stored_experts_compile_whole():

@@ -15,7 +15,7 @@ from .cases import H200
 PLAYED = """
 import json, os, sys, time
 state = sys.argv[1]
-# Algorithm 0 is wrong, 2 and 4 end the process, 5 is the best; of n=32 the final timing dies too.
+# Algorithm 0 is wrong, 2 and 4 end the process, 5 is the best. With n=32 the final timing ends it, too.
 # A second argument makes 4 hang instead.
 def say(**m): print(json.dumps(m), flush=True)
 with open(state, "a") as log:

@@ -107,7 +107,7 @@ def test_pruning_twice_is_pruning_once(case):
 
 @given(data=st.data(), element=st.sampled_from(IN_MEMORY))
 def test_decompress_takes_every_valid_metadata(data, element):
-    """Also positions that our own compression wouldn't choose."""
+    """Some positions are not those that our own compression would choose."""
     m, units = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3))
     pairs = st.sampled_from(list(itertools.combinations(range(4), 2)))
     kept = [[data.draw(pairs) for _ in range(2 * units)] for _ in range(m)]

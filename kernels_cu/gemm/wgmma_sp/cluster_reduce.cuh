@@ -59,7 +59,7 @@ struct ClusterReduce : ResultScale<Config> {
   u32 share;    // the address of the sums of this CTA's share
   int output0;  // the first output of the share
 
-  // What the thread's next four results take beside their sums. They are of kRows rows of W, or pairs of rows.
+  // The epilogue's operands for the thread's next four results, which have kRows rows of W, or pairs of rows.
   static constexpr int kRows = kColumns ? 1 : 4;
   float scale_w[Config::kRowsPerOutput][kRows];
   Config::Bias::Bits bias[Config::kRowsPerOutput][kRows];

@@ -15,10 +15,10 @@ template <class Result> struct CStaging<Result, true> {
 };
 
 // Stores 64 rows x kTileN tokens of one warpgroup. A step stages kStepTokens tokens in one of two buffers. TMA stores
-// them while the next step is staged, and the last steps while the next work tile is multiplied. Where the lines of Y
-// are not aligned for TMA, the threads store single elements; where a group of tokens ends within a step, they store
-// 16 bytes at a time. Where TMA loads C, a producer thread has loaded it into a step's buffer before, and each thread
-// replaces the C of its results.
+// them while the next step is staged, and the last steps while the next work tile is multiplied. If the lines of Y are
+// not aligned for TMA, the threads store single elements; if a group of tokens ends within a step, they store 16 bytes
+// at a time. If TMA loads C, a producer thread has loaded it into a step's buffer before, and each thread replaces the
+// C of its results.
 template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Config> {
   typedef typename Result::Bits Bits;
 
@@ -26,8 +26,8 @@ template <class Result> struct EpilogueStore : CStaging<Result>, ResultScale<Con
   u32 staging;  // shared memory address of the buffers
   int barrier;  // named barrier of the warpgroup
   u32 next_buffer = 0;
-  // What results take beside their sums: the bias and the scales of a thread's two rows of each m64 tile, and the
-  // scales of the tokens, of which a lane has every 32nd.
+  // The epilogue's operands: the bias and the scales of a thread's two rows of each m64 tile, and the scales of the
+  // tokens, of which a lane has every 32nd.
   Config::Bias::Bits bias[Config::kMTilesPerWarpgroup][2];
   float scale_w[Config::kMTilesPerWarpgroup][2];
   float scale_x[Config::kScaleX == 2 ? (Config::kTileN + 31) / 32 : 1];

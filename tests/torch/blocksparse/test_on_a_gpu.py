@@ -135,7 +135,7 @@ def test_attention_and_its_gradients_are_the_hosts(dtype, block, size, kv_heads)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block", [64, 128])
 def test_fused_gradients_are_the_unfused_ones(dtype, block, monkeypatch):
-    """Also to the bit, when they are computed again."""
+    """Gradients that are computed again have the same bits."""
     layout = layout_of(block=block).cuda()
     heads, rows, cols = layout.shape.heads, layout.shape.rows, layout.shape.cols
     shapes = (heads, rows), (1, cols), (1, cols)

@@ -81,7 +81,7 @@ def test_masks_that_multiply_drop_cells_where_they_are_zero(dtype):
 
 
 def test_a_tiny_number_is_no_zero_of_a_mask():
-    """Also where x's dtype would round it to one."""
+    """The dtype of x would round the number to zero."""
     layout = layout_of("all blocks")
     x, keys = scores(layout, dtype=torch.float16), torch.full((2, 32), 1e-30)
     y = softmax(x, layout, key_padding_mask=keys, key_padding_mask_mode="mul")
