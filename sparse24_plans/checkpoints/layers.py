@@ -34,8 +34,8 @@ import numpy as np
 
 from ..errors import FormatError, InvalidProblemError, Sparse24Error
 from ..vocab import ElementKind
-from ..weights.packed_layouts import Quantization
-from ..weights.quantized import GROUPS, Sparse24QuantizedWeight, memory_element, quantization_of, stored_width
+from ..weights.packed_layouts import Quantization, memory_element, stored_width
+from ..weights.quantized import GROUPS, Sparse24QuantizedWeight, quantization_of
 from ..weights.weight import CanonicalWeight, Sparse24Weight
 from .folder import DTYPES, ELEMENTS, ModelReader, Shard, row_blocks
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown

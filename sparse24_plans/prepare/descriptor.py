@@ -25,7 +25,7 @@ from ..vocab import (
     TileRule,
 )
 from ..weights import quantized
-from ..weights.packed_layouts import Quantization, layout_of
+from ..weights.packed_layouts import Quantization, layout_of, memory_element, stored_width
 from ..weights.quantize import LARGEST
 
 ELEMENTS = (
@@ -414,7 +414,7 @@ class PruneQuantizeSparse24Descriptor(_Quantized, _Scored):
 
     def operands(self) -> tuple[Operand, ...]:
         by, m = self.quantization, self.m
-        values = (m, quantized.stored_width(self.k, by)), quantized.memory_element(by.element)
+        values = (m, stored_width(self.k, by)), memory_element(by.element)
         return (
             Operand("dense", Role.IN, (m, self.k), self.dense_element),
             Operand("values", Role.OUT, *values),

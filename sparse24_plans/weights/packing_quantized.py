@@ -35,9 +35,10 @@ from .packed_layouts import (
     quantized_parts,
     quantized_tiles,
     scales_of_a_tile_row,
+    stored_width,
 )
 from .packing import metadata_fragments, plain_metadata
-from .quantized import Sparse24QuantizedWeight, nibbles_of, signed_nibbles, stored_width
+from .quantized import Sparse24QuantizedWeight, nibbles_of, signed_nibbles
 from .weight import PackedWeight
 
 Array = np.ndarray[Any, Any]

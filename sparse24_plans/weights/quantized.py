@@ -18,9 +18,7 @@ from ..device.tensors import HOST, TensorView, wrong
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ElementLike, ScaleRule, checked_flag, element_kind, integer
 from . import canonical, dense, threads
-from .packed_layouts import Quantization
-from .packed_layouts import memory_element as memory_element
-from .packed_layouts import stored_width as stored_width
+from .packed_layouts import Quantization, memory_element, stored_width
 from .quantize import quantized_groups
 from .weight import CanonicalWeight, Sparse24Weight, copy_to, portable
 

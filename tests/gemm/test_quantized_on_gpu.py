@@ -17,9 +17,8 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm.backends import wgmma_sp
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
-from sparse24_plans.weights.packed_layouts import Quantization
+from sparse24_plans.weights.packed_layouts import Quantization, memory_element, stored_width
 from sparse24_plans.weights.packing_quantized import pack_quantized
-from sparse24_plans.weights.quantized import memory_element, stored_width
 
 from ..support import (
     case_of,

@@ -54,9 +54,8 @@ from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.operands import Operand, Role
 from sparse24_plans.plan.plan import Plan
 from sparse24_plans.vocab import CANONICAL_LAYOUT
-from sparse24_plans.weights.packed_layouts import Quantization, layout_of
+from sparse24_plans.weights.packed_layouts import Quantization, layout_of, memory_element, stored_width
 from sparse24_plans.weights.packing import pack
-from sparse24_plans.weights.quantized import memory_element, stored_width
 
 from ..support import Guarded, place_of, plan_of_row, scratch, synchronize
 
