@@ -51,7 +51,8 @@ CHECKPOINT_FORMATS = (DENSE, SPARSE24, *BUILT_IN)
 """The formats that ``convert_checkpoint`` reads and writes, without registered ones."""
 READ_FORMATS = (*CHECKPOINT_FORMATS, *QUANTIZED_FORMATS)
 """The formats that ``convert_checkpoint`` reads, without registered ones."""
-_BITMASK = "compressed_tensors"
+BITMASK = "compressed_tensors"
+"""The format that :class:`BitmaskCheckpoint` reads and writes."""
 CONFIG_KEY = compressed_tensors.CONFIG_KEYS[0]
 """The entry of ``config.json`` that says how a model's weights are stored."""
 
@@ -75,7 +76,7 @@ def checkpoint_format(name: str, selection: Selection, tile_k: int | None) -> Ch
         return Sparse24Checkpoint()
     if name in QUANTIZED_FORMATS:
         return QuantizedCheckpoint(QUANTIZED_FORMATS[name])
-    kind = BitmaskCheckpoint if name == _BITMASK else ForeignCheckpoint
+    kind = BitmaskCheckpoint if name == BITMASK else ForeignCheckpoint
     known = find_format(name)
     assert known is not None  # callers have checked the name
     return kind(known, tile_k)

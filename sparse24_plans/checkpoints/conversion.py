@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,17 +11,20 @@ from ..device.files import StrPath
 from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
 from ..formats.cutlass_sm90 import CutlassSm90
 from ..formats.table import QUANTIZED_FORMATS
+from ..weights.quantize import LARGEST
 from .checkpoint_base import CheckpointFormat
 from .checkpoint_format import (
+    BITMASK,
     CHECKPOINT_FORMATS,
     DENSE,
     READ_FORMATS,
     checkpoint_format,
     checkpoint_formats,
+    without_sparsity,
 )
 from .folder import ModelReader, check_destination
-from .layers import Layer, located
-from .quantization import config_entry
+from .layers import SPARSE24, Layer, located
+from .quantization import config_entry, is_served
 from .rewrite import Rewrite
 from .safetensors_file import SafetensorsWriter
 from .selection import Selection
@@ -126,12 +129,23 @@ class _Conversion(Rewrite[ConversionReport]):
         super().__init__(model, target, layers, reasons, on_tensor)
 
     def _new_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        if self._source.name in QUANTIZED_FORMATS:  # no tensor is quantized in that format any more
+        if self._source.name in QUANTIZED_FORMATS or self._takes_over(config):
             config = {name: value for name, value in config.items() if name not in CONFIG_KEYS}
-        new = super()._new_config(config)
-        if self.target.name == DENSE:  # values of 8 bits would lose their scales
-            new = {**config_entry(self.model, self.layers.values()), **new}
-        return new
+        if self.target.name in (DENSE, BITMASK):  # values of 8 bits would lose their scales
+            described = config_entry(self.model, self.layers.values())
+            config = {**described, **without_sparsity(config)}
+        return super()._new_config(config)
+
+    def _takes_over(self, config: Mapping[str, Any]) -> bool:
+        """Whether our entry replaces that of compressed-tensors, whose loaders can't read our tensors.
+
+        Its entry stays if it asks for more than our tensors say, so that our loaders can refuse it.
+        """
+        if (self._source.name, self.target.name) != (BITMASK, SPARSE24) or self.reasons:
+            return False
+        if not any(layer.element in LARGEST for layer in self.layers.values()):
+            return False
+        return all(is_served(config[key]) for key in CONFIG_KEYS if config.get(key) is not None)
 
     def write_layer(self, layer: Layer, writer: SafetensorsWriter) -> ConversionReport:
         try:

@@ -27,6 +27,8 @@ _SERVED = (
     ("input_activations", {("tensor", False), ("token", True)}),
 )
 """(strategy, dynamic) of the quantization that layers compute."""
+UNSERVED_KEYS = ("kv_cache_scheme", "transform_config")
+"""Entries of ``quantization_config`` that ask for what no layer computes."""
 
 
 def quantized_layers(model: ModelReader) -> tuple[list[Layer], dict[str, str]]:
@@ -121,3 +123,17 @@ def check_groups(config: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{_GROUPS}.{name}: expected weights and inputs of one type")
         if group.get("output_activations"):
             raise UnsupportedError(f"{_GROUPS}.{name}.output_activations: expected none")
+
+
+def is_served(section: Any) -> bool:
+    """Whether a section of ``config.json`` is compressed-tensors' and asks only for what layers compute."""
+    if not isinstance(section, Mapping) or section.get("quant_method") not in (
+        None,
+        compressed_tensors.METHOD,
+    ):
+        return False
+    try:
+        check_groups(section)
+    except UnsupportedError:
+        return False
+    return not any(section.get(key) for key in UNSERVED_KEYS)

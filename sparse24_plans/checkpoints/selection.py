@@ -18,11 +18,25 @@ from .orientation import Orientation
 from .safetensors_file import TensorInfo, shown
 
 _KINDS = {
-    "embedding table": ("*embed*", "*wte.*", "*wpe.*", "shared.weight", "*.shared.weight"),
-    "table of biases": ("*bias", "*relative_*bias*", "*.rel_pos*", "*scale_shift_table"),
+    "embedding table": (
+        *("*embed*", "*wte.*", "*wpe.*", "shared.weight", "*.shared.weight", "*_emb.weight"),
+        *("transformer.w.weight", "*_token.weight", "*_tokens.weight", "*codebook.weight", "*position_enc"),
+    ),
+    "table of queries": (
+        *("*.query", "*latent_query", "*latents", "*latents_?d"),
+        *("*query_feat.weight", "*queries_features.weight"),
+    ),
+    "table of biases": (
+        *("*bias", "*bias_u", "*bias_v", "*attention_biases", "*relative_*bias*", "*.rel_pos*"),
+        "*scale_shift_table",
+    ),
+    "table of norms": ("*norm.scale*", "*norm.shift*"),
     "table of rates": ("*.time_decay", "*.time_faaaa", "*.time_first"),
     "state matrix": ("*A_log", "*.D"),
     "projection of time steps": ("*.dt_proj.weight",),  # Mamba's blocks read it instead of calling it
+    "hyper-connection": ("*_hc.fn", "*hc_fn"),  # few rows that mix the streams of a residual
+    # 2:4 along the columns of these would go along outputs.
+    "transposed projection": ("*mm_input_projection_weight", "*prompts_visual_projection"),
     "router": ("*.gate.weight", "*.gate.wg.*", "*router*", "*shared_expert_gate.*"),
     "output head": (
         *("*lm_head*", "*classif*", "*score.weight", "*qa_outputs.*", "*predictions.decoder.*"),

@@ -33,7 +33,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from .._vendor import compressed_tensors
 from ..checkpoints.layers import META_SUFFIX, SCALES_SUFFIX, SPARSE24, VALUES_SUFFIX
-from ..checkpoints.quantization import check_groups
+from ..checkpoints.quantization import UNSERVED_KEYS, check_groups
 from ..device.log import LOAD
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..plan.preference import PlanPreference
@@ -151,7 +151,7 @@ def _may_be_sparse(name: str, tensors: Mapping[str, Any]) -> bool:
 
 def _check_quantization(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for what compressed-tensors' configuration asks for and no layer does."""
-    for key in ("kv_cache_scheme", "transform_config"):
+    for key in UNSERVED_KEYS:
         if config.get(key):
             raise UnsupportedError(f"{key}: expected none in a 2:4 checkpoint, got {config[key]!r:.80}")
     found = _sparsity_format(config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.checkpoint_base import CheckpointFormat
-from ..checkpoints.checkpoint_format import CONFIG_KEY, DENSE, READ_FORMATS, checkpoint_format
+from ..checkpoints.checkpoint_format import BITMASK, CONFIG_KEY, DENSE, READ_FORMATS, checkpoint_format
 from ..checkpoints.folder import ModelReader
 from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
 from ..checkpoints.quantization import check_groups, parts_of
@@ -38,7 +38,6 @@ DTYPES_BY_NAME = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_BITMASK = "compressed_tensors"
 
 
 class Source:
@@ -47,7 +46,7 @@ class Source:
     def __init__(self, reader: ModelReader, name: str | None) -> None:
         self.reader = reader
         if name is None:
-            name = SPARSE24 if is_compressed(reader) else _BITMASK
+            name = SPARSE24 if is_compressed(reader) else BITMASK
         if name not in READ_FORMATS or name == DENSE:
             known = ", ".join(one for one in READ_FORMATS if one != DENSE)
             raise InvalidProblemError(f"format: expected one of {known}, got {name!r}")
@@ -57,7 +56,7 @@ class Source:
             raise InvalidProblemError(f"path: expected a checkpoint with 2:4 weights, got {reader.path}")
         self.weights: dict[str, Layer] = {layer.name: layer for layer in layers}
         config = reader.config() or {}
-        if name == _BITMASK and any(DTYPE_OF[layer.element] in LARGEST for layer in layers):
+        if any(DTYPE_OF[layer.element] in LARGEST for layer in layers):
             entry = config.get(CONFIG_KEY)
             check_groups(entry if isinstance(entry, Mapping) else {})
         parts = {part for layer in layers for part in layer.sources}

@@ -5,6 +5,7 @@ Only :func:`from_pretrained` needs transformers. It builds the model that a fold
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -245,8 +246,8 @@ def from_pretrained(
         stored = reader.config()
     if stored is None:
         raise InvalidProblemError(f"path: expected a folder with a config.json, got {path}")
-    stored = without_sparsity(stored)
     with _errors_of_transformers(CONFIG_NAME), _parameters_on_meta():
+        stored = json.loads(json.dumps(without_sparsity(stored)), object_hook=_float_of)
         model = _built(transformers, stored, model_class)
     options: dict[str, Any] = {"dequantize": dequantize, **_wishes(require, preference)}
     if place is not None:
@@ -256,6 +257,13 @@ def from_pretrained(
         with _errors_of_transformers(_GENERATION):
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.to(device).eval() if device is not None else model.eval()
+
+
+def _float_of(found: dict[str, Any]) -> Any:
+    """The number that transformers 5 writes as ``{"__float__": "Infinity"}``, because JSON has none."""
+    text = found.get("__float__")
+    is_number = len(found) == 1 and text in ("Infinity", "-Infinity", "NaN")
+    return float(str(text)) if is_number else found
 
 
 def _built(transformers: Any, stored: dict[str, Any], model_class: Any) -> Any:

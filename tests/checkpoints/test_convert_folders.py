@@ -14,6 +14,7 @@ from sparse24_plans import (
     FormatError,
     InvalidProblemError,
     StorageError,
+    compress_checkpoint,
 )
 from sparse24_plans.checkpoints.weights_file import iter_weights, load_weight
 
@@ -97,6 +98,34 @@ def test_quantisation_beside_the_sparsity_stays(tmp_path):
     section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert section["config_groups"] == {"group_0": {"targets": ["Linear"]}}
     assert "sparsity_config" not in section
+
+
+KV_CACHE = {"kv_cache_scheme": {"num_bits": 8}}
+UNQUANTIZED_INPUTS = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
+
+
+@pytest.mark.parametrize(("element", "kind"), [("fp8_e4m3", "float"), ("s8", "int")])
+@pytest.mark.parametrize("change", [{}, KV_CACHE, UNQUANTIZED_INPUTS])
+def test_quantization_of_8_bits_is_described_to_each_reader(tmp_path, element, kind, change):
+    """Without config_groups, compressed-tensors' readers would take the values without their scales."""
+    model, ours, theirs, again = (tmp_path / name for name in ("model", "ours", "theirs", "again"))
+    model.mkdir()
+    dense_file(model / "model.safetensors", {"up.weight": tiled((16, 32), "bf16")})
+    (model / "config.json").write_text('{"hidden_size": 8}')
+    compress_checkpoint(model, ours, element=element)
+    convert(ours, theirs, "sparse24", "compressed_tensors")
+    config = json.loads((theirs / "config.json").read_text())
+    section = config["quantization_config"]
+    assert section["sparsity_config"]["format"] == "sparse-24-bitmask"
+    assert section["format"] == f"{kind}-quantized"
+    [group] = section["config_groups"].values()
+    assert (group["targets"], group["weights"]["type"]) == (["up"], kind)
+    section |= change
+    (theirs / "config.json").write_text(json.dumps(config))
+    convert(theirs, again, "compressed_tensors", "sparse24")
+    found = json.loads((again / "config.json").read_text())["quantization_config"]
+    wanted = {key: value for key, value in section.items() if key != "sparsity_config"}
+    assert found == (wanted if change else {"quant_method": "sparse24"})
 
 
 def test_a_folder_with_one_file_needs_no_index(tmp_path):

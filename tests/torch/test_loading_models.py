@@ -209,6 +209,19 @@ def test_a_folder_without_a_usable_configuration_is_refused(llama, tmp_path):
         from_pretrained(folder)
 
 
+@pytest.mark.parametrize("text", ["Infinity", "-Infinity", "NaN", "Inf"])
+def test_numbers_that_json_lacks_are_read_from_a_configuration(llama, tmp_path, text):
+    """Mamba 2 and Falcon-H1 have such limits."""
+    folder = copy_of(llama, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    limits = {"limits": [0.0, {"__float__": text}]}
+    (folder / "config.json").write_text(json.dumps({**config, **limits}))
+    found = from_pretrained(folder).config.limits[1]
+    assert str(found) == {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}.get(
+        text, "{'__float__': 'Inf'}"
+    )
+
+
 def test_spoiled_metadata_is_found(llama, tmp_path):
     folder = copy_of(llama, tmp_path)
     from safetensors.torch import load_file, save_file

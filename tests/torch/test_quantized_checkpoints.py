@@ -205,8 +205,12 @@ def test_quantization_that_layers_do_not_compute_is_refused(quantized_file, tmp_
     if message is None:
         assert load_sparse24(_Block(), tmp_path / "model").sparse == ("up",)
         return
-    with pytest.raises(UnsupportedError, match=message):
-        load_sparse24(_Block(), tmp_path / "model")
+    convert_checkpoint(
+        tmp_path / "model", tmp_path / "ours", from_format="compressed_tensors", to_format="sparse24"
+    )
+    for folder in ("model", "ours"):
+        with pytest.raises(UnsupportedError, match=message):
+            load_sparse24(_Block(), tmp_path / folder)
 
 
 @pytest.mark.parametrize("dtype", [F8])
