@@ -200,7 +200,10 @@ def test_exported_cubins_are_the_compiled_kernels(tmp_path):
     [
         ([], InvalidProblemError, "expected at least one"),
         ([DESCRIPTORS["bf16"]] * 2, InvalidProblemError, "bf16-128x256-bias_silu' twice"),
-        ({"": DESCRIPTORS["bf16"]}, InvalidProblemError, "expected names that are text"),
+        *(
+            ({name: DESCRIPTORS["bf16"]}, InvalidProblemError, "expected names that are text")
+            for name in ("", "a\0b", "\ud800")
+        ),
         (
             {"one": GemmSparse24Descriptor(n=0, m=64, k=64, element="bf16")},
             InvalidProblemError,

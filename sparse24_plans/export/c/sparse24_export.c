@@ -699,7 +699,7 @@ static int check_apart(const Call *call, s24_error *error) {
         int here = is_present(all + i);
         if (!all[i].about->written) continue;
         results++;
-        present += here || !all[i].about->optional;
+        present += all[i].address || !all[i].about->optional; /* An empty result is one, too. */
         for (uint32_t j = 0; here && j < number; j++) {
             int same = all[i].about->may_be == (int32_t)j && lie_alike(all + i, all + j);
             if (j == i || (all[j].about->written && j > i) || same || !is_present(all + j)) continue;
