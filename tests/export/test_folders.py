@@ -183,7 +183,7 @@ def test_messages_about_long_names_say_why_and_cut_no_character(c, folder, ahead
     with pytest.raises(RefusedError, match=r"\u8a08/none/plans\.bin: No such file or directory$"):
         c.open(folder / long / "none")
     opened = c.open(folder)
-    with pytest.raises(RefusedError, match="^problem: expected one that was exported, got \u8a08+$"):
+    with pytest.raises(RefusedError, match=r"^problem: expected one that was exported, got \u8a08+$"):
         c.find(opened, long, 1)
     c.library.s24_close(opened)
 
