@@ -267,6 +267,19 @@ def test_sizes_that_are_too_large_are_shown(make, words):
         make()
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"multiprocessors": 1 << 31}, {"compute_capability": (1 << 31, 0)}],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_gpu_of_numbers_that_no_driver_gives_is_refused(more):
+    """An exported folder has no room for them."""
+    known = {"kind": "cuda", "compute_capability": (9, 0), "multiprocessors": (1 << 31) - 1}
+    DeviceProperties(**known)
+    with pytest.raises(InvalidProblemError, match=f"{next(iter(more))}.*less than or equal to 2147483647"):
+        DeviceProperties(**{**known, **more})
+
+
 def test_a_gpu_without_multiprocessors_is_refused():
     """Plans would be for no CTAs, and compute nothing."""
     with pytest.raises(InvalidProblemError, match="multiprocessors: expected at least 1"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..device.adapters import Unmoving
 from ..device.tensors import HOST, Device, TensorView, check_device, wrong
@@ -17,6 +17,8 @@ from .shape import MOST, BlockSparseShape
 
 _PARTS = {BLOCKS_LAYOUT: ("values", "tables"), DENSE_BLOCKS_LAYOUT: ("dense",)}
 """The callers' names of the buffers of each layout."""
+_Forms: TypeAlias = tuple[tuple[tuple[int, ...], ElementKind], ...]
+"""Shape and element of each buffer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +55,7 @@ class PackedBlocks(Unmoving):
         parts = _PARTS[self.layout_id]
         if len(self.buffers) != len(parts):
             raise InvalidProblemError(f"buffers: expected {', '.join(parts)}, got {len(self.buffers)}")
-        for view, (shape, element) in zip(self.buffers, self._forms(), strict=True):
+        for view, (shape, element) in zip(self.buffers, self._forms, strict=True):
             if view.device != self.device or not view.is_contiguous:
                 raise InvalidProblemError(
                     f"buffers: expected contiguous memory on {self.device}, got {view!r}"
@@ -61,24 +63,20 @@ class PackedBlocks(Unmoving):
             if view.nbytes_spanned < (needed := _bytes(shape, element)):
                 raise BufferTooSmallError("buffers", needed, view.nbytes_spanned)
 
-    def _forms(self) -> list[tuple[tuple[int, ...], ElementKind]]:
-        """Shape and element of each buffer."""
-        one = self.shape
-        if self.layout_id == DENSE_BLOCKS_LAYOUT:
-            return [((self.batch, one.heads, one.rows, one.cols), self.element)]
-        values = self.batch, one.blocks, one.block, one.block
-        return [(values, self.element), ((length(one),), ElementKind.I32)]
+    @property
+    def _forms(self) -> _Forms:
+        return _forms(self.shape, self.batch, self.element)[self.layout_id]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, the caller's values included."""
-        return sum(_bytes(*form) for form in self._forms())
+        return sum(_bytes(*form) for form in self._forms)
 
     @property
     def views(self) -> tuple[TensorView, ...]:
         """The buffers in their shapes, read-only."""
         found = []
-        for buffer, (shape, element) in zip(self.buffers, self._forms(), strict=True):
+        for buffer, (shape, element) in zip(self.buffers, self._forms, strict=True):
             view = TensorView(buffer.address, shape, element, buffer.device, owner=buffer.owner)
             view.readonly = True
             found.append(view)
@@ -101,6 +99,15 @@ def _restored(
     return PackedBlocks(layout_id, shape, batch, element_kind(element), HOST, views)
 
 
+def _forms(shape: BlockSparseShape, batch: int, element: ElementKind) -> dict[str, _Forms]:
+    """Shape and element of each buffer, by layout."""
+    values = batch, shape.blocks, shape.block, shape.block
+    return {
+        BLOCKS_LAYOUT: ((values, element), ((length(shape),), ElementKind.I32)),
+        DENSE_BLOCKS_LAYOUT: (((batch, shape.heads, shape.rows, shape.cols), element),),
+    }
+
+
 def _bytes(shape: tuple[int, ...], element: ElementKind) -> int:
     count = element.itemsize
     for size in shape:
@@ -112,7 +119,7 @@ def packing(name: str, shape: BlockSparseShape, batch: int, element: ElementKind
     """How a packed operand becomes the views that kernels know by ``name`` and ``layout``."""
     views = {BLOCKS_LAYOUT: (name, "layout"), DENSE_BLOCKS_LAYOUT: (name,)}
     expected = {"shape": shape, "batch": batch, "element": element}
-    return Packing(views, _PARTS, _unpacker(views, expected))
+    return Packing(views, _PARTS, _forms(shape, batch, element), _unpacker(views, expected))
 
 
 def _unpacker(

@@ -128,7 +128,7 @@ def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict
             pairs = [(name_of(problem), problem) for problem in map(_exportable, descriptors)]
     named: dict[str, Problem] = {}
     for name, descriptor in pairs:
-        if type(name) is not str or not name or "\0" in name:
+        if type(name) is not str or not _is_text(name):
             raise InvalidProblemError(f"descriptors: expected names that are text, got {shown(name)}")
         if name in named:
             raise InvalidProblemError(
@@ -139,6 +139,14 @@ def _named(descriptors: Mapping[str, Descriptor] | Iterable[Descriptor]) -> dict
     if not named:
         raise InvalidProblemError("descriptors: expected at least one, got none")
     return named
+
+
+def _is_text(name: str) -> bool:
+    """Whether C can have the name: UTF-8 encodes no lone surrogate, and a zero byte ends a text."""
+    try:
+        return b"\0" not in name.encode() and name != ""
+    except UnicodeEncodeError:
+        return False
 
 
 def _exportable(descriptor: Descriptor) -> Problem:

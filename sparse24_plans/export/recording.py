@@ -421,11 +421,16 @@ def _format(struct: type[KernelParams]) -> Struct:
 
 
 def buffers_of(operands: Iterable[Operand], layout: str) -> list[Buffer]:
-    """The buffers of operands, in order. A weight whose layout isn't declared has ``layout``."""
+    """The buffers of operands, in order. ``layout`` is that of packed operands that declare none."""
     return [one for operand in operands for one in _buffers_of(operand, layout)]
 
 
 def _buffers_of(operand: Operand, layout: str) -> Iterator[Buffer]:
+    if operand.packing is not None:
+        views, forms = operand.packing.views[layout], operand.packing.forms[layout]
+        for view, (shape, element) in zip(views, forms, strict=True):
+            yield Buffer(view, operand, shape, element)
+        return
     if operand.role is not Role.WEIGHT:
         yield Buffer(operand.name, operand, operand.shape, operand.element)
         return

@@ -52,6 +52,8 @@ class Packing(NamedTuple):
     """Names of the views to the kernel, by the object's layout."""
     parts: Mapping[str, tuple[str, ...]]
     """Names of the views to callers, by the object's layout."""
+    forms: Mapping[str, tuple[tuple[tuple[int, ...], ElementKind], ...]]
+    """Shape and element of each view, by the object's layout."""
     unpack: Callable[[Any, str, tuple[str, ...], Device], Views]
     """Gives the views of an object for an argument's name, the plan's layouts and its device. Raises
     InvalidProblemError for any other object."""
@@ -133,9 +135,9 @@ class OperandChecks:
         }
         """Callers' name of each view: an argument, or a canonical weight's buffer as ``weight.values``."""
         self.alignments = {
-            self.arguments[view]: _address_alignment(operand, alignment_of(operand.name))
+            self.arguments[view]: alignment
             for operand in operands
-            for view in _views_of(operand, layouts)
+            for view, alignment in _view_alignments(operand, alignment_of(operand.name), layouts).items()
         }
         """Bytes that addresses must be multiples of, by the names in ``arguments``."""
 
@@ -321,6 +323,19 @@ def _views_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for one in _layouts_of(operand, layouts) for name in _parts(operand, one))
 
 
+def _view_alignments(operand: Operand, needed: Alignment, layouts: tuple[str, ...]) -> dict[str, int]:
+    """Bytes that must divide the address of each view. The parts of a PACKED operand differ in element."""
+    least = _address_alignment(operand, needed)
+    if operand.packing is None:
+        return dict.fromkeys(_views_of(operand, layouts), least)
+    views, forms = operand.packing.views, operand.packing.forms
+    return {
+        view: max(least, element.itemsize)
+        for one in layouts
+        for view, (_, element) in zip(views[one], forms[one], strict=True)
+    }
+
+
 def _buffer_name(operand: Operand, view: str, layouts: tuple[str, ...]) -> str:
     """The argument; the buffers of a canonical weight and of a PACKED operand are its parts."""
     if operand.packing is not None:
@@ -362,7 +377,7 @@ class _PackedCheck:
         name = self._operand.argument
         for part, view in self._packing.unpack(getattr(args, name), name, self._layouts, self._home).items():
             if 0 not in view.shape:
-                check_alignment(name, view.address, self._alignment)
+                check_alignment(name, view.address, max(self._alignment, view.element.itemsize))
             views[part] = view
 
 

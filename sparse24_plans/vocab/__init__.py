@@ -1,7 +1,6 @@
 """The words of the package: enums with stable string values, and frozen models.
 
-No code here touches a device. Every model is immutable, hashable and survives
-``type(x).model_validate_json(x.model_dump_json())`` unchanged.
+No code here touches a device. Every model is immutable, hashable and survives a round trip through JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from ..errors import InvalidProblemError, shown
 from .fields import INT64_MAX as INT64_MAX
+from .fields import DriverInt
 from .fields import Eights as Eights
 from .fields import Flag as Flag
 from .fields import Integer as Integer
@@ -458,9 +458,9 @@ class DeviceProperties(Model):
     kind: Literal["host", "cuda"]
     ordinal: Size = 0
     name: Text = "host"
-    compute_capability: tuple[Size, Size] = (0, 0)
+    compute_capability: tuple[DriverInt, DriverInt] = (0, 0)
     """Major and minor number: (9, 0) for Hopper."""
-    multiprocessors: Size = 0
+    multiprocessors: DriverInt = 0
     """Number of streaming multiprocessors, at least 1 on a GPU."""
     cublaslt: Text | None = None
     """Version of the cuBLASLt library that loads, or None."""

@@ -104,6 +104,8 @@ Size = Annotated[int, Integer(most=INT64_MAX)]
 """The size of a dimension."""
 Eights = Annotated[int, Integer(most=INT64_MAX, multiple_of=8)]
 """The size of a dimension, a multiple of 8."""
+DriverInt = Annotated[int, Integer(most=(1 << 31) - 1)]
+"""A number that the CUDA driver gives as an int. Exported folders compare it with the driver's."""
 
 
 def _unboxed(value: Any, info: ValidationInfo) -> Any:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparse24_plans.blocksparse.lookup_tables import BlockSparseTables
+from sparse24_plans.blocksparse.packed import PackedBlocks
 from sparse24_plans.blocksparse.shape import BlockSparseShape
 from sparse24_plans.device.tensors import TensorView
 from sparse24_plans.export.recording import buffers_of
-from sparse24_plans.plan.operands import Args, Role
+from sparse24_plans.plan.operands import Args, Role, fields_of
 from sparse24_plans.plan.plan import Plan
 from sparse24_plans.vocab import CANONICAL_LAYOUT, MatrixOrder
 from sparse24_plans.weights.weight import PackedWeight, Sparse24Weight
@@ -42,19 +43,24 @@ def tables_at(shape: BlockSparseShape, view: TensorView | None) -> BlockSparseTa
 
 def args_of(plan: Plan, views: Mapping[str, TensorView | None]) -> Args:
     """The arguments of these views."""
-    fields: dict[str, Any] = {}
+    args_type = plan.args_type(plan.descriptor)
+    fields: dict[str, Any] = dict.fromkeys(fields_of(args_type))
     desc: Any = plan.descriptor
     _, operands, _, home = plan.parts
     for operand in operands:
+        buffers = tuple(views[one.view] for one in buffers_of([operand], plan.sku.layout))
+        if operand.role is Role.PACKED:
+            form = plan.sku.layout, desc.layout, desc.batch, desc.element, home
+            fields[operand.argument] = PackedBlocks(*form, buffers)
+            continue
         if operand.role is not Role.WEIGHT:
             view = views[operand.name]
             fields[operand.argument] = tables_at(desc.layout, view) if operand.role is Role.TABLES else view
             continue
         layout = operand.layout or plan.sku.layout
-        buffers = tuple(views[one.view] for one in buffers_of([operand], layout))
         if layout == CANONICAL_LAYOUT:
             fields[operand.argument] = Sparse24Weight(*buffers, element=desc.element, validate=False)
         else:
             about = layout, *operand.shape, desc.element, home, buffers, operand.quantization
             fields[operand.argument] = PackedWeight(*about)
-    return plan.args_type(plan.descriptor)(**fields)
+    return args_type(**fields)

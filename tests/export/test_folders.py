@@ -177,6 +177,17 @@ def test_a_missing_folder_is_named(c, tmp_path):
         c.open(tmp_path / "none")
 
 
+@pytest.mark.parametrize("ahead", range(3))
+def test_messages_about_long_names_say_why_and_cut_no_character(c, folder, ahead):
+    long = "a" * ahead + "\u8a08" * 80
+    with pytest.raises(RefusedError, match=r"\u8a08/none/plans\.bin: No such file or directory$"):
+        c.open(folder / long / "none")
+    opened = c.open(folder)
+    with pytest.raises(RefusedError, match=r"^problem: expected one that was exported, got \u8a08+$"):
+        c.find(opened, long, 1)
+    c.library.s24_close(opened)
+
+
 def test_the_manifest_says_what_the_tables_say(folder):
     tables = Tables.of((folder / "plans.bin").read_bytes())
     assert json.loads((folder / "manifest.json").read_text()) == json.loads(json.dumps(tables.document()))
@@ -200,7 +211,10 @@ def test_exported_cubins_are_the_compiled_kernels(tmp_path):
     [
         ([], InvalidProblemError, "expected at least one"),
         ([DESCRIPTORS["bf16"]] * 2, InvalidProblemError, "bf16-128x256-bias_silu' twice"),
-        ({"": DESCRIPTORS["bf16"]}, InvalidProblemError, "expected names that are text"),
+        *(
+            ({name: DESCRIPTORS["bf16"]}, InvalidProblemError, "expected names that are text")
+            for name in ("", "a\0b", "\ud800")
+        ),
         (
             {"one": GemmSparse24Descriptor(n=0, m=64, k=64, element="bf16")},
             InvalidProblemError,

@@ -172,6 +172,18 @@ def test_preparing_launches_what_python_launches(c, tmp_path, named_cubins, kind
     c.library.s24_close(opened)
 
 
+@pytest.mark.parametrize(("written", "missing"), [("pruned", "mask"), ("mask", "pruned")])
+def test_one_result_of_an_empty_matrix_is_enough(c, tmp_path, named_cubins, written, missing):
+    export_plans({"prune": PruneSparse24Descriptor(m=4, k=0, element="f32")}, tmp_path, device="h200")
+    opened = c.open(tmp_path)
+    found = c.find(opened, "prune", 0)
+    given = {name: (at << 40, 0) for at, name in enumerate(c.names(found), 1)}
+    assert c.run(found, list({**given, missing: (0, 0)}.values()), 0, 0) == []
+    with pytest.raises(RefusedError, match="results: expected at least one, got none"):
+        c.run(found, list({**given, missing: (0, 0), written: (0, 0)}.values()), 0, 0)
+    c.library.s24_close(opened)
+
+
 @pytest.mark.parametrize("kind", blocks.KINDS)
 def test_block_sparse_plans_launch_what_python_launches(c, tmp_path, named_cubins, kind):
     seed = random.Random()

@@ -160,7 +160,7 @@ class Problem:
             return np.asarray(pack(self._weight, layout).buffers[0].bits())
         if isinstance(self.plan.descriptor, CompressSparse24Descriptor):
             return np.asarray(self._weight.decompress()).view(element.bits_dtype)
-        if operand.role is Role.TABLES:
+        if operand.role is Role.TABLES or (operand.role is Role.PACKED and element is ElementKind.I32):
             return tables_of(self.plan.descriptor.layout, self._rng)
         if operand.name == "metadata":
             return self._rng.choice(CODES, shape) | self._rng.choice(CODES, shape) << 4

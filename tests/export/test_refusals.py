@@ -47,6 +47,10 @@ PROBLEMS = {
     "backward": GemmSparse24Descriptor(n=9, m=64, k=128, element="bf16", op="dgrad"),
     "prune": PruneSparse24Descriptor(m=64, k=128, element="bf16"),
     "dsd": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=40, element="bf16", epilogue="bias"),
+    "packed dsd": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=40, element="bf16", packed=True),
+    "packed s8 at any address": BlockSparseMatmulDescriptor(
+        op="dsd", layout=SHAPE, n=40, element="s8", packed=True, trans_a=True
+    ),
     "softmax": BlockSparseSoftmaxDescriptor(layout=SHAPE, element="f16", rpe=True),
     "attention": BlockSparseAttentionDescriptor(layout=SHAPE, element="f16", head_size=64),
 }

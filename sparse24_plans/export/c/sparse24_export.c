@@ -119,6 +119,17 @@ static int fail(s24_error *error, int code, const char *format, ...) {
     return code;
 }
 
+/* The end of a text that the caller chose, as far as a message has room for it beside its reason. It begins with a whole
+ * character of UTF-8. */
+static const char *end_of_text(const char *text) {
+    enum { MOST_SHOWN = 160 };
+    size_t length = strlen(text);
+    if (length <= MOST_SHOWN) return text;
+    for (text += length - MOST_SHOWN; (*text & 0xc0) == 0x80; text++)
+        ;
+    return text;
+}
+
 static const void *table(const s24_library *library, int section) {
     return library->content + library->header->sections[section].offset;
 }
@@ -233,13 +244,13 @@ static int read_file(const char *folder, const char *name, uint8_t **content, ui
     if (!path) return fail(error, code, "no memory for a path");
     snprintf(path, size, "%s/%s", folder, name);
     if (!(file = fopen(path, "rb")) || fseek(file, 0, SEEK_END) || (end = ftell(file)) < 0 || fseek(file, 0, SEEK_SET))
-        fail(error, code, "%s: %s", path, strerror(errno));
+        fail(error, code, "%s: %s", end_of_text(path), strerror(errno));
     else if (end > MOST_FILE) /* A folder's end is the largest number. */
-        fail(error, code, "%s: expected a file of at most %ld bytes, got another", path, MOST_FILE);
+        fail(error, code, "%s: expected a file of at most %ld bytes, got another", end_of_text(path), MOST_FILE);
     else if (!(*content = malloc((size_t)end + 1)))
-        fail(error, code, "%s: no memory for %ld bytes", path, end);
+        fail(error, code, "%s: no memory for %ld bytes", end_of_text(path), end);
     else if (fread(*content, 1, (size_t)end, file) != (size_t)end)
-        fail(error, code, "%s: can't be read", path);
+        fail(error, code, "%s: can't be read", end_of_text(path));
     else {
         *length = (uint64_t)end;
         code = S24_OK;
@@ -522,7 +533,7 @@ int s24_find(s24_library *library, const char *name, int64_t n, s24_plan *plan, 
     problem = table(library, PROBLEMS);
     for (end = problem + count(library, PROBLEMS); problem < end && strcmp(text(library, problem->name), name); problem++)
         ;
-    if (problem == end) return fail(error, S24_UNSUPPORTED, "problem: expected one that was exported, got %.100s", name);
+    if (problem == end) return fail(error, S24_UNSUPPORTED, "problem: expected one that was exported, got %s", end_of_text(name));
     if (n < problem->least_n || n > problem->most_n)
         return fail(error, S24_UNSUPPORTED, "n: expected %" PRId64 " to %" PRId64 " tokens, got %" PRId64, problem->least_n, problem->most_n, n);
     ranges = (const Range *)table(library, RANGES) + problem->first_range;
@@ -533,7 +544,7 @@ int s24_find(s24_library *library, const char *name, int64_t n, s24_plan *plan, 
     }
     plan_range = ranges + low;
     if (plan_range->plan == NO_PLAN)
-        return fail(error, S24_UNSUPPORTED, "n: expected a number of tokens that a kernel serves, got %" PRId64 " of %.100s", n, name);
+        return fail(error, S24_UNSUPPORTED, "n: expected a number of tokens that a kernel serves, got %" PRId64 " of %s", n, end_of_text(name));
     if ((code = load_plan(library, plan_range->plan, error))) return code;
     plan->library = library;
     plan->plan = (const Plan *)table(library, PLANS) + plan_range->plan;
@@ -699,7 +710,7 @@ static int check_apart(const Call *call, s24_error *error) {
         int here = is_present(all + i);
         if (!all[i].about->written) continue;
         results++;
-        present += here || !all[i].about->optional;
+        present += all[i].address || !all[i].about->optional; /* An empty result is one, too. */
         for (uint32_t j = 0; here && j < number; j++) {
             int same = all[i].about->may_be == (int32_t)j && lie_alike(all + i, all + j);
             if (j == i || (all[j].about->written && j > i) || same || !is_present(all + j)) continue;
