@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import InvalidProblemError
-from ...vocab import integer
 from .extra_keys import Masks
 from .layout_buffers import Layout
 from .multihead import MultiheadAttention, check_dropout_and_modes, made_untraced, masked_attention
@@ -35,7 +34,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__()
-        begins_with_sizes = "embed_dim" in options or (given and integer(given[0]) is not None)
+        begins_with_sizes = "embed_dim" in options or (given and isinstance(given[0], int))
         take = self._take_sizes if begins_with_sizes else self._take_rule
         take(*given, **options)
         self._layouts: dict[Any, Layout] = {}
