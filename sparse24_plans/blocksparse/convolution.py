@@ -71,10 +71,14 @@ class Axis(NamedTuple):
         found, rest = divmod(self.start + phase + self.step * tap, self.divide)
         return None if rest else found
 
+    def phase_of(self, tap: Any) -> Any:
+        """The only phase that reads a pixel at a tap, or at each tap of an array."""
+        return -(self.start + self.step * tap) % self.divide
+
     @property
     def most_offset(self) -> int:
-        found = (self.offset(phase, tap) for phase in range(self.divide) for tap in range(self.taps))
-        return max(one for one in found if one is not None)
+        # Offsets rise or fall from the first tap to the last one. A stride has too many phases to try each.
+        return max(-(-(self.start + self.step * tap) // self.divide) for tap in (0, self.taps - 1))
 
     @property
     def upper(self) -> int:

@@ -8,7 +8,7 @@ from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
 from ..plan.schedule_choice import constants
-from ..vocab import BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
+from ..vocab import INT64_MAX, BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
 from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
     BlockSparseAttentionDescriptor,
@@ -202,6 +202,8 @@ def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
     largest = max(product.product_tokens, one.rows, one.cols, problem.batch * one.heads)
     if largest >= _MOST:
         return f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
+    if (needed := sum(_inflated_bytes(problem))) > INT64_MAX:
+        return f"a dense matrix and its copies of {needed} bytes exceed every memory"
     return _transposes(product.aligned_operands) or beyond_alpha(problem.alpha)
 
 
@@ -212,9 +214,14 @@ def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:
 def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int, int]:
     """Workspace bytes of the sparse matrix as a dense one, of operands that are copied to aligned rows, and
     of the product if it is no C yet."""
+    dense, copied, product = _inflated_bytes(problem)
+    return 0 if problem.packed else dense, copied, product
+
+
+def _inflated_bytes(problem: BlockSparseMatmulDescriptor) -> tuple[int, int, int]:
+    """Bytes of ``inflated_regions``, and of the dense matrix even if it was packed before."""
     one, sampled = problem.layout, problem.op is BlockSparseOp.SDD
     product = KernelProblem(problem)
     size = (problem.out_element if sampled else problem.element).itemsize
     dense = problem.batch * one.heads * one.rows * one.cols * size
-    copied = prepared_bytes(product.aligned_operands)
-    return 0 if problem.packed else align_up(dense), copied, align_up(product.product_bytes)
+    return align_up(dense), prepared_bytes(product.aligned_operands), align_up(product.product_bytes)

@@ -134,6 +134,25 @@ def test_copies_beyond_limits_are_refused(fields, words):
     assert words in reasons["inflate_cublas"]
 
 
+@pytest.mark.parametrize(
+    ("op", "packed", "blocks"),
+    [
+        ("sdd", False, 10**6),
+        ("dsd", False, 2**31 - 1),
+        ("dds", False, 2**31 - 1),
+        ("dsd", True, 2**31 - 1),
+        ("dds", True, 2**31 - 1),
+    ],
+)
+def test_a_dense_matrix_beyond_every_memory_is_refused(op, packed, blocks):
+    vast = BlockSparseShape(heads=15, rows=2**31 - 128, cols=2**31 - 128, block=128, blocks=blocks)
+    desc = described(op=op, layout=vast, n=64, element="f32", packed=packed)
+    about = explain(desc, device=H200)
+    reasons = {name: reason for name, _, reason in about.rows}
+    assert "bytes exceed every memory" in reasons["packed_dense" if packed else "inflate_cublas"]
+    assert BlockSparseMatmulPlan.select(desc, device=H200).workspace_size() == about.workspace_size
+
+
 def test_the_workspace_limit_counts_copies():
     desc = described()
     least = sum(inflated_regions(desc))

@@ -114,6 +114,15 @@ def test_filters_and_sizes_at_their_edges(row, op, bitmap, batch):
     random_check(plan_of(row, layout, op=op, batch=batch, kernel=3, padding=1, stride=2), layout)
 
 
+@every_row
+@every_op
+def test_strides_beyond_the_image(row, op):
+    """Phases of the input's gradient that have no pixel take no time, however many there are."""
+    walk = {"kernel": (3, 2), "stride": (2**31 - 1, 2**20), "padding": 1}
+    layout = filter_layout(walk)
+    random_check(plan_of(row, layout, op=op, **walk), layout)
+
+
 @every_op
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_every_size_of_blocks(op, block):
@@ -291,6 +300,7 @@ LARGE = {"layout": random_layout(heads=1, rows=2, cols=18, block=64), "height": 
             "serves op wgrad with blocks of 64 and 128, not 32",
         ),
         ({"stride": 9}, "serves strides up to 8, got 9"),
+        ({"stride": 2**30, "op": "dgrad"}, "exceed the kernel's limit, 2147483647"),
         ({"padding": 200}, "serves kernels of up to 255 pixels, 127 beyond the height"),
         ({"batch": 2**20}, "exceed the kernel's limit, 2147483647"),
         ({"batch": 2**31 // 56**2, "op": "wgrad"}, "pixels exceed the kernel's limit"),

@@ -73,6 +73,18 @@ def test_raster_groups_are_equal_and_fit_the_l2_cache(rows, cols, batch):
     assert band * schedule.tokens * schedule.cluster_n * cols * 2 <= (20 << 20 if cols < 10000 else 30 << 20)
 
 
+@pytest.mark.parametrize("batch", [10**9 + 7, 2**31 - 1])
+def test_raster_groups_of_a_prime_number_of_tiles_are_found_at_once(batch):
+    """Their equal groups have one tile each. Trying every number of groups would take minutes."""
+    shape = BlockSparseShape(heads=1, rows=128 * 200, cols=128, block=128, blocks=200)
+    desc = BlockSparseMatmulDescriptor(
+        op="dsd", layout=shape, n=1, batch=batch, element="bf16", inner="sparse24"
+    )
+    schedule = best_schedule(desc, 132)
+    band, bands = schedule.raster_groups(desc, 132)
+    assert (band, bands) == (1, batch)
+
+
 # Results ------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ matrices, whose sums run over kept blocks alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,11 +34,14 @@ class FilterLine(NamedTuple):
 
 
 def lines(
-    shape: BlockSparseShape, tables: LookUp, geometry: Geometry, *, transposed: bool
+    shape: BlockSparseShape, tables: LookUp, geometry: Geometry, gradient: tuple[int, int] | None = None
 ) -> Iterator[FilterLine]:
-    """The filter lines of a convolution, or with ``transposed`` of its input's gradient."""
+    """The filter lines of a convolution, or of its input's gradient [height, width] = ``gradient``.
+
+    Phases without a pixel, which strides beyond the image have, are left out.
+    """
     taps, block = geometry.taps, shape.block
-    if not transposed:
+    if gradient is None:
         for line in range(shape.block_rows):
             part = slice(tables.row_pointers[line], tables.row_pointers[line + 1])
             across, tap = np.divmod(tables.columns[part], taps)
@@ -49,10 +53,12 @@ def lines(
         columns = np.arange(line * taps, (line + 1) * taps)
         tap = np.repeat(np.arange(taps), np.diff(tables.column_pointers)[columns])
         cells = slice(line * block, (line + 1) * block)
-        for phase in range(geometry.phases):
-            columns_read = np.array([geometry.offsets(phase, one) is not None for one in range(taps)])[tap]
-            rows, places = tables.column_rows[part], tables.column_order[part]
-            yield FilterLine(phase, cells, tap[columns_read], rows[columns_read], places[columns_read])
+        rows, places = tables.column_rows[part], tables.column_order[part]
+        h, w = geometry
+        of_rows, of_columns = h.phase_of(tap // w.taps), w.phase_of(tap % w.taps)
+        for row, column in product(*map(range, map(min, (h.divide, w.divide), gradient))):
+            read = (of_rows == row) & (of_columns == column)
+            yield FilterLine(row * w.divide + column, cells, tap[read], rows[read], places[read])
 
 
 class Pixels:

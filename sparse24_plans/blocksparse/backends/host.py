@@ -181,7 +181,8 @@ class _Convolution(_Work):
         transposed = desc.op is BlockSparseConvOp.DGRAD
         read = "dy" if transposed else "x"
         pixels = convolution.Pixels(_widened(views[read]), geometry)
-        lines = convolution.lines(desc.layout, tables, geometry, transposed=transposed)
+        gradient = (desc.height, desc.width) if transposed else None
+        lines = convolution.lines(desc.layout, tables, geometry, gradient)
         if desc.op is BlockSparseConvOp.WGRAD:
             dy, out = _widened(views["dy"]).reshape(desc.reduction, desc.layout.rows), views["dfilter"].bits()
             for line in lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import NamedTuple
 
 from ...plan.schedule_choice import constants
@@ -70,9 +71,19 @@ class BlocksWgmmaSpSchedule(NamedTuple):
         once = desc.layout.density * panels < fit["sparse24_min_reads"]
         most = max(fit["sparse24_band_bytes"] * (1 + once) // max(tile_bytes, 1), least)
         fewest = max(-(-tiles // most), 1)
-        raster_groups = next((one for one in range(fewest, tiles // least + 1) if tiles % one == 0), fewest)
+        raster_groups = _least_divisor(tiles, fewest, tiles // least)
         raster_tiles = -(-tiles // raster_groups)
         return raster_tiles, -(-tiles // max(raster_tiles, 1))
+
+
+def _least_divisor(number: int, least: int, most: int) -> int:
+    """Return the least divisor from ``least`` to ``most``, or ``least`` if there is none.
+
+    Numbers reach 2^31: only divisors up to the square root are tried, and each gives the one beyond it.
+    """
+    below = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    divisors = (*below, *(number // one for one in below))
+    return min((one for one in divisors if least <= one <= most), default=least)
 
 
 def _sparse_bytes(block: int) -> int:

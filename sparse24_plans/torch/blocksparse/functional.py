@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InvalidProblemError
+from ...errors import InvalidProblemError, shown
+from ...vocab import integer
 from .layout_buffers import Layout
 
 _ops: Any = torch.ops.sparse24
@@ -226,8 +227,9 @@ def conv2d(
 
 
 def pair_of(name: str, given: Any) -> tuple[int, int]:
-    """An integer or a pair as a pair. Raises InvalidProblemError naming the argument."""
+    """An integer or a pair as a pair of Python's. Raises InvalidProblemError naming the argument."""
     pair = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
-    if len(pair) != 2 or not all(isinstance(one, int) and not isinstance(one, bool) for one in pair):
-        raise InvalidProblemError(f"{name}: expected an integer or two, got {given!r}")
-    return pair
+    found = [integer(one) for one in pair]
+    if len(found) != 2 or found[0] is None or found[1] is None:
+        raise InvalidProblemError(f"{name}: expected an integer or two, got {shown(given)}")
+    return found[0], found[1]

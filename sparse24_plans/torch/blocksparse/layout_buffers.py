@@ -204,6 +204,8 @@ class Layout(nn.Module):
             self._is_captured |= torch.cuda.is_current_stream_capturing()
             self.is_behind, self.panels = True, (0, 0)
             kernel.bind(self.bitmap.data_ptr(), self.tables.data_ptr())(current_stream(place.index))
+            # PyTorch does not see the kernel write: a backward pass must refuse tables of another mask.
+            torch.autograd.graph.increment_version(self.tables)
             for copy in self._copies.values():
                 copy.copy_(self.tables)
 

@@ -183,6 +183,13 @@ def test_autocast():
 # Refusals -------------------------------------------------------------------------------------------
 
 
+def test_integers_of_numpy_are_integers():
+    walk = {name: np.int64(one) for name, one in WALKS["3x3"].items()}
+    _, layout = layout_of(WALKS["3x3"])
+    x, weight = operands(layout, WALKS["3x3"])
+    assert torch.equal(conv2d(x, weight, layout, **walk), conv2d(x, weight, layout, **WALKS["3x3"]))
+
+
 def test_wrong_arguments():
     walk = WALKS["3x3"]
     bitmap, layout = layout_of(walk)

@@ -301,6 +301,15 @@ def test_a_mask_made_on_the_gpu_is_taken_in_a_graph():
         assert layout.is_behind  # as the next replay does not say so
 
 
+def test_no_backward_pass_reads_another_mask_than_its_forward_pass():
+    layout = layout_of(block=64).cuda()
+    a, b = moved(*map(wanting, operands("dsd", layout)))
+    y = matmul(a, b, layout, "dsd")
+    layout.update_on_device(layout.bitmap.flip(1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_masks_that_the_gpu_does_not_take():
     layout = layout_of(block=64).cuda()
     for mask in (layout.bitmap.cpu(), layout.bitmap.int(), layout.bitmap[:, :1], None):
