@@ -19,12 +19,13 @@ VALUES_KEY, META_KEY = "weight.values24", "weight.meta24"
 
 
 def save(layer: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-    """Add the layer's canonical weight, bias, scales and extra state to ``destination``."""
+    """Add the layer's canonical weight, bias, scales, further tensors and extra state to ``destination``."""
     values, meta = layer.canonical()
     held = {VALUES_KEY: values, META_KEY: meta.view(torch.uint16), "bias": layer.bias, **layer._scales()}
     for key, tensor in held.items():
         if tensor is not None:
             destination[prefix + key] = layer._shown(key, tensor if keep_vars else tensor.detach())
+    _further(layer)._save_to_state_dict(destination, prefix, keep_vars)
     if type(layer).get_extra_state is not nn.Module.get_extra_state:
         destination[prefix + _EXTRA_STATE_KEY_SUFFIX] = layer.get_extra_state()
 
@@ -47,11 +48,12 @@ def load(layer: Any, state_dict: Mapping[str, Any], prefix: str, *about: Any) ->
     tensors = [VALUES_KEY, META_KEY, *["bias"] * (layer.bias is not None), *layer._scales()]
     takes_extra = type(layer).set_extra_state is not nn.Module.set_extra_state
     wanted = [*tensors, *[_EXTRA_STATE_KEY_SUFFIX] * takes_extra]
+    further = _further(layer)
     if strict:
         missing_keys += [prefix + key for key in wanted if prefix + key not in state_dict]
-        unexpected_keys += [
-            key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in wanted
-        ]
+        known = {*wanted, *further.state_dict()}
+        here = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+        unexpected_keys += [prefix + key for key in here if key not in known and not _is_of_child(layer, key)]
     found = {key: state_dict[prefix + key] for key in tensors if prefix + key in state_dict}
     if strange := [key for key, one in found.items() if not isinstance(one, Tensor)]:
         got = type(found[strange[0]]).__name__
@@ -64,12 +66,40 @@ def load(layer: Any, state_dict: Mapping[str, Any], prefix: str, *about: Any) ->
             "load_state_dict, or call to_empty first",
             stacklevel=2,
         )
+    further._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, [], error_msgs)
+    if assign:
+        for name, tensor in further.state_dict(keep_vars=True).items():
+            setattr(layer, name, tensor)
     try:
         _load_tensors(layer, found, assign)
     except Sparse24Error as error:
         error_msgs.append(f"{prefix}{error}")
     if takes_extra and prefix + _EXTRA_STATE_KEY_SUFFIX in state_dict:
         layer.set_extra_state(state_dict[prefix + _EXTRA_STATE_KEY_SUFFIX])
+
+
+def _further(layer: Any) -> nn.Module:
+    """A module of the layer's parameters and persistent buffers that users and torch.nn.utils gave it."""
+    own = {"values", "metadata", "packed", "bias", *layer._SCALES.values()}
+    further = nn.Module()
+    for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
+        if name not in own:
+            further.register_parameter(name, parameter)
+    for name, buffer in layer.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in own and name not in layer._non_persistent_buffers_set:
+            further.register_buffer(name, buffer)
+    return further
+
+
+def _is_computed(tensor: Tensor | None) -> bool:
+    """Whether torch.nn.utils put the tensor in a parameter's place, which no parameter may take then."""
+    return tensor is not None and not isinstance(tensor, nn.Parameter)
+
+
+def _is_of_child(layer: Any, key: str) -> bool:
+    """Whether the key of a state_dict is that of a module inside the layer, which loads it by itself."""
+    child, dot, _ = key.partition(".")
+    return bool(dot) and isinstance(getattr(layer, child, None), nn.Module)
 
 
 def _load_tensors(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None:
@@ -107,8 +137,8 @@ def _load_tensors(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None
         layer._check_bias(bias.dtype, values.dtype)
     if META_KEY in found and meta.device.type != "meta":
         check_metadata(values, meta)
-    if assign or layer.values is None:
-        layer._hold(values, meta, bias)
+    if layer.values is None or (assign and not _is_computed(layer.values)):
+        layer._hold(values, meta, None if _is_computed(layer.bias) else bias)
     else:
         layer._copy(values, meta, bias)
     for (key, own), scale in zip(scales.items(), new, strict=True):
@@ -120,6 +150,9 @@ def _load_tensors(layer: Any, found: Mapping[str, Tensor], assign: bool) -> None
 
 def words_of(metadata: Any) -> Tensor:
     """A layer's metadata uint8 [M, K/4] as int16 [M, K/8], which ops take."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # TorchScript can't view as another dtype
+        joined: Tensor = metadata[:, ::2].short() | metadata[:, 1::2].short() << 8
+        return joined
     words: Tensor = metadata.view(torch.int16) if metadata.shape[1] else metadata.to(torch.int16)
     return words
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -188,10 +188,10 @@ class Sparse24Linear(nn.Module):
         layer._follow(linear)
         return layer
 
-    def _follow(self, linear: nn.Linear) -> None:
+    def _follow(self, source: nn.Module) -> None:
         """Take over the mode of the layer that the weight is from, and how that weight was made."""
-        self.train(linear.training)
-        self.origin = noted_origin(linear)
+        self.train(source.training)
+        self.origin = source.origin if isinstance(source, Sparse24Linear) else noted_origin(source)
 
     @classmethod
     def _checked_dtype(cls, dtype: torch.dtype) -> torch.dtype:
@@ -362,6 +362,13 @@ class Sparse24Linear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._settle()  # torch.load may have put it on another device
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse torch.jit.script, which calls this for each module of a model."""
+        raise UnsupportedError(
+            f"torch.jit.script: expected a model without a {type(self).__name__}, whose forward TorchScript "
+            "can't compile; use torch.jit.trace or torch.export"
+        )
 
     # State --------------------------------------------------------------------------------------------
 

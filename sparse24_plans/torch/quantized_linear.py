@@ -157,7 +157,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             layer.weight_scale.copy_(scale)
             if layer.input_scale is not None:
                 layer.input_scale.fill_(_checked_scale(input_scale))
-        layer._follow(linear)
+        layer._follow(sparse)
         return layer
 
     def padded(self, values: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:

@@ -132,7 +132,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
             rule=scale_rule,
         )
         layer = cls.from_weight(weight, sparse.bias, in_features=linear.in_features, **options)
-        layer._follow(linear)
+        layer._follow(sparse)
         layer.to(linear.weight.device)
         return layer
 

@@ -19,6 +19,7 @@ from sparse24_plans.torch import (
     calibrate,
     calibrated_block,
     fuse_gated,
+    linear,
     to_sparse24,
 )
 from sparse24_plans.torch.conv1d import linear_of
@@ -510,6 +511,15 @@ def test_a_layer_made_alone_says_that_its_weight_was_calibrated(name, made):
     layer = LAYERS[made](model.get_submodule(report.layers[0].name))
     other = Sparse24Linear.from_linear(nn.Linear(8, 8))
     assert (layer.origin, other.origin) == ({"calibrated": "wanda"}, {})
+
+
+@pytest.mark.parametrize("made", LAYERS)
+def test_the_mark_of_a_calibrated_weight_is_read_once_for_a_layer(made, monkeypatch):
+    dense, read = nn.Linear(16, 16, dtype=torch.bfloat16), []
+    dense.weight.data = torch.ops.sparse24.prune(dense.weight.data)
+    monkeypatch.setattr(linear, "noted_origin", lambda module: read.append(module) or {"calibrated": "wanda"})
+    assert LAYERS[made](dense).origin == {"calibrated": "wanda"}
+    assert read == [dense]
 
 
 CHANGED = {

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from sparse24_plans.torch import Sparse24Linear
 from sparse24_plans.torch.activations import movable
@@ -238,3 +239,52 @@ def test_loading_leaves_parameters_frozen_or_trained(assign, learns):
     layer = Sparse24Linear.from_linear(dense_layer(), trainable=True).requires_grad_(learns)
     layer.load_state_dict(state(layer), assign=assign)
     assert [one.requires_grad for one in layer.parameters()] == [learns] * 2
+
+
+def with_tensors_of_its_users(kind: str, filling: float) -> nn.Module:
+    layer = filled(kind)
+    layer.register_buffer("importance", torch.full((3,), filling))
+    layer.register_buffer("scratch", torch.zeros(3), persistent=False)
+    layer.gain = nn.Parameter(torch.full((2,), filling))
+    layer.beside = nn.Linear(2, 2)
+    return layer
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@every_kind
+def test_tensors_and_modules_that_users_put_into_a_layer_are_saved_and_loaded(kind, assign):
+    layer, other = (nn.Sequential(with_tensors_of_its_users(kind, one)) for one in (1.0, 2.0))
+    found = state(layer)
+    assert {"0.importance", "0.gain", "0.beside.weight"} < found.keys()
+    assert "0.scratch" not in found
+    other.load_state_dict(found, assign=assign)
+    assert all(torch.equal(movable(one), movable(other.state_dict()[name])) for name, one in found.items())
+    assert isinstance(other[0].gain, nn.Parameter)
+    missing = other.load_state_dict(nn.Sequential(filled(kind)).state_dict(), strict=False).missing_keys
+    assert missing == ["0.gain", "0.importance", "0.beside.weight", "0.beside.bias"]
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*importance.*beside\.weight"):
+        nn.Sequential(filled(kind)).load_state_dict(found)
+
+
+COMPUTED = {
+    "prune": lambda layer: prune.l1_unstructured(layer, "values", 0.5),
+    "prune the bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+    "weight_norm": lambda layer: nn.utils.weight_norm(layer, "values"),
+    "parametrize the bias": lambda layer: parametrize.register_parametrization(
+        layer, "bias", nn.Hardtanh(-0.01, 0.01)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("way", COMPUTED)
+def test_tensors_that_pytorchs_utilities_compute_from_others_survive_a_state(way, assign):
+    torch.manual_seed(2)
+    layers = [Sparse24Linear.from_linear(nn.Linear(64, 96).to(DEVICE), trainable=True) for _ in range(2)]
+    for layer in layers:
+        COMPUTED[way](layer)
+    assert not same(*layers)
+    layers[1].load_state_dict(state(layers[0]), assign=assign)
+    assert same(*layers)
+    layers[1](randn(5, 64)).sum().backward()

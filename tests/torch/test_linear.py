@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import numpy as np
@@ -338,6 +339,24 @@ def test_it_compiles_in_one_graph():
     for n in (5, 3, 17):
         x = randn(n, 60)
         assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
+@every_kind
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_traced_layer_gives_the_same_bits_for_other_batches(kind, learns):
+    layer, file = filled(kind).to(DEVICE).requires_grad_(learns and kind == "plain"), io.BytesIO()
+    x = randn(3, 64, dtype=torch.bfloat16)
+    torch.jit.save(torch.jit.trace(nn.Sequential(layer), x[:2]), file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@every_kind
+def test_scripting_is_refused_with_what_to_use_instead(kind):
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.script: .* use torch\.jit\.trace or"):
+        torch.jit.script(nn.Sequential(filled(kind)))
 
 
 PLACES = {
