@@ -23,7 +23,7 @@ _KINDS = {
         *("transformer.w.weight", "*_token.weight", "*_tokens.weight", "*codebook.weight", "*position_enc"),
     ),
     "table of queries": (
-        *("*.query", "*latent_query", "*latents", "*latents_?d"),
+        *("*projector.query", "*latent_query", "*latents", "*latents_?d"),
         *("*query_feat.weight", "*queries_features.weight"),
     ),
     "table of biases": (
