@@ -37,6 +37,8 @@ _KINDS = {
     "hyper-connection": ("*_hc.fn", "*hc_fn"),  # few rows that mix the streams of a residual
     # 2:4 along the columns of these would go along outputs.
     "transposed projection": ("*mm_input_projection_weight", "*prompts_visual_projection"),
+    "weight of an nn.MultiheadAttention": ("*in_proj_weight",),
+    "weight of a recurrent layer": ("*weight_ih_l*", "*weight_hh_l*", "*weight_hr_l*"),
     "router": ("*.gate.weight", "*.gate.wg.*", "*router*", "*shared_expert_gate.*"),
     "output head": (
         *("*lm_head*", "*classif*", "*score.weight", "*qa_outputs.*", "*predictions.decoder.*"),
@@ -45,8 +47,8 @@ _KINDS = {
     "adapter": ("*lora_*",),
 }
 DEFAULT_EXCLUDE = {pattern: kind for kind, patterns in _KINDS.items() for pattern in patterns}
-"""Patterns of names of tensors that stay dense unless included, because they aren't multiplied, are small, or
-cost much accuracy for few bytes.
+"""Patterns of names of tensors that stay dense unless included: no layer of ours multiplies them, they are
+small, or they cost much accuracy for few bytes.
 
 The patterns serve checkpoints and models in memory. The values say what the tensors are.
 """

@@ -136,7 +136,7 @@ def test_the_default_exclusion_can_be_overridden(files, pattern):
     assert compress_checkpoint(source, out, include=[name])[0].action == "compressed"
 
 
-TABLES = {
+STAY_DENSE = {
     "mlp.experts.gate_up_proj_bias": "table of biases",
     "experts.w1.bias": "table of biases",
     "layers.0.attn.rel_pos_h": "table of biases",
@@ -163,16 +163,25 @@ TABLES = {
     "model.layers.0.attn_hc.fn": "hyper-connection",  # DeepSeek-V4
     "model.hc_head.hc_fn": "hyper-connection",
     "multi_modal_projector.mm_input_projection_weight": "transposed projection",  # Gemma 3
+    "encoder.layers.0.self_attn.in_proj_weight": "weight of an nn.MultiheadAttention",
+    "lstm.weight_ih_l0_reverse": "weight of a recurrent layer",
+    "lstm.weight_hh_l1": "weight of a recurrent layer",
 }
-MULTIPLIED = ("layer.weight", "attention.self.query.weight", "latent_proj.weight", "w.weight")
+MULTIPLIED = (
+    "layer.weight",
+    "mixer.in_proj.weight",
+    "attention.self.query.weight",
+    "latent_proj.weight",
+    "w.weight",
+)
 
 
-def test_tables_that_nothing_multiplies_stay_dense(files):
+def test_what_no_layer_of_ours_multiplies_stays_dense(files):
     source, out = files
-    dense_file(source, {name: random_array((8, 8)) for name in (*TABLES, *MULTIPLIED)})
+    dense_file(source, {name: random_array((8, 8)) for name in (*STAY_DENSE, *MULTIPLIED)})
     reports = {one.name: one for one in compress_checkpoint(source, out)}
     assert {reports.pop(name).action for name in MULTIPLIED} == {"compressed"}
-    assert {name: one.reason.split(",")[0] for name, one in reports.items()} == TABLES
+    assert {name: one.reason.split(",")[0] for name, one in reports.items()} == STAY_DENSE
 
 
 def test_a_type_that_nobody_knows_is_copied(files):
