@@ -64,7 +64,8 @@ def export(
 ) -> None:
     """Write plans for C programs: kernels, tables and the code.
 
-    Exports the product of each combination and the plan that packs its weight. Needs NVRTC, and no GPU.
+    Exports the product of each combination and, without --weights, the plan that packs its weight. Needs
+    NVRTC, and no GPU.
     """
     most = tokens_of(n)
     if len(most) != 1 or most[0] == 0:
