@@ -202,7 +202,7 @@ def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
     largest = max(product.product_tokens, one.rows, one.cols, problem.batch * one.heads)
     if largest >= _MOST:
         return f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
-    if (needed := sum(_inflated_bytes(problem))) > INT64_MAX:
+    if (needed := sum(_inflated_bytes(product))) > INT64_MAX:
         return f"a dense matrix and its copies of {needed} bytes exceed every memory"
     return _transposes(product.aligned_operands) or beyond_alpha(problem.alpha)
 
@@ -214,14 +214,13 @@ def softmax(problem: BlockSparseSoftmaxDescriptor) -> str | None:
 def inflated_regions(problem: BlockSparseMatmulDescriptor) -> tuple[int, int, int]:
     """Workspace bytes of the sparse matrix as a dense one, of operands that are copied to aligned rows, and
     of the product if it is no C yet."""
-    dense, copied, product = _inflated_bytes(problem)
+    dense, copied, product = _inflated_bytes(KernelProblem(problem))
     return 0 if problem.packed else dense, copied, product
 
 
-def _inflated_bytes(problem: BlockSparseMatmulDescriptor) -> tuple[int, int, int]:
+def _inflated_bytes(product: KernelProblem) -> tuple[int, int, int]:
     """Bytes of ``inflated_regions``, and of the dense matrix even if it was packed before."""
-    one, sampled = problem.layout, problem.op is BlockSparseOp.SDD
-    product = KernelProblem(problem)
-    size = (problem.out_element if sampled else problem.element).itemsize
+    problem, one = product.desc, product.desc.layout
+    size = (problem.out_element if product.sampled else problem.element).itemsize
     dense = problem.batch * one.heads * one.rows * one.cols * size
     return align_up(dense), prepared_bytes(product.aligned_operands), align_up(product.product_bytes)

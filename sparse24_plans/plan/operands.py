@@ -183,7 +183,9 @@ def _check_for(
     if operand.role is Role.WEIGHT:
         return _WeightCheck(operand, _layouts_of(operand, layouts), needed.address, home)
     if operand.packing is not None:
-        return _PackedCheck(operand, operand.packing, _address_alignment(operand, needed), layouts, home)
+        return _PackedCheck(
+            operand, operand.packing, _view_alignments(operand, needed, layouts), layouts, home
+        )
     return _TensorCheck(operand, Alignment(_address_alignment(operand, needed), needed.line), home)
 
 
@@ -365,19 +367,24 @@ class _WeightCheck:
 
 
 class _PackedCheck:
-    __slots__ = ("_alignment", "_home", "_layouts", "_operand", "_packing")
+    __slots__ = ("_alignments", "_home", "_layouts", "_operand", "_packing")
 
     def __init__(
-        self, operand: Operand, packing: Packing, alignment: int, layouts: tuple[str, ...], home: Device
+        self,
+        operand: Operand,
+        packing: Packing,
+        alignments: Mapping[str, int],
+        layouts: tuple[str, ...],
+        home: Device,
     ) -> None:
-        self._operand, self._packing, self._alignment = operand, packing, alignment
+        self._operand, self._packing, self._alignments = operand, packing, alignments
         self._layouts, self._home = layouts, home
 
     def __call__(self, args: Args, views: Views) -> None:
         name = self._operand.argument
         for part, view in self._packing.unpack(getattr(args, name), name, self._layouts, self._home).items():
             if 0 not in view.shape:
-                check_alignment(name, view.address, max(self._alignment, view.element.itemsize))
+                check_alignment(name, view.address, self._alignments[part])
             views[part] = view
 
 

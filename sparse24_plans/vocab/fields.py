@@ -61,6 +61,7 @@ def _encodable(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 """A string without lone surrogates, which JSON can't hold."""
+INT32_MAX = 2**31 - 1  # the largest C int
 INT64_MAX = 2**63 - 1  # the largest size of a dimension
 
 
@@ -104,7 +105,7 @@ Size = Annotated[int, Integer(most=INT64_MAX)]
 """The size of a dimension."""
 Eights = Annotated[int, Integer(most=INT64_MAX, multiple_of=8)]
 """The size of a dimension, a multiple of 8."""
-DriverInt = Annotated[int, Integer(most=(1 << 31) - 1)]
+DriverInt = Annotated[int, Integer(most=INT32_MAX)]
 """A number that the CUDA driver gives as an int. Exported folders compare it with the driver's."""
 
 

@@ -23,6 +23,7 @@ from ...errors import BackendUnavailableError, UnsupportedError
 from ...plan.kernel import Choice
 from ...plan.operands import Alignment, Views, leading_dimension
 from ...vocab import CUSPARSELT_LAYOUT, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
+from ...vocab.fields import INT32_MAX
 from ...weights import canonical
 from ...weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from ..descriptor import GemmSparse24Descriptor
@@ -44,8 +45,6 @@ _ATTRIBUTES = {
     "split_k_mode": abi.SPLIT_K_MODE,
     "split_k_buffers": abi.SPLIT_K_BUFFERS,
 }
-_MOST_NUMBER = 2**31 - 1
-"""The library's attributes are C ints. Python's ctypes would cut off the rest of a larger number."""
 # Pairs of split-K and mode (one kernel, two kernels) to try. The library lets one choose except on Hopper.
 _SPLITS = tuple((split, mode) for split in (2, 4, 8) for mode in (1, 2))
 # Algorithms that end the CUDA context with an illegal instruction for every n, as measured on an H200. The
@@ -72,7 +71,8 @@ class Kernel(GemmKernel):
         desc, device, self._configuration = self.descriptor, choice.device, choice.configuration
         self._ordinal, self._version = device.ordinal, device.cusparselt
         for name, number in self._configuration.items():
-            if name not in _ATTRIBUTES or not 0 <= number <= _MOST_NUMBER:
+            # The library's attributes are C ints, and ctypes would cut off the rest of a larger number.
+            if name not in _ATTRIBUTES or not 0 <= number <= INT32_MAX:
                 raise UnsupportedError(f"configuration: {self.entry.name} has no {name} {number}")
         allowed = choice.preference.max_workspace_bytes
         if is_sizing():

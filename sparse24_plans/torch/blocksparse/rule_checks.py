@@ -7,13 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from ...blocksparse.shape import BLOCK_SIZES
+from ...blocksparse.shape import BLOCK_SIZES, MOST
 from ...errors import InvalidProblemError, shown
 from ...vocab import checked_flag, integer
 from ...vocab.fields import checked_integer
-
-_MOST = 2**31 - 1
-"""The largest count: sizes of layouts are below it."""
 
 
 def checked_ranges(starts: object, ends: object) -> tuple[list[int], list[int] | None]:
@@ -34,8 +31,8 @@ def checked_ranges(starts: object, ends: object) -> tuple[list[int], list[int] |
 
 
 def counted(name: str, given: object, least: int = 0) -> int:
-    """``given`` as an int. Raises InvalidProblemError unless it is a count from ``least``."""
-    return checked_integer(name, given, least, _MOST)
+    """``given`` as an int. Raises InvalidProblemError unless a layout can have so many, from ``least`` on."""
+    return checked_integer(name, given, least, MOST)
 
 
 def counts(name: str, given: object, least: int = 0) -> list[int]:
