@@ -53,6 +53,13 @@ __device__ __forceinline__ u32 spread_signs(u32 pair) {
   return mask;
 }
 
+// Transposes an 8 x 8 matrix of 16-bit elements, of which a lane has two neighbours of a row. A whole warp calls it.
+__device__ __forceinline__ u32 transpose_8x8(u32 pair) {
+  u32 found;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
+  return found;
+}
+
 using Ring = PipelineState<Config::kPipelineStages>;
 using Products = WarpgroupProducts<Config>;
 
@@ -64,17 +71,22 @@ struct Producer {
   const PipelineGroup pipeline;
   u32 sequence = 0, tiles = 0;  // so far
 
-  // Loads the streamed rows from `start` on, and for rows of Q their bases and deltas.
-  __device__ __forceinline__ void load_tiles(u32 matrix, u32 start) {
+  // Loads a piece of the streamed rows of a table entry, for rows of Q with their bases and deltas.
+  __device__ __forceinline__ void load_tiles(u32 matrix, int entry, u32 piece) {
     const PipelineGroup pipeline{Config::kPipelineGroups == 1 ? this->pipeline.base : made_here(this->pipeline.base)};
     const u32 stage = made_here(tiles % Config::kPipelineStages), full = pipeline.full(stage);
     matrix = made_here(matrix);
+    const u32 start = (u32)p.tables.entries[entry] * Config::kBlock + piece * Config::kTile;
+    u32 block = (u32)entry;
+    if constexpr (Config::kStores) block = (u32)p.places[entry];
+    if constexpr (Config::kStored) block += load_shared_as<u32>(pipeline.work(sequence) + WorkTile::kBlocksBeforeAt);
     barrier_wait(pipeline.empty(stage), ~(tiles / Config::kPipelineStages) & 1);
     store_shared(pipeline.start(stage), start);
     if constexpr (Config::kDropout && Config::kStationaryKv) store_shared(pipeline.matrix(stage), matrix);
-    barrier_arrive_expect_tx(full, 2 * (Config::kTileBytes + Config::kRowStatBytes));
+    if constexpr (Config::kStores) store_shared(pipeline.block(stage), block);
+    barrier_arrive_expect_tx(full, Config::kStageBytes + 2 * Config::kRowStatBytes);
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
+    for (int which = 0; which < (Config::kLoads ? 1 : 2); ++which) {
 #pragma unroll
       for (int box = 0; box < Config::kBoxes; ++box)
         load_box(pipeline.tile(stage, which) + box * Config::kBoxBytes, &p.streamed_maps[which], box * 64, start,
@@ -83,6 +95,10 @@ struct Producer {
         bulk_load(pipeline.line(stage, which), (which ? p.deltas : p.bases) + (i64)matrix * p.queries + start,
                   Config::kRowStatBytes, full);
     }
+    if constexpr (Config::kLoads)
+      bulk_load(pipeline.tile(stage, 1),
+                (const u8*)p.score_gradients + (i64)block * Config::kBlockBytes + piece * Config::kPieceBytes,
+                Config::kPieceBytes, full, kEvictFirst);
     ++tiles;
   }
 
@@ -96,7 +112,8 @@ struct Producer {
     store_shared(work, place.matrix);
     const u32 head = Entries::head(p, work, 0) * p.matrix_tiles;
     store_shared(work + WorkTile::kBlockLineAt, (u32)p.tables.order[head + place.line] - head);
-    const u32 batch = Config::kLengths ? Entries::batch(p, work) : 0;
+    const u32 batch = Config::kLengths || Config::kStored ? Entries::batch(p, work) : 0;
+    if constexpr (Config::kStored) store_shared(work + WorkTile::kBlocksBeforeAt, batch * p.blocks);
     const int rows = valid_cells<Config>(p.queries, p.tables.q_lengths, batch);
     const int keys = valid_cells<Config>(p.keys, p.tables.kv_lengths, batch);
     store_shared(work + WorkTile::kRowsAt, (u32)rows), store_shared(work + WorkTile::kKeysAt, (u32)keys);
@@ -130,15 +147,11 @@ struct Producer {
     for (u32 one = 0; one < heads(); ++one) {
       const Entries entries(p, pipeline.work(sequence), one);
       const u32 matrix = Entries::matrix(p, pipeline.work(sequence), one);
-      const int* from = entries.first;
-      int entry = entries.count > 0 ? *from : 0;
+      const int first = (int)(entries.first - p.tables.entries), end = first + entries.count;
 #pragma unroll 1
-      for (int left = entries.count; left > 0; --left) {
-        const u32 start = (u32)entry * Config::kBlock;
-        if (left > 1) entry = *++from;  // loads while the producer waits for a stage
+      for (int entry = first; entry < end; ++entry)
 #pragma unroll 1
-        for (u32 piece = 0; piece < Config::kPieces; ++piece) load_tiles(matrix, start + piece * Config::kTile);
-      }
+        for (u32 piece = 0; piece < Config::kPieces; ++piece) load_tiles(matrix, entry, piece);
     }
   }
 
@@ -180,8 +193,9 @@ struct ConsumerMainloop {
     const int start = (int)uniform(pipeline.start(one.stage));
     if constexpr (Config::kLengths) {
       const int end = (Config::kStationaryKv ? work.rows : work.keys) - start;
-      if (end < Config::kTile)  // two tiles, in boxes that lie behind one another
-        clear_rows<Config::kTile, 2 * Config::kBoxes>(pipeline.tile(one.stage, 0), max(end, 0), 1 + threadIdx.x / 128);
+      if (end < Config::kTile)  // two tiles, or with dS one, in boxes that lie behind one another
+        clear_rows<Config::kTile, (Config::kLoads ? 1 : 2) * Config::kBoxes>(pipeline.tile(one.stage, 0), max(end, 0),
+                                                                             1 + threadIdx.x / 128);
     }
     return start;
   }
@@ -288,11 +302,68 @@ struct ConsumerMainloop {
     }
   }
 
+  // Address in a block of dS, or in a tile's part of it, of the 16 bytes that a thread has of 16 keys and 16 queries.
+  static __device__ __forceinline__ u32 fragment(u32 keys, u32 queries) {
+    return ((keys * (Config::kBlock / 16) + queries) * 32 + threadIdx.x % 32) * 16;
+  }
+  __device__ __forceinline__ u32 rows_of_16() const { return group * 4 + threadIdx.x % 128 / 32; }  // in the block
+
+  // Stores dS of a tile; `start` is its first row. Rows of keys that are not valid get zeros.
+  __device__ __forceinline__ void store(const u32 (&changes)[Config::kCells / 2], const WorkTile& work) const {
+    const u32 block = load_shared_as<u32>(pipeline.block(at.stage)),
+              start = load_shared_as<u32>(pipeline.start(at.stage));
+    u8* const to =
+        (u8*)p.score_gradients + (i64)block * Config::kBlockBytes + fragment(rows_of_16(), start % Config::kBlock / 16);
+    bool counts[2] = {true, true};
+    if constexpr (Config::kLengths) counts[0] = row(work) < work.keys, counts[1] = row(work) + 8 < work.keys;
+#pragma unroll
+    for (int k = 0; k < Config::kTile / 16; ++k) {
+      const u32* const from = changes + 4 * k;
+      __stcs((uint4*)(to + 512 * k), make_uint4(counts[0] ? from[0] : 0, counts[1] ? from[1] : 0,
+                                                counts[0] ? from[2] : 0, counts[1] ? from[3] : 0));
+    }
+  }
+  // Loads the dS that `store` stored, transposed.
+  __device__ __forceinline__ void load(u32 (&changes)[Config::kCells / 2], u32 stage) const {
+#pragma unroll
+    for (int k = 0; k < Config::kTile / 16; ++k) {
+      u32 words[4];
+      load_shared_words(words, pipeline.tile(stage, 1) + fragment(k, rows_of_16()));
+      changes[4 * k] = transpose_8x8(words[0]), changes[4 * k + 1] = transpose_8x8(words[2]);
+      changes[4 * k + 2] = transpose_8x8(words[1]), changes[4 * k + 3] = transpose_8x8(words[3]);
+    }
+  }
+  // Sums the products of the stored dS and the streamed rows of K.
+  __device__ __forceinline__ void multiply_loaded(float (&sums)[Config::kAccumulators], const WorkTile& work) {
+    u32 changes[Config::kCells / 2], next[Config::kCells / 2];
+    take(work, at);
+    load(changes, at.stage);
+#pragma unroll
+    for (int i = 0; i < Config::kAccumulators; ++i) sums[i] = 0.0f;
+    wgmma_fence_operand(sums);
+    release(pipeline.work_empty());
+    for (int left = work.tiles; left > 0; --left) {
+      issue_sums(sums, changes, 0, at.stage);
+      const u32 free = pipeline.empty(at.stage);
+      at.next();
+      if (left > 1) {
+        take(work, at);
+        load(next, at.stage);
+      }
+      wgmma_wait<0>();
+      wgmma_fence_operand(sums);
+      settle(changes);
+      release(free);
+#pragma unroll
+      for (int i = 0; i < Config::kCells / 2; ++i) changes[i] = next[i];
+    }
+  }
+
   // Adds the products of a tile whose P and G are in registers, and with kMore issues S of the next tile.
   template <bool kMore> __device__ __forceinline__ void step(float (&sums)[Config::kResults][Config::kAccumulators],
                                                              float (&scores)[Config::kCells],
                                                              float (&cells)[Config::kCells],
-                                                             u32 (&factors)[Config::kCells / 2]) {
+                                                             u32 (&factors)[Config::kCells / 2], const WorkTile& work) {
     u32 changes[Config::kCells / 2], kept[Config::kCells / 2];
     if constexpr (Config::kOfValues && Config::kDropout) {
       clear_dropped(kept, factors);
@@ -303,6 +374,7 @@ struct ConsumerMainloop {
     if constexpr (Config::kOfScores) {
       differentiate(cells, factors, at.stage);
       Products::round(changes, cells);
+      if constexpr (Config::kStores) store(changes, work);
       issue_sums(sums[0], changes, 0, at.stage);
     }
     const u32 free = pipeline.empty(at.stage);
@@ -357,10 +429,10 @@ struct ConsumerMainloop {
     while (true) {
       finish(scores, cells, factors, start, left > 1, work);
       if (--left == 0) break;
-      step<true>(sums, scores, cells, factors);
+      step<true>(sums, scores, cells, factors, work);
     }
     release(pipeline.work_empty());
-    step<false>(sums, scores, cells, factors);
+    step<false>(sums, scores, cells, factors, work);
   }
 
   __device__ __forceinline__ void write(void* results, const float (&sums)[Config::kAccumulators], float factor,
@@ -384,8 +456,12 @@ struct ConsumerMainloop {
       work.load(place);
       if (work.tiles < 0) break;
       if (work.tiles > 0) {
-        if constexpr (!Config::kStationaryKv) load_rows(work);
-        multiply(sums, work);
+        if constexpr (Config::kLoads) {
+          multiply_loaded(sums[0], work);
+        } else {
+          if constexpr (!Config::kStationaryKv) load_rows(work);
+          multiply(sums, work);
+        }
         work.load(place);  // reloaded, so that no register had to keep it
       } else {
         release(pipeline.work_empty());

@@ -50,6 +50,8 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
   static_assert((16 + 4 * kPiecesPerStep) * kPipelineStages + 48 <= kPipelineBytes,
                 "barriers, what the work is, first keys of the pieces of each stage");
 
+  // Steps of 16 columns of Q that consumers hold in registers; 0: the tensor cores read Q from shared memory.
+  static constexpr int kQuerySteps = kHead > 96 && kHead <= 128 && !kDropout ? (kHead + 15) / 16 : 0;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
@@ -239,6 +241,7 @@ struct ConsumerMainloop {
   u32 work_parity = 0;
   float most[2], sum[2];  // largest score so far, before the scale; this thread's part of the sum of exponentials
   u32 weights[Config::kCells / 2];  // P, rounded
+  u32 queries[Config::kQuerySteps + 1][4];
 
   // Returns the thread's first row.
   __device__ __forceinline__ int row(const WorkTile& work) const {
@@ -253,8 +256,30 @@ struct ConsumerMainloop {
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Config::kCells]) const {
-    const u64 own = Products::Stationary::descriptor(pipeline.query(group));
-    Products::issue_cells<Config::kSign>(scores, own, Products::Tile::descriptor(pipeline.tile(at.stage)));
+    const u64 tile = Products::Tile::descriptor(pipeline.tile(at.stage));
+    if constexpr (Config::kQuerySteps) {
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < Config::kQuerySteps; ++k) {
+        const u64 right = tile + k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Products::Tile::kStep;
+        if (k == 0) wgmma_signed<Config::kElement, 0, Config::kSign>(scores, queries[k], right);
+        else wgmma_signed<Config::kElement, 1, Config::kSign>(scores, queries[k], right);
+      }
+      wgmma_commit();
+    } else {
+      Products::issue_cells<Config::kSign>(scores, Products::Stationary::descriptor(pipeline.query(group)), tile);
+    }
+  }
+  // Loads the warpgroup's rows of Q as fragments of A, and releases the work tile.
+  __device__ __forceinline__ void load_queries() {
+    if constexpr (Config::kQuerySteps) {
+      const u32 lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+      for (int k = 0; k < Config::kQuerySteps; ++k)
+        ldmatrix_x4(queries[k], pipeline.query(group) + k / 4 * Config::kStationaryBoxBytes + row * 128 +
+                                    ((k % 4 * 2 + lane / 16) ^ row % 8) * 16);
+      release(pipeline.work_empty());
+    }
   }
   __device__ __forceinline__ void issue_values(float (&out)[Config::kAccumulators], u32 stage) const {
     Products::issue_sums(out, weights, Products::Summed::descriptor(pipeline.tile(stage)));
@@ -308,7 +333,8 @@ struct ConsumerMainloop {
     }
   }
 
-  // Replaces scores by exponentials, and returns in `factor` what the sums so far are multiplied by.
+  // Replaces scores by exponentials, and returns in `factor` what the sums so far are multiplied by: 1 unless a score
+  // exceeds the base so far by more than 8 powers of 2.
   template <bool kFirst> __device__ __forceinline__ void softmax(float (&scores)[Config::kCells], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -318,9 +344,10 @@ struct ConsumerMainloop {
       for (int j = 0; j < Config::kTile / 8; ++j)
         top = fmaxf(top, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
       top = quad_max(top);
+      if (!kFirst && (top - before) * p.scale <= 8.0f) top = before;
       most[half] = top;
       const float base = top == -infinity() ? 0.0f : top * p.scale;
-      factor[half] = kFirst ? 0.0f : power_of_2(__fmaf_rn(before, p.scale, -base));
+      factor[half] = kFirst ? 0.0f : top == before ? 1.0f : power_of_2(__fmaf_rn(before, p.scale, -base));
       float total = 0.0f;
 #pragma unroll
       for (int j = 0; j < Config::kTile / 8; ++j)
@@ -345,6 +372,7 @@ struct ConsumerMainloop {
     float scores[Config::kCells], factor[2];
     u32 starts[Config::kPiecesPerStep];
     const int tiles = work.tiles();
+    load_queries();
 #pragma unroll
     for (int i = 0; i < Config::kAccumulators; ++i) out[i] = 0.0f;
     barrier_wait(pipeline.full(at.stage), at.parity);
@@ -381,10 +409,12 @@ struct ConsumerMainloop {
       release(pipeline.empty(at.stage));
       at.next();
       Products::round(weights, scores);
+      if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
-      for (int i = 0; i < Config::kAccumulators; ++i) out[i] *= factor[i / 2 % 2];
+        for (int i = 0; i < Config::kAccumulators; ++i) out[i] *= factor[i / 2 % 2];
+      }
     }
-    release(pipeline.work_empty());
+    if constexpr (!Config::kQuerySteps) release(pipeline.work_empty());
     barrier_wait(pipeline.full(at.stage), at.parity);
     clear_values(work);
     issue_values(out, at.stage);

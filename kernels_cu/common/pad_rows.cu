@@ -7,7 +7,7 @@
 // barriers   none
 // registers  32 bytes in flight
 //
-// thread    | load the aligned 32 bytes round its elements, or near an end single ones | store 16 bytes | next ..
+// thread    | load the aligned 32 bytes round its elements, or near the end single ones | store 16 bytes | next ..
 #include "common/params/pad_rows.cuh"
 #include "ptx/async.cuh"
 
@@ -42,6 +42,14 @@ __device__ __forceinline__ uint4 bytes_from(const uint4& first, const uint4& sec
                     __funnelshift_r(words[2], words[3], bits), __funnelshift_r(words[3], words[4], bits));
 }
 
+// Returns the first `count` of 16 bytes, and zeros behind them.
+__device__ __forceinline__ uint4 first_bytes(const uint4& bytes, u32 count) {
+  const auto first = [count](u32 word, u32 at) {
+    return count >= at + 4 ? word : count <= at ? 0 : word & ((1u << 8 * (count - at)) - 1);
+  };
+  return make_uint4(first(bytes.x, 0), first(bytes.y, 4), first(bytes.z, 8), first(bytes.w, 12));
+}
+
 // Copies a thread's vectors. Index is the type of their numbers: dividing 64-bit integers takes longer than copying.
 template <class Index> __device__ __forceinline__ void copy(const PadRowsParams& p) {
   const Index vectors = p.rows * p.row_vectors, row_vectors = p.row_vectors, step = gridDim.x * Config::kThreads;
@@ -52,9 +60,10 @@ template <class Index> __device__ __forceinline__ void copy(const PadRowsParams&
     const i64 column = (i64)(i - row * row_vectors) * Config::kVector, inside = p.columns - column;
     const i64 at = (i64)row * p.columns + column, aligned = at / Config::kVector * Config::kVector;
     Vector found;
-    if (inside >= Config::kVector && aligned + 2 * Config::kVector <= cells) {
+    if (aligned + 2 * Config::kVector <= cells) {
       const uint4* const from = (const uint4*)(matrix + aligned);
       found.whole = bytes_from(from[0], from[1], (u32)(at - aligned) * Config::kBytes);
+      if (inside < Config::kVector) found.whole = first_bytes(found.whole, (u32)inside * Config::kBytes);
     } else {
 #pragma unroll
       for (int j = 0; j < Config::kVector; ++j) found.cells[j] = j < inside ? matrix[at + j] : (Cell)0;

@@ -12,6 +12,14 @@ __device__ __forceinline__ void cp_async_16_if(bool copies, u32 to, const void* 
                "l"(from), "r"(keep ? 16 : 0), "r"((int)copies));
 }
 
+// `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+               "%4;"
+               :
+               : "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+               : "memory");
+}
 // Loads a box of a 3-D tensor. Elements outside of the tensor are zero.
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, u32 column, u32 row, u32 matrix, u32 barrier,
                                          u64 policy) {

@@ -32,6 +32,25 @@ __device__ __forceinline__ void wgmma_signed(float (&d)[kCount], u64 a, u64 b) {
   }
 }
 
+// The same with A in registers.
+template <ElementKind kElement, int kAdd, int kSign, int kCount>
+__device__ __forceinline__ void wgmma_signed(float (&d)[kCount], const u32 (&a)[4], u64 b) {
+  static_assert(kCount == 32 || kCount == 64, "no wgmma of this width");
+  if constexpr (kCount == 32 && !kAdd) {
+    S24_WGMMA("64", S24_D32, "=f", S24_N32, "{%32, %33, %34, %35}, %36, 0, 1, %37, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+              "r"(a[3]), "l"(b), "n"(kSign));
+  } else if constexpr (kCount == 32) {
+    S24_WGMMA("64", S24_D32, "+f", S24_N32, "{%32, %33, %34, %35}, %36, 1, 1, %37, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+              "r"(a[3]), "l"(b), "n"(kSign));
+  } else if constexpr (!kAdd) {
+    S24_WGMMA("128", S24_D64, "=f", S24_N64, "{%64, %65, %66, %67}, %68, 0, 1, %69, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+              "r"(a[3]), "l"(b), "n"(kSign));
+  } else {
+    S24_WGMMA("128", S24_D64, "+f", S24_N64, "{%64, %65, %66, %67}, %68, 1, 1, %69, 0", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+              "r"(a[3]), "l"(b), "n"(kSign));
+  }
+}
+
 // Issues a step of 16 k: D = A * B, or += where kAdd is 1, with A in registers and B N-major in shared memory.
 template <ElementKind kElement, int kAdd, int kCount>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kCount], const u32 (&a)[4], u64 b) {

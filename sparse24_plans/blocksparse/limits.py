@@ -174,6 +174,12 @@ def backward_workspace(problem: BlockSparseAttentionDescriptor) -> int:
     return 8 * rows_of_queries(problem) + MOST_PASSES * COUNTER_BYTES
 
 
+def score_gradient_bytes(problem: BlockSparseAttentionDescriptor) -> int:
+    """Bytes of an element for each score of the kept blocks."""
+    one = problem.layout
+    return problem.batch * one.blocks * one.block**2 * problem.element.itemsize
+
+
 _MOST_CORNER, _MOST_OFFSET, _MOST_STRIDE = 127, 255, 8
 """Limits of TMA's im2col mode."""
 _BEYOND_PIXELS = 1 << 12

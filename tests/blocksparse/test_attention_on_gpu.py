@@ -15,8 +15,10 @@ from sparse24_plans import (
     BlockSparseLayout,
     BlockSparseShape,
     DeviceProperties,
+    UnsupportedError,
     explain,
 )
+from sparse24_plans.blocksparse import limits
 
 from ..sample_devices import A100, H200
 from .problems import (
@@ -38,11 +40,14 @@ every_head_size = pytest.mark.parametrize("head_size", [32, 64, 72, 96, 128, 160
 every_large_head = pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 
 
-def plan_of(layout: BlockSparseLayout, **fields: Any) -> BlockSparseAttentionPlan:
+def plan_of(
+    layout: BlockSparseLayout, *, device: Any = 0, most: int | None = None, **fields: Any
+) -> BlockSparseAttentionPlan:
+    """A plan that may ask for ``most`` bytes of workspace."""
     desc = BlockSparseAttentionDescriptor(
         **{"layout": layout, "element": "bf16", "head_size": 64, "batch": 2, **fields}
     )
-    plan = BlockSparseAttentionPlan.select(desc, device=0)
+    plan = BlockSparseAttentionPlan.select(desc, device=device, preference={"max_workspace_bytes": most})
     assert plan.explain().chosen == ROWS[desc.op]
     return plan
 
@@ -118,6 +123,33 @@ def test_the_other_side_is_limited_too():
     shape = BlockSparseShape(heads=4, rows=64, cols=2**24, block=64, blocks=100)
     reasons = {name: reason for name, _, reason in explained(op="backward", layout=shape, batch=2**11).rows}
     assert "2147483648 block columns exceed the kernel's limit" in reasons[ROWS["backward"]]
+
+
+@every_block
+def test_gradients_of_scores_are_stored_where_the_workspace_has_room(block):
+    layout = random_layout(heads=4, rows=3, cols=5, block=block)
+    size = 2 * 3 * layout.shape.blocks * block * block  # 2 bytes for each score of three batch elements
+    fields = {"layout": layout, "op": "backward", "batch": 3, "device": H200}
+    plan, least = (
+        plan_of(**fields),
+        plan_of(**fields, most=limits.backward_workspace(plan_of(**fields).descriptor)),
+    )
+    assert f"gradients of scores in {size} bytes" in str(plan.explain())
+    assert f"gradients of scores computed twice instead of in {size} bytes" in str(least.explain())
+    assert 0 <= plan.workspace_size() - least.workspace_size() - size < 256
+    assert plan_of(**fields, most=plan.workspace_size()).workspace_size() == plan.workspace_size()
+    assert plan_of(**fields, most=plan.workspace_size() - 1).workspace_size() == least.workspace_size()
+    with pytest.raises(UnsupportedError, match="max_workspace_bytes"):
+        plan_of(**fields, most=least.workspace_size() - 1)
+
+
+def test_gradients_of_scores_take_4_gib_at_most_unless_more_is_allowed():
+    blocks = (4 << 30) // (2 * 128 * 128)
+    for count, stored in ((blocks, True), (blocks + 1, False)):
+        shape = BlockSparseShape(heads=1, rows=1 << 16, cols=1 << 16, block=128, blocks=count)
+        fields = {"layout": shape, "op": "backward", "batch": 1, "device": H200}
+        assert (plan_of(**fields).workspace_size() > 4 << 30) == stored
+        assert plan_of(**fields, most=5 << 30).workspace_size() > 4 << 30
 
 
 # Results ------------------------------------------------------------------------------------------
@@ -394,6 +426,27 @@ def test_bits_of_another_run_and_of_a_batch_alone(op, block):
         assert all(np.array_equal(bits, want[name]) for name, bits in case.run().items())
     last = case_of(plan_of(layout, batch=1, **fields), operands.batch(plan.descriptor)).run()
     assert all(np.array_equal(last[name][0], bits[-1]) for name, bits in want.items())
+
+
+@gpu
+@every_block
+@every_head_size
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_bits_of_gradients_do_not_depend_on_the_workspace(block, head_size, causal, lengths, dropout):
+    """Gradients of scores are stored, or computed twice."""
+    layout = random_layout(head_size, heads=4, rows=5, cols=7, block=block)
+    fields = {"op": "backward", "head_size": head_size, "causal": causal, "lengths": lengths}
+    plan = plan_of(layout, dropout=dropout, kv_heads=2, **fields)
+    least = plan_of(
+        layout, dropout=dropout, kv_heads=2, **fields, most=limits.backward_workspace(plan.descriptor)
+    )
+    assert least.workspace_size() < plan.workspace_size()
+    operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
+    want = check(plan, operands)
+    got = case_of(least, operands).run()
+    assert all(np.array_equal(got[name], bits.view(got[name].dtype)) for name, bits in want.items())
 
 
 @gpu

@@ -155,11 +155,18 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
 
 
 def _requests_of(
-    row: BlockSparseEntry, capability: tuple[int, int], problems: Iterable[Descriptor]
+    row: BlockSparseEntry,
+    capability: tuple[int, int],
+    problems: Iterable[Descriptor],
+    *,
+    least_workspace: bool = False,
 ) -> list[Request]:
     device, preference = device_of(capability), PlanPreference(prefer_backend=row.backend)
     with recorded_loads(row.kernel) as found:
         for desc in problems:
+            if least_workspace:
+                least = row.min_workspace(desc)
+                preference = preference.model_copy(update={"max_workspace_bytes": least})
             if serves(row, desc, preference, device):
                 row.kernel(Choice(desc, device, row, preference, {}))
     return found
@@ -191,8 +198,9 @@ def _attention_problems() -> Iterator[BlockSparseAttentionDescriptor]:
 
 @functools.cache
 def attention_requests(row: BlockSparseEntry, capability: tuple[int, int]) -> list[Request]:
-    """Every variant, on Hopper alone."""
-    return _requests_of(row, capability, attention_problems())
+    """Every variant, on Hopper alone: gradients with the workspace they like, and with the least."""
+    found = _requests_of(row, capability, attention_problems())
+    return found + _requests_of(row, capability, attention_problems(), least_workspace=True)
 
 
 @functools.cache

@@ -11,13 +11,14 @@ struct PipelineGroup : PipelineBarriers<Config, PipelineGroup> {
   __device__ __forceinline__ u32 work(u32 count) const {  // address of a work tile's description
     return base + Config::kItemsAt + count % Config::kItems * Config::kItemBytes;
   }
-  // Addresses of a stage's first row, and of its matrix of Q.
+  // Addresses of a stage's first row, of its matrix of Q, and of its block of dS.
   __device__ __forceinline__ u32 start(u32 stage) const {
     return base + Config::kStartsAt + Config::kStartBytes * stage;
   }
   __device__ __forceinline__ u32 matrix(u32 stage) const { return start(stage) + 4; }
+  __device__ __forceinline__ u32 block(u32 stage) const { return start(stage) + 4 + 4 * Config::kDropout; }
   __device__ __forceinline__ u32 tile(u32 stage, u32 which) const {
-    return base + Config::kStagesAt + (stage * 2 + which) * Config::kTileBytes;
+    return base + Config::kStagesAt + stage * Config::kStageBytes + which * Config::kTileBytes;
   }
   __device__ __forceinline__ u32 line(u32 stage, u32 which) const {
     return base + Config::kRowStatsAt + (stage * 2 + which) * Config::kRowStatBytes;
@@ -35,7 +36,8 @@ struct WorkTile {
   int tiles;         // streamed tiles, -1: no work tile
   int rows, keys;    // valid cells of the batch
 
-  static constexpr u32 kBlockLineAt = 4, kTilesAt = 8, kRowsAt = 12, kKeysAt = 16;
+  static constexpr u32 kBlockLineAt = 4, kTilesAt = 8, kRowsAt = 12, kKeysAt = 16,
+                       kBlocksBeforeAt = 20;  // blocks of dS in the batches before, which the producer alone reads
 
   // Loads the description. A whole warp calls it.
   __device__ __forceinline__ void load(u32 at) {

@@ -23,10 +23,16 @@ struct AttentionBackwardWgmmaParams {
   float* deltas;
   // Tables of block columns for dK and dV, of block rows for dQ.
   AttentionTables tables;
+  // Place in the values of each block, column by column.
+  const int* places;
+  // dS of each block, as the kernel stores it: [Z, blocks, block, block]; or null.
+  void* score_gradients;
   // Factor of Q K^T.
   float scale;
   // scale * log2(e).
   float exponent_scale;
+  // Number of kept blocks of all heads.
+  u32 blocks;
   // Number of stationary matrices: Z times the heads of K, or of Q.
   u32 matrices;
   // Number of heads of Q, H.
@@ -60,16 +66,19 @@ static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, lse) == 544);
 static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, bases) == 552);
 static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, deltas) == 560);
 static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, tables) == 568);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, scale) == 616);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, exponent_scale) == 620);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, matrices) == 624);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, heads) == 628);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, kv_heads) == 632);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, heads_per_kv) == 636);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, queries) == 640);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, keys) == 644);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, matrix_tiles) == 648);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, raster_matrices) == 652);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, seed_offset) == 656);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, drop_below) == 664);
-static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, keep_scale) == 668);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, places) == 616);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, score_gradients) == 624);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, scale) == 632);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, exponent_scale) == 636);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, blocks) == 640);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, matrices) == 644);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, heads) == 648);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, kv_heads) == 652);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, heads_per_kv) == 656);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, queries) == 660);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, keys) == 664);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, matrix_tiles) == 668);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, raster_matrices) == 672);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, seed_offset) == 680);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, drop_below) == 688);
+static_assert(S24_OFFSET(AttentionBackwardWgmmaParams, keep_scale) == 692);

@@ -1,7 +1,8 @@
 """Launches ``blocksparse/attention_backward_wgmma.cu``: the gradients of attention over kept blocks, fused.
 
 One launch prepares two numbers for each row of Q. Then one launch over block columns computes dK and dV, for
-large heads one each, and one over block rows dQ.
+large heads one each, and one over block rows dQ. Where the workspace has room for dS, the gradient of the
+scores, the launch for dK stores it and that for dQ loads it; otherwise both compute it, with the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from ..attention import (
     row_bytes,
 )
 from ..descriptor import BlockSparseAttentionDescriptor
-from ..limits import COUNTER_BYTES, MOST_PASSES, backward_workspace, rows_of_queries
+from ..limits import (
+    COUNTER_BYTES,
+    MOST_PASSES,
+    backward_workspace,
+    rows_of_queries,
+    score_gradient_bytes,
+)
+from ..lookup_tables import addresses
 from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_backward_wgmma.cu"
@@ -37,10 +45,12 @@ _LEAST_TILE = 32
 """Least rows of a streamed tile."""
 _ALIGNMENT = 1024
 """Bytes that a pipeline group's shared memory is aligned to."""
-_STAGE_BYTES, _MATRIX_BYTES, _GROUP_BYTES = 20, 4, 96
-"""Bytes of a stage's barriers and first row, with dropout of its matrix, and of a pipeline group's two
-barriers and four descriptions.
+_STAGE_WORDS, _GROUP_BYTES = 5, 112
+"""Words of a stage's barriers and first row, with dropout of its matrix and where dS is stored of its block;
+bytes of a pipeline group's two barriers and four descriptions.
 """
+_MOST_STORED_BYTES = 4 << 30
+"""Most bytes of dS that are stored if ``max_workspace_bytes`` does not allow more."""
 _MOST_TOGETHER = 128
 """Largest head whose dK and dV one launch computes."""
 
@@ -58,6 +68,11 @@ class Pass(NamedTuple):
     def keys(self) -> bool:
         """Whether work tiles are block columns."""
         return "k" in self.stationary
+
+    @property
+    def takes_scores(self) -> bool:
+        """Whether the launch computes dS, or loads it."""
+        return self.gradients != ("dv",)
 
 
 _Q = Pass(0, ("dq",), ("q", "do"), ("k", "v"))
@@ -79,8 +94,13 @@ class AttentionBackwardWgmmaParams(KernelParams):
     bases = field("float*", "lse * log2(e), and infinity where a row sees no key: [Z * H, queries].")
     deltas = field("float*", "Sum of o * d_o over each row: [Z * H, queries].")
     tables = field(AttentionTables, "Tables of block columns for dK and dV, of block rows for dQ.")
+    places = field("const int*", "Place in the values of each block, column by column.")
+    score_gradients = field(
+        "void*", "dS of each block, as the kernel stores it: [Z, blocks, block, block]; or null."
+    )
     scale = field("float", "Factor of Q K^T.")
     exponent_scale = field("float", "scale * log2(e).")
+    blocks = field("u32", "Number of kept blocks of all heads.")
     matrices = field("u32", "Number of stationary matrices: Z times the heads of K, or of Q.")
     heads = field("u32", "Number of heads of Q, H.")
     kv_heads = field("u32", "Number of heads of K and V.")
@@ -95,13 +115,19 @@ class AttentionBackwardWgmmaParams(KernelParams):
 
 
 class _Launch:
-    """A pass as it is launched; ``counter`` is its counter's number."""
+    """A pass as it is launched; ``counter`` is its counter's number, ``stored`` whether dS is stored."""
 
     def __init__(
-        self, desc: BlockSparseAttentionDescriptor, device: DeviceProperties, one: Pass, counter: int
+        self,
+        desc: BlockSparseAttentionDescriptor,
+        device: DeviceProperties,
+        one: Pass,
+        counter: int,
+        *,
+        stored: bool,
     ) -> None:
         self._pass, self._counter = one, counter
-        self._tiling = tiling = Tiling.of(desc, one)
+        self._tiling = tiling = Tiling.of(desc, one, stored=stored)
         self._walk = Walk(desc, one.keys, tiling.groups)
         self.blocks = self._walk.blocks(device)
         self.details = self._walk.details(
@@ -112,10 +138,11 @@ class _Launch:
             "attention_backward_wgmma",
             THREADS,
             device,
-            defines(desc, one),
-            shared_bytes=tiling.groups * _pipeline_bytes(desc, one, tiling.rows, tiling.stages),
+            defines(desc, one, stored=stored),
+            shared_bytes=tiling.groups * _pipeline_bytes(desc, one, tiling, stored=stored),
         )
         self._parameters = AttentionBackwardWgmmaParams(
+            blocks=desc.layout.blocks,
             scale=desc.scale,
             exponent_scale=desc.scale * math.log2(math.e),
             kv_heads=desc.kv_heads,
@@ -130,6 +157,8 @@ class _Launch:
             lse=views["lse"].address,
             bases=workspace,
             deltas=workspace + 4 * rows,
+            score_gradients=workspace + _scores_at(self._walk.problem),
+            places=addresses(views["layout"].address, self._walk.problem.layout)["column_order"],
         )
         for name in one.gradients:
             found.gradients[name == "dv"] = views[name].address
@@ -149,16 +178,23 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self.workspace_size, self.workspace_alignment = backward_workspace(desc), 16
-        self._passes = [_Launch(desc, device, one, counter) for counter, one in enumerate(passes_of(desc))]
+        size, most = score_gradient_bytes(desc), choice.preference.max_workspace_bytes
+        stored = size <= _MOST_STORED_BYTES if most is None else _scores_at(desc) + size <= most
+        if stored:
+            self.workspace_size = _scores_at(desc) + size
+        self._passes = [
+            _Launch(desc, device, one, counter, stored=stored) for counter, one in enumerate(passes_of(desc))
+        ]
         self.launches = 2 + len(self._passes)
-        self.details = "; ".join(one.details for one in self._passes)
+        scores = f"gradients of scores {'in' if stored else 'computed twice instead of in'} {size} bytes"
+        self.details = "; ".join([*(one.details for one in self._passes), scores])
         self._row_blocks = rows_of_queries(desc) * _row_lanes(desc) // _ROW_THREADS
         self._row_function = load(
             _SOURCE,
             "attention_backward_rows",
             _ROW_THREADS,
             device,
-            defines(desc, passes_of(desc)[0]),
+            defines(desc, passes_of(desc)[0], stored=stored),
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -181,6 +217,11 @@ def passes_of(desc: BlockSparseAttentionDescriptor) -> tuple[Pass, ...]:
     return (_KV, _Q) if desc.head_size <= _MOST_TOGETHER else (_K, _V, _Q)
 
 
+def _scores_at(desc: BlockSparseAttentionDescriptor) -> int:
+    """Where the workspace has dS."""
+    return align_up(backward_workspace(desc))
+
+
 def _row_lanes(desc: BlockSparseAttentionDescriptor) -> int:
     """Threads that read a row in the first launch: a power of 2."""
     chunks = -(-desc.head_size // _ROW_ELEMENTS)
@@ -198,38 +239,40 @@ class Tiling(NamedTuple):
     """Pipeline stages of a pipeline group."""
 
     @classmethod
-    def of(cls, desc: BlockSparseAttentionDescriptor, one: Pass) -> Tiling:
+    def of(cls, desc: BlockSparseAttentionDescriptor, one: Pass, *, stored: bool) -> Tiling:
         """The first of these tilings with which two stages fit in shared memory."""
         groups = pipeline_groups(desc)
         # Sums of both gradients, or of a large head, leave registers for 64 rows.
         most = 64 if one is _KV or desc.head_size > _MOST_TOGETHER else desc.layout.block
         # One warpgroup alone has registers for 64 rows and the rest, but not for dropout's words beside them.
         tries = (groups, most), (groups, _LEAST_TILE), (1, _LEAST_TILE if desc.dropout else 64)
-        found = (cls(group, rows, _stages(desc, one, group, rows)) for group, rows in tries)
-        return next(cut for cut in found if cut.stages >= 2)
+        tilings = (cls(*cut, n) for cut in tries for n in range(MAX_STAGES, 1, -1))
+        fits = (
+            cut
+            for cut in tilings
+            if cut.groups * _pipeline_bytes(desc, one, cut, stored=stored) <= SHARED_BYTES
+        )
+        return next(fits)
 
 
-def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, one: Pass, rows: int, stages: int) -> int:
+def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, one: Pass, tiling: Tiling, *, stored: bool) -> int:
     """Shared memory of a pipeline group: stationary operands, stages, two numbers for each streamed row of Q,
-    barriers and descriptions."""
-    row = row_bytes(desc)
-    stationary = len(one.stationary) * desc.layout.block * row
-    stage = 2 * rows * (row + 4 * one.keys) + _STAGE_BYTES + (_MATRIX_BYTES if desc.dropout else 0)
-    return align_up(stationary + stages * stage + _GROUP_BYTES, _ALIGNMENT)
+    barriers and descriptions. Stages of a stored dS have its rows beside those of K."""
+    row, loads = row_bytes(desc), stored and one is _Q
+    stationary = 0 if loads else len(one.stationary) * desc.layout.block * row
+    tiles = row + desc.layout.block * desc.element.itemsize if loads else 2 * (row + 4 * one.keys)
+    words = _STAGE_WORDS + (desc.dropout > 0) + (stored and one.keys and one.takes_scores)
+    stage = tiling.rows * tiles + 4 * words
+    return align_up(stationary + tiling.stages * stage + _GROUP_BYTES, _ALIGNMENT)
 
 
-def _stages(desc: BlockSparseAttentionDescriptor, one: Pass, groups: int, rows: int) -> int:
-    """Pipeline stages of each of ``groups`` pipeline groups."""
-    space = SHARED_BYTES // groups
-    return max((n for n in range(MAX_STAGES + 1) if _pipeline_bytes(desc, one, rows, n) <= space), default=0)
-
-
-def defines(desc: BlockSparseAttentionDescriptor, one: Pass) -> dict[str, int]:
+def defines(desc: BlockSparseAttentionDescriptor, one: Pass, *, stored: bool) -> dict[str, int]:
     """Macros of the kernel for one problem type."""
-    groups, rows, stages = Tiling.of(desc, one)
+    groups, rows, stages = Tiling.of(desc, one, stored=stored)
     return {
         **problem_defines(desc),
         "GRADIENTS": one.code,
+        "STORED": int(stored and one.takes_scores),
         "TILE": rows,
         "PIPELINE_GROUPS": groups,
         "PIPELINE_STAGES": stages,
