@@ -336,27 +336,37 @@ struct ConsumerMainloop {
   // Replaces scores by exponentials, and returns in `factor` what the sums so far are multiplied by: 1 unless a score
   // exceeds the base so far by more than 8 powers of 2.
   template <bool kFirst> __device__ __forceinline__ void softmax(float (&scores)[Config::kCells], float (&factor)[2]) {
+    // Two chains a row, so that the latency of one hides behind the others.
+    float tops[2][2], totals[2][2] = {}, bases[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) tops[half][0] = tops[half][1] = kFirst ? -infinity() : most[half];
+#pragma unroll
+    for (int j = 0; j < Config::kTile / 8; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        tops[half][j % 2] = fmaxf(tops[half][j % 2], fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float top = kFirst ? -infinity() : most[half];
-      const float before = top;
-#pragma unroll
-      for (int j = 0; j < Config::kTile / 8; ++j)
-        top = fmaxf(top, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
-      top = quad_max(top);
+      const float before = kFirst ? -infinity() : most[half];
+      float top = quad_max(fmaxf(tops[half][0], tops[half][1]));
       if (!kFirst && (top - before) * p.scale <= 8.0f) top = before;
       most[half] = top;
-      const float base = top == -infinity() ? 0.0f : top * p.scale;
-      factor[half] = kFirst ? 0.0f : top == before ? 1.0f : power_of_2(__fmaf_rn(before, p.scale, -base));
-      float total = 0.0f;
+      bases[half] = top == -infinity() ? 0.0f : top * p.scale;
+      factor[half] = kFirst ? 0.0f : top == before ? 1.0f : power_of_2(__fmaf_rn(before, p.scale, -bases[half]));
+    }
 #pragma unroll
-      for (int j = 0; j < Config::kTile / 8; ++j)
+    for (int j = 0; j < Config::kTile / 8; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& score = scores[4 * j + 2 * half + i];
-          score = power_of_2(__fmaf_rn(score, p.scale, -base));
-          total += score;
+          score = power_of_2(__fmaf_rn(score, p.scale, -bases[half]));
+          totals[half][i] += score;
         }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = totals[half][0] + totals[half][1];
       sum[half] = kFirst ? total : __fmaf_rn(sum[half], factor[half], total);
     }
   }
@@ -388,9 +398,9 @@ struct ConsumerMainloop {
     softmax<true>(scores, factor);
     drop(scores, work, starts);
     Products::round(weights, scores);
+    barrier_wait(pipeline.full(at.stage), at.parity);
     for (int tile = 1; tile < tiles; ++tile) {
       const u32 keys = at.stage;
-      barrier_wait(pipeline.full(at.stage), at.parity);
       load_starts(starts, at.stage);
       ping_pong_wait();
       issue_scores(scores);
@@ -404,10 +414,15 @@ struct ConsumerMainloop {
       if (ends(tile, tiles) && hides(work)) hide(scores, work, tiles - 1 - tile);
       softmax<false>(scores, factor);
       drop(scores, work, starts);
+      const u32 values = at.stage;
+      at.next();
+      // The loop of this wait keeps the exponentials above it, so that they overlap the product.
+      wgmma_fence_operand(scores);
+      wgmma_fence_operand(sum);
+      barrier_wait(pipeline.full(at.stage), at.parity);
       wgmma_wait<0>();
       wgmma_fence_operand(out);
-      release(pipeline.empty(at.stage));
-      at.next();
+      release(pipeline.empty(values));
       Products::round(weights, scores);
       if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
@@ -415,7 +430,6 @@ struct ConsumerMainloop {
       }
     }
     if constexpr (!Config::kQuerySteps) release(pipeline.work_empty());
-    barrier_wait(pipeline.full(at.stage), at.parity);
     clear_values(work);
     issue_values(out, at.stage);
     wgmma_wait<0>();
