@@ -109,8 +109,9 @@ __device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u32 row,
 
 // Shared memory --------------------------------------------------------------------------------------
 
-// Loads a word that is uniform in a warp; the shuffle tells the compiler so.
-__device__ __forceinline__ u32 uniform(u32 at) { return __shfl_sync(~0u, load_shared_as<u32>(at), 0); }
+// A word that is uniform in a warp. The shuffle tells the compiler so, which then computes with it once a warp.
+__device__ __forceinline__ u32 uniform_word(u32 word) { return __shfl_sync(~0u, word, 0); }
+__device__ __forceinline__ u32 uniform(u32 at) { return uniform_word(load_shared_as<u32>(at)); }
 
 // Zeroes rows `from` to kRows of a tile of 16-bit elements in boxes of 64 columns, because they may hold NaN. One
 // warpgroup calls it and syncs at the named barrier.
@@ -141,6 +142,11 @@ __device__ __forceinline__ int first_row(u32 start) {
 }
 __device__ __forceinline__ int first_column() { return threadIdx.x % 4 * 2; }
 
+// Moves a descriptor's address, which takes the low word alone: the compiler would carry into the high one.
+__device__ __forceinline__ u64 moved(u64 descriptor, u32 by) {
+  return descriptor >> 32 << 32 | (u32)((u32)descriptor + by);
+}
+
 // A warpgroup's products of operands in shared memory: descriptors of its stationary rows and of a streamed tile.
 template <class Config> struct WarpgroupProducts {
   static constexpr int kCells = Config::kCells;
@@ -153,8 +159,8 @@ template <class Config> struct WarpgroupProducts {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < (Config::kHead + 15) / 16; ++k) {
-      const u64 left = own + k / 4 * (Config::kStationaryBoxBytes >> 4) + k % 4 * Stationary::kStep;
-      const u64 right = tile + k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Tile::kStep;
+      const u64 left = moved(own, k / 4 * (Config::kStationaryBoxBytes >> 4) + k % 4 * Stationary::kStep);
+      const u64 right = moved(tile, k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Tile::kStep);
       if (k == 0) wgmma_signed<Config::kElement, 0, kSign>(cells, left, right);
       else wgmma_signed<Config::kElement, 1, kSign>(cells, left, right);
     }
@@ -165,7 +171,7 @@ template <class Config> struct WarpgroupProducts {
   static __device__ __forceinline__ void add(float (&sums)[Config::kAccumulators], const u32 (&a)[4], u64 b) {
     constexpr int kLeft = Config::kAccumulators - kFrom, kCount = kLeft >= 64 ? 64 : kLeft >= 32 ? 32 : 16;
     wgmma_registers<Config::kElement, 1>(*(float (*)[kCount])(sums + kFrom), a,
-                                         b + kFrom / 32 * (Config::kBoxBytes >> 4));
+                                         moved(b, kFrom / 32 * (Config::kBoxBytes >> 4)));
     if constexpr (kLeft > kCount) add<kFrom + kCount>(sums, a, b);
   }
   // sums += factors * tile
@@ -175,7 +181,7 @@ template <class Config> struct WarpgroupProducts {
 #pragma unroll
     for (int k = 0; k < Config::kTile / 16; ++k) {
       const u32 a[4] = {factors[4 * k], factors[4 * k + 1], factors[4 * k + 2], factors[4 * k + 3]};
-      add(sums, a, tile + k * Summed::kStep);
+      add(sums, a, moved(tile, k * Summed::kStep));
     }
     wgmma_commit();
   }

@@ -202,12 +202,12 @@ struct ConsumerMainloop {
 
   // Issues the product of a stationary operand's rows and the tile of the streamed one.
   __device__ __forceinline__ void issue_cells(float (&cells)[Config::kCells], u32 which, u32 stage) const {
-    const u64 own = Products::Stationary::descriptor(made_here(pipeline.stationary(group, which)));
-    Products::issue_cells<1>(cells, own, Products::Tile::descriptor(pipeline.tile(stage, which)));
+    const u64 own = Products::Stationary::descriptor(pipeline.stationary(group, which));
+    Products::issue_cells<1>(cells, own, Products::Tile::descriptor(pipeline.tile(uniform_word(stage), which)));
   }
   __device__ __forceinline__ void issue_sums(float (&sums)[Config::kAccumulators],
                                              const u32 (&factors)[Config::kCells / 2], u32 which, u32 stage) const {
-    Products::issue_sums(sums, factors, Products::Summed::descriptor(pipeline.tile(stage, which)));
+    Products::issue_sums(sums, factors, Products::Summed::descriptor(pipeline.tile(uniform_word(stage), which)));
   }
 
   __device__ __forceinline__ void load_rows(const WorkTile& work) {
@@ -221,24 +221,25 @@ struct ConsumerMainloop {
 #pragma unroll
     for (int i = 0; i < Config::kCells / 2; ++i) asm volatile("" : "+r"(words[i])::"memory");
   }
-  // Loads the bases or deltas of the thread's columns 8 j and on.
-  __device__ __forceinline__ void of_columns(float (&found)[2], u32 stage, u32 which, int j) const {
-    u32 words[2];
-    load_shared_words(words, pipeline.line(stage, which) + (8 * j + first_column()) * 4);
-    found[0] = __uint_as_float(words[0]), found[1] = __uint_as_float(words[1]);
+  // Loads the bases or deltas of the thread's columns, if rows of Q are streamed.
+  __device__ __forceinline__ void load_columns(float (&found)[Config::kTile / 4], u32 stage, u32 which) const {
+    if constexpr (Config::kStationaryKv) {
+#pragma unroll
+      for (int j = 0; j < Config::kTile / 8; ++j) {
+        u32 words[2];
+        load_shared_words(words, pipeline.line(stage, which) + (8 * j + first_column()) * 4);
+        found[2 * j] = __uint_as_float(words[0]), found[2 * j + 1] = __uint_as_float(words[1]);
+      }
+    }
   }
 
   // Replaces scores by exponentials.
-  __device__ __forceinline__ void exponentiate(float (&scores)[Config::kCells], u32 stage) const {
+  __device__ __forceinline__ void exponentiate(float (&scores)[Config::kCells],
+                                               const float (&of_columns)[Config::kTile / 4]) const {
 #pragma unroll
-    for (int j = 0; j < Config::kTile / 8; ++j) {
-      float base[2];
-      if constexpr (Config::kStationaryKv) of_columns(base, stage, 0, j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& score = scores[4 * j + i];
-        score = power_of_2(__fmaf_rn(score, p.exponent_scale, -(Config::kStationaryKv ? base[i % 2] : bases[i / 2])));
-      }
+    for (int i = 0; i < Config::kCells; ++i) {
+      const float base = Config::kStationaryKv ? of_columns[i / 4 * 2 + i % 2] : bases[i / 2 % 2];
+      scores[i] = power_of_2(__fmaf_rn(scores[i], p.exponent_scale, -base));
     }
   }
   // Returns whether cells of the tile are hidden by the mask or the lengths.
@@ -282,22 +283,17 @@ struct ConsumerMainloop {
   }
   // Computes dS from P and G, in place of G.
   __device__ __forceinline__ void differentiate(float (&cells)[Config::kCells],
-                                                const u32 (&factors)[Config::kCells / 2], u32 stage) const {
+                                                const u32 (&factors)[Config::kCells / 2],
+                                                const float (&of_columns)[Config::kTile / 4]) const {
 #pragma unroll
-    for (int j = 0; j < Config::kTile / 8; ++j) {
-      float delta[2];
-      if constexpr (Config::kStationaryKv) of_columns(delta, stage, 1, j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& cell = cells[4 * j + i];
-        const float factor = Config::In::to_float((u16)(factors[2 * j + i / 2] >> (i % 2 * 16)));
-        const float of_row = Config::kStationaryKv ? delta[i % 2] : deltas[i / 2];
-        if constexpr (Config::kDropout) {
-          const float given = __float_as_int(factor) < 0 ? 0.0f : cell * p.keep_scale;
-          cell = fabsf(factor) * (given - of_row);
-        } else {
-          cell = factor * (cell - of_row);
-        }
+    for (int i = 0; i < Config::kCells; ++i) {
+      const float factor = Config::In::to_float((u16)(factors[i / 2] >> (i % 2 * 16)));
+      const float delta = Config::kStationaryKv ? of_columns[i / 4 * 2 + i % 2] : deltas[i / 2 % 2];
+      if constexpr (Config::kDropout) {
+        const float given = __float_as_int(factor) < 0 ? 0.0f : cells[i] * p.keep_scale;
+        cells[i] = fabsf(factor) * (given - delta);
+      } else {
+        cells[i] = factor * (cells[i] - delta);
       }
     }
   }
@@ -359,28 +355,59 @@ struct ConsumerMainloop {
     }
   }
 
-  // Adds the products of a tile whose P and G are in registers, and with kMore issues S of the next tile.
-  template <bool kMore> __device__ __forceinline__ void step(float (&sums)[Config::kResults][Config::kAccumulators],
-                                                             float (&scores)[Config::kCells],
-                                                             float (&cells)[Config::kCells],
-                                                             u32 (&factors)[Config::kCells / 2], const WorkTile& work) {
-    u32 changes[Config::kCells / 2], kept[Config::kCells / 2];
+  // What a thread has of a tile.
+  struct Tile {
+    float scores[Config::kCells], cells[Config::kCells];  // S, then exponentials; G, then dS
+    float of_columns[Config::kTile / 4];                  // bases, then deltas
+    u32 factors[Config::kCells / 2];                      // P, rounded
+  };
+
+  // Computes P of a tile whose S is in flight, issues what it adds to dV, and computes G. Waits for the next tile if
+  // there is one, and sets `start` to its first row.
+  __device__ __forceinline__ void exponentials(float (&sums)[Config::kResults][Config::kAccumulators], Tile& tile,
+                                               int& start, bool more, const WorkTile& work) {
+    if constexpr (Config::kOfScores) issue_cells(tile.cells, 1, at.stage);
+    load_columns(tile.of_columns, at.stage, 0);
+    wgmma_wait<Config::kOfScores>();
+    wgmma_fence_operand(tile.scores);
+    exponentiate(tile.scores, tile.of_columns);
+    if (hides(work, start)) hide(tile.scores, work, start);
+    if constexpr (Config::kDropout) drop(tile.scores, work, start);
+    Products::round(tile.factors, tile.scores);
+    settle(tile.factors);
+    if (more) {  // the branch keeps what is above it in place
+      Ring next = at;
+      next.next();
+      start = take(work, next);
+    }
     if constexpr (Config::kOfValues && Config::kDropout) {
-      clear_dropped(kept, factors);
+      u32 kept[Config::kCells / 2];
+      clear_dropped(kept, tile.factors);
       issue_sums(sums[Config::kResults - 1], kept, 1, at.stage);
     } else if constexpr (Config::kOfValues) {
-      issue_sums(sums[Config::kResults - 1], factors, 1, at.stage);
+      issue_sums(sums[Config::kResults - 1], tile.factors, 1, at.stage);
     }
     if constexpr (Config::kOfScores) {
-      differentiate(cells, factors, at.stage);
-      Products::round(changes, cells);
+      load_columns(tile.of_columns, at.stage, 1);
+      wgmma_wait<Config::kOfValues>();
+      wgmma_fence_operand(tile.cells);
+    }
+  }
+  // Computes dS of a tile whose P and G are in registers, issues what it adds to dQ or dK, and with kMore issues S of
+  // the next tile.
+  template <bool kMore> __device__ __forceinline__ void changes(float (&sums)[Config::kResults][Config::kAccumulators],
+                                                                Tile& tile, const WorkTile& work) {
+    if constexpr (Config::kOfScores) {
+      u32 changes[Config::kCells / 2];
+      differentiate(tile.cells, tile.factors, tile.of_columns);
+      Products::round(changes, tile.cells);
       if constexpr (Config::kStores) store(changes, work);
       issue_sums(sums[0], changes, 0, at.stage);
     }
     const u32 free = pipeline.empty(at.stage);
     at.next();
     if constexpr (kMore) {
-      issue_cells(scores, 0, at.stage);
+      issue_cells(tile.scores, 0, at.stage);
       wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
@@ -389,36 +416,12 @@ struct ConsumerMainloop {
     if constexpr (Config::kResults == 2) wgmma_fence_operand(sums[1]);
     release(free);
   }
-  // Computes P and G of a tile whose S is in flight. Waits for the next tile if there is one, and sets `start` to its
-  // first row.
-  __device__ __forceinline__ void finish(float (&scores)[Config::kCells], float (&cells)[Config::kCells],
-                                         u32 (&factors)[Config::kCells / 2], int& start, bool more,
-                                         const WorkTile& work) {
-    if constexpr (Config::kOfScores) issue_cells(cells, 1, at.stage);
-    wgmma_wait<Config::kOfScores>();
-    wgmma_fence_operand(scores);
-    exponentiate(scores, at.stage);
-    if (hides(work, start)) hide(scores, work, start);
-    if constexpr (Config::kDropout) drop(scores, work, start);
-    Products::round(factors, scores);
-    settle(factors);
-    if (more) {  // the branch keeps what is above it in place
-      Ring next = at;
-      next.next();
-      start = take(work, next);
-    }
-    if constexpr (Config::kOfScores) {
-      wgmma_wait<0>();
-      wgmma_fence_operand(cells);
-    }
-  }
 
   __device__ __forceinline__ void multiply(float (&sums)[Config::kResults][Config::kAccumulators],
                                            const WorkTile& work) {
-    float scores[Config::kCells], cells[Config::kCells];
-    u32 factors[Config::kCells / 2];
+    Tile tile;
     int start = take(work, at);
-    issue_cells(scores, 0, at.stage);
+    issue_cells(tile.scores, 0, at.stage);
 #pragma unroll
     for (int which = 0; which < Config::kResults; ++which) {
 #pragma unroll
@@ -427,12 +430,12 @@ struct ConsumerMainloop {
     }
     int left = work.tiles;
     while (true) {
-      finish(scores, cells, factors, start, left > 1, work);
+      exponentials(sums, tile, start, left > 1, work);
       if (--left == 0) break;
-      step<true>(sums, scores, cells, factors, work);
+      changes<true>(sums, tile, work);
     }
     release(pipeline.work_empty());
-    step<false>(sums, scores, cells, factors, work);
+    changes<false>(sums, tile, work);
   }
 
   __device__ __forceinline__ void write(void* results, const float (&sums)[Config::kAccumulators], float factor,
@@ -476,7 +479,7 @@ struct ConsumerMainloop {
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_backward_wgmma(const __grid_constant__ AttentionBackwardWgmmaParams p) {
   extern __shared__ __align__(1024) u8 shared[];
-  const u32 base = shared_address(shared), warpgroup = threadIdx.x / 128;
+  const u32 base = shared_address(shared), warpgroup = uniform_word(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     for (u32 index = 0; index < Config::kPipelineGroups; ++index) {
       PipelineGroup(base + index * Config::kPipelineBytes).init();

@@ -256,12 +256,12 @@ struct ConsumerMainloop {
   }
 
   __device__ __forceinline__ void issue_scores(float (&scores)[Config::kCells]) const {
-    const u64 tile = Products::Tile::descriptor(pipeline.tile(at.stage));
+    const u64 tile = Products::Tile::descriptor(pipeline.tile(uniform_word(at.stage)));
     if constexpr (Config::kQuerySteps) {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < Config::kQuerySteps; ++k) {
-        const u64 right = tile + k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Products::Tile::kStep;
+        const u64 right = moved(tile, k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Products::Tile::kStep);
         if (k == 0) wgmma_signed<Config::kElement, 0, Config::kSign>(scores, queries[k], right);
         else wgmma_signed<Config::kElement, 1, Config::kSign>(scores, queries[k], right);
       }
@@ -282,7 +282,7 @@ struct ConsumerMainloop {
     }
   }
   __device__ __forceinline__ void issue_values(float (&out)[Config::kAccumulators], u32 stage) const {
-    Products::issue_sums(out, weights, Products::Summed::descriptor(pipeline.tile(stage)));
+    Products::issue_sums(out, weights, Products::Summed::descriptor(pipeline.tile(uniform_word(stage))));
   }
 
   // Hides scores of the last tile, or of one of the last block's tiles, with so many behind it: the last piece may have
@@ -477,7 +477,7 @@ struct ConsumerMainloop {
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_wgmma(const __grid_constant__ AttentionWgmmaParams p) {
   extern __shared__ __align__(1024) u8 shared[];
-  const u32 base = shared_address(shared), warpgroup = threadIdx.x / 128;
+  const u32 base = shared_address(shared), warpgroup = uniform_word(threadIdx.x / 128);
 
   if (threadIdx.x == 0) {
     for (u32 index = 0; index < Config::kPipelineGroups; ++index) PipelineGroup(base, index).init();
