@@ -205,7 +205,7 @@ struct Dropout {
     const u32 seed[2] = {seed_offset[0], seed_offset[1]};
     u32 words[4] = {seed_offset[2], seed_offset[3], 0, 0};
     philox(words, seed);
-    key[0] = words[0], key[1] = words[1];
+    key[0] = uniform_word(words[0]), key[1] = uniform_word(words[1]);
   }
   __device__ __forceinline__ void call(u32 (&words)[4], u32 of_key, u32 query, u32 matrix) const {
     words[0] = of_key, words[1] = query, words[2] = matrix, words[3] = 0;

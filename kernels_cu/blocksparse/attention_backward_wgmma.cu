@@ -71,13 +71,14 @@ struct Producer {
   const PipelineGroup pipeline;
   u32 sequence = 0, tiles = 0;  // so far
 
-  // Loads a piece of the streamed rows of a table entry, for rows of Q with their bases and deltas.
-  __device__ __forceinline__ void load_tiles(u32 matrix, int entry, u32 piece) {
+  // Loads the streamed rows of a piece of a table entry, for rows of Q with their bases and deltas.
+  __device__ __forceinline__ void load_tiles(u32 matrix, int index) {
+    const u32 entry = (u32)index / Config::kPieces, piece = (u32)index % Config::kPieces;
     const PipelineGroup pipeline{Config::kPipelineGroups == 1 ? this->pipeline.base : made_here(this->pipeline.base)};
     const u32 stage = made_here(tiles % Config::kPipelineStages), full = pipeline.full(stage);
     matrix = made_here(matrix);
     const u32 start = (u32)p.tables.entries[entry] * Config::kBlock + piece * Config::kTile;
-    u32 block = (u32)entry;
+    u32 block = entry;
     if constexpr (Config::kStores) block = (u32)p.places[entry];
     if constexpr (Config::kStored) block += load_shared_as<u32>(pipeline.work(sequence) + WorkTile::kBlocksBeforeAt);
     barrier_wait(pipeline.empty(stage), ~(tiles / Config::kPipelineStages) & 1);
@@ -119,7 +120,10 @@ struct Producer {
     store_shared(work + WorkTile::kRowsAt, (u32)rows), store_shared(work + WorkTile::kKeysAt, (u32)keys);
     int tiles = 0;
 #pragma unroll 1
-    for (u32 one = 0; one < heads(); ++one) tiles += Config::kPieces * Entries(p, work, one).count;
+    for (u32 one = 0; one < heads(); ++one) {
+      const Entries entries(p, work, one);
+      tiles += Config::kPieces * (entries.end - entries.first);
+    }
     store_shared(work + WorkTile::kTilesAt, (u32)tiles);
   }
 
@@ -147,11 +151,9 @@ struct Producer {
     for (u32 one = 0; one < heads(); ++one) {
       const Entries entries(p, pipeline.work(sequence), one);
       const u32 matrix = Entries::matrix(p, pipeline.work(sequence), one);
-      const int first = (int)(entries.first - p.tables.entries), end = first + entries.count;
 #pragma unroll 1
-      for (int entry = first; entry < end; ++entry)
-#pragma unroll 1
-        for (u32 piece = 0; piece < Config::kPieces; ++piece) load_tiles(matrix, entry, piece);
+      for (int index = entries.first * Config::kPieces; index < entries.end * Config::kPieces; ++index)
+        load_tiles(matrix, index);
     }
   }
 
@@ -311,7 +313,10 @@ struct ConsumerMainloop {
     u8* const to =
         (u8*)p.score_gradients + (i64)block * Config::kBlockBytes + fragment(rows_of_16(), start % Config::kBlock / 16);
     bool counts[2] = {true, true};
-    if constexpr (Config::kLengths) counts[0] = row(work) < work.keys, counts[1] = row(work) + 8 < work.keys;
+    if constexpr (Config::kLengths) {
+      const int left = load_shared_as<int>(pipeline.work(sequence) + WorkTile::kKeysAt) - row(work);
+      counts[0] = left > 0, counts[1] = left > 8;
+    }
 #pragma unroll
     for (int k = 0; k < Config::kTile / 16; ++k) {
       const u32* const from = changes + 4 * k;
@@ -362,14 +367,26 @@ struct ConsumerMainloop {
     u32 factors[Config::kCells / 2];                      // P, rounded
   };
 
+  // Issues what P adds to dV.
+  __device__ __forceinline__ void issue_values(float (&sums)[Config::kResults][Config::kAccumulators],
+                                               const u32 (&factors)[Config::kCells / 2]) const {
+    if constexpr (Config::kDropout) {
+      u32 kept[Config::kCells / 2];
+      clear_dropped(kept, factors);
+      issue_sums(sums[Config::kResults - 1], kept, 1, at.stage);
+    } else {
+      issue_sums(sums[Config::kResults - 1], factors, 1, at.stage);
+    }
+  }
   // Computes P of a tile whose S is in flight, issues what it adds to dV, and computes G. Waits for the next tile if
   // there is one, and sets `start` to its first row.
   __device__ __forceinline__ void exponentials(float (&sums)[Config::kResults][Config::kAccumulators], Tile& tile,
                                                int& start, bool more, const WorkTile& work) {
     if constexpr (Config::kOfScores) issue_cells(tile.cells, 1, at.stage);
-    load_columns(tile.of_columns, at.stage, 0);
+    if constexpr (!Config::kDropout) load_columns(tile.of_columns, at.stage, 0);
     wgmma_wait<Config::kOfScores>();
     wgmma_fence_operand(tile.scores);
+    if constexpr (Config::kDropout) load_columns(tile.of_columns, at.stage, 0);
     exponentiate(tile.scores, tile.of_columns);
     if (hides(work, start)) hide(tile.scores, work, start);
     if constexpr (Config::kDropout) drop(tile.scores, work, start);
@@ -380,16 +397,9 @@ struct ConsumerMainloop {
       next.next();
       start = take(work, next);
     }
-    if constexpr (Config::kOfValues && Config::kDropout) {
-      u32 kept[Config::kCells / 2];
-      clear_dropped(kept, tile.factors);
-      issue_sums(sums[Config::kResults - 1], kept, 1, at.stage);
-    } else if constexpr (Config::kOfValues) {
-      issue_sums(sums[Config::kResults - 1], tile.factors, 1, at.stage);
-    }
+    if constexpr (Config::kEarlyValues) issue_values(sums, tile.factors);
     if constexpr (Config::kOfScores) {
-      load_columns(tile.of_columns, at.stage, 1);
-      wgmma_wait<Config::kOfValues>();
+      wgmma_wait<Config::kEarlyValues>();
       wgmma_fence_operand(tile.cells);
     }
   }
@@ -399,8 +409,10 @@ struct ConsumerMainloop {
                                                                 Tile& tile, const WorkTile& work) {
     if constexpr (Config::kOfScores) {
       u32 changes[Config::kCells / 2];
+      load_columns(tile.of_columns, at.stage, 1);
       differentiate(tile.cells, tile.factors, tile.of_columns);
       Products::round(changes, tile.cells);
+      if constexpr (Config::kOfValues && !Config::kEarlyValues) issue_values(sums, tile.factors);
       if constexpr (Config::kStores) store(changes, work);
       issue_sums(sums[0], changes, 0, at.stage);
     }

@@ -285,6 +285,16 @@ struct ConsumerMainloop {
     Products::issue_sums(out, weights, Products::Summed::descriptor(pipeline.tile(uniform_word(stage))));
   }
 
+  // Waits for O of the tile before, and for the next stage: the branch of this wait keeps in place what is above it.
+  __device__ __forceinline__ void end_values(float (&out)[Config::kAccumulators]) {
+    const u32 values = at.stage;
+    at.next();
+    barrier_wait(pipeline.full(at.stage), at.parity);
+    wgmma_wait<0>();
+    wgmma_fence_operand(out);
+    release(pipeline.empty(values));
+  }
+
   // Hides scores of the last tile, or of one of the last block's tiles, with so many behind it: the last piece may have
   // keys that are not valid, and stale keys may lie behind it.
   __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const WorkTile& work, int behind) const {
@@ -317,7 +327,7 @@ struct ConsumerMainloop {
   // Zeroes the exponentials of dropped cells.
   __device__ __forceinline__ void drop(float (&scores)[Config::kCells], const WorkTile& work,
                                        const u32 (&starts)[Config::kPiecesPerStep]) const {
-    if constexpr (Config::kDropout) {
+    if (Config::kDropout && p.drop_below) {  // the branch keeps its words apart from what is above it
 #pragma unroll
       for (int beside = 0; beside < Config::kPiecesPerStep; ++beside)
         dropout.of_queries(*(float (*)[Config::kPiece / 2])(scores + beside * Config::kPiece / 2), work.matrix,
@@ -411,18 +421,14 @@ struct ConsumerMainloop {
       wgmma_wait<1>();
       wgmma_fence_operand(scores);
       release(pipeline.empty(keys));
+      if constexpr (Config::kDropout) end_values(out);  // its words need the registers of P
       if (ends(tile, tiles) && hides(work)) hide(scores, work, tiles - 1 - tile);
       softmax<false>(scores, factor);
       drop(scores, work, starts);
-      const u32 values = at.stage;
-      at.next();
-      // The loop of this wait keeps the exponentials above it, so that they overlap the product.
-      wgmma_fence_operand(scores);
-      wgmma_fence_operand(sum);
-      barrier_wait(pipeline.full(at.stage), at.parity);
-      wgmma_wait<0>();
-      wgmma_fence_operand(out);
-      release(pipeline.empty(values));
+      if constexpr (!Config::kDropout) {
+        wgmma_fence_operand(scores);
+        end_values(out);
+      }
       Products::round(weights, scores);
       if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll

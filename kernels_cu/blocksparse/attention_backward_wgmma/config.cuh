@@ -13,6 +13,8 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
   static constexpr bool kStationaryKv = kGradients != Gradients::Q;  // whether K and V are stationary
   static constexpr bool kOfScores = kGradients != Gradients::V,      // whether dS is needed, for dQ or dK
       kOfValues = kGradients == Gradients::KV || kGradients == Gradients::V;
+  // Whether dV is issued before dS is computed. With dropout both need registers.
+  static constexpr bool kEarlyValues = kOfValues && !(kDropout && kOfScores);
   static constexpr bool kStored = S24_STORED,  // whether the launch for dK stores dS, and the one for dQ loads it
       kStores = kStored && kStationaryKv && kOfScores, kLoads = kStored && !kStationaryKv;
   static constexpr u32 kBlockBytes = kBlock * kBlock * 2,
@@ -35,11 +37,8 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
   static constexpr int kPipelineBytes = (kStartsAt + kStartBytes * kPipelineStages + 1023) / 1024 * 1024;
   static_assert(kBlock % kTile == 0, "whole tiles");
 
-  // Producers of two pipeline groups need registers for several tiles a block, and for dropout's matrices.
   static constexpr int kWarpgroups = kPipelineGroups * kGroupWarpgroups;
-  static constexpr bool kLargeProducer = kPipelineGroups == 2 && (kPieces > 1 || kDropout);
-  static constexpr int kProducerRegisters = kLargeProducer ? 40 : 24;
-  static constexpr int kConsumerRegisters = kLargeProducer ? 232 : kWarpgroups == 1 ? 248 : 240;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = kWarpgroups == 1 ? 248 : 240;
   // Threads of a CTA of attention_backward_rows; threads for one row, each of which reads 8 elements or none.
   static constexpr int kRowThreads = 256, kRowChunks = kHead / 8;
   static constexpr int kRowLanes = kRowChunks <= 4 ? 4 : kRowChunks <= 8 ? 8 : kRowChunks <= 16 ? 16 : 32;

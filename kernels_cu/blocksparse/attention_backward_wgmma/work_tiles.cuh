@@ -46,11 +46,10 @@ struct WorkTile {
   }
 };
 
-// The valid table entries of a work tile, for its `one`-th head of Q; they increase. The producer has few registers, so
-// everything is loaded where it is needed.
+// The valid table entries of a work tile, for its `one`-th head of Q: from index `first` to `end`. They increase. The
+// producer has few registers, so everything is loaded where it is needed.
 struct Entries {
-  const int* first;
-  int count;
+  int first, end;
 
   static __device__ __forceinline__ u32 batch(const AttentionBackwardWgmmaParams& p, u32 work) {
     return load_shared_as<u32>(work) / (Config::kStationaryKv ? p.kv_heads : p.heads);
@@ -65,31 +64,27 @@ struct Entries {
     return Config::kStationaryKv ? from * p.heads + of_head : from * p.kv_heads + of_head / p.heads_per_kv;
   }
 
-  // Returns how many entries are below `limit`.
-  __device__ __forceinline__ int below(int limit) const {
-    int found = 0;
-    for (int end = count; found < end;) {
-      const int middle = (found + end) / 2;
-      if (first[middle] < limit) found = middle + 1;
-      else end = middle;
+  // Returns the index of the first entry that is not below `limit`.
+  __device__ __forceinline__ int bound(const AttentionBackwardWgmmaParams& p, int limit) const {
+    int found = first;
+    for (int last = end; found < last;) {
+      const int middle = (found + last) / 2;
+      if (p.tables.entries[middle] < limit) found = middle + 1;
+      else last = middle;
     }
     return found;
   }
 
   __device__ __forceinline__ Entries(const AttentionBackwardWgmmaParams& p, u32 work, u32 one) {
     const int line = load_shared_as<int>(work + WorkTile::kBlockLineAt);
-    const int* from = p.tables.pointers + (head(p, work, one) * p.matrix_tiles + line);
-    first = p.tables.entries + from[0];
-    count = from[1] - from[0];
+    const int* const from = p.tables.pointers + (head(p, work, one) * p.matrix_tiles + line);
+    first = from[0], end = from[1];
     if constexpr (Config::kLengths) {
       const int own = load_shared_as<int>(work + (Config::kStationaryKv ? WorkTile::kKeysAt : WorkTile::kRowsAt));
       const int other = load_shared_as<int>(work + (Config::kStationaryKv ? WorkTile::kRowsAt : WorkTile::kKeysAt));
-      count = line * Config::kBlock < own ? below((other + Config::kBlock - 1) / Config::kBlock) : 0;
+      end = line * Config::kBlock < own ? bound(p, (other + Config::kBlock - 1) / Config::kBlock) : first;
     }
-    if constexpr (Config::kCausal && !Config::kStationaryKv) count = below(line + 1);
-    if constexpr (Config::kCausal && Config::kStationaryKv) {
-      const int hidden = below(line);
-      first += hidden, count -= hidden;
-    }
+    if constexpr (Config::kCausal && !Config::kStationaryKv) end = bound(p, line + 1);
+    if constexpr (Config::kCausal && Config::kStationaryKv) first = bound(p, line);
   }
 };

@@ -242,8 +242,9 @@ class Tiling(NamedTuple):
     def of(cls, desc: BlockSparseAttentionDescriptor, one: Pass, *, stored: bool) -> Tiling:
         """The first of these tilings with which two stages fit in shared memory."""
         groups = pipeline_groups(desc)
-        # Sums of both gradients, or of a large head, leave registers for 64 rows.
-        most = 64 if one is _KV or desc.head_size > _MOST_TOGETHER else desc.layout.block
+        # Sums of both gradients, or of a large head, and dropout's words leave registers for 64 rows.
+        few = one is _KV or desc.dropout > 0 or desc.head_size > _MOST_TOGETHER
+        most = 64 if few else desc.layout.block
         # One warpgroup alone has registers for 64 rows and the rest, but not for dropout's words beside them.
         tries = (groups, most), (groups, _LEAST_TILE), (1, _LEAST_TILE if desc.dropout else 64)
         tilings = (cls(*cut, n) for cut in tries for n in range(MAX_STAGES, 1, -1))
