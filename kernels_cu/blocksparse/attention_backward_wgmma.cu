@@ -7,7 +7,7 @@
 //   kGradients  a work tile               stationary  streamed, of its kept blocks           result
 //   KV          a block column, of K's    K, V        Q, dO, of each head of Q that shares K  dK, dV
 //   K, V        a block column, of K's    K, V; K     Q, dO, of each head of Q that shares K  dK; dV
-//   Q           a block row, of Q's       Q, dO       K, V                                    dQ
+//   Q           a block row, of Q's       Q, dO       K, V; with kStored K, dS                dQ
 //
 // Let first and second be the members of either pair. A warpgroup has 64 rows of the stationary operands, and a tile
 // has kTile rows of the streamed ones. It computes in registers (for K and V everything is transposed):
@@ -15,7 +15,8 @@
 //   S = first first^T    P = exp(scale * S - base)    G = second second^T    dS = P * (G - delta)
 //   dQ, dK: sums += dS first    dV: sums += P second
 //
-// P and dS are rounded to the element; dS is computed from the rounded P. Dropout gives P of dropped cells the sign
+// P and dS are rounded to the element; dS is computed from the rounded P. With kStored the launch for dK stores dS, as
+// fragments of A that `store` describes, and the launch for dQ loads it instead of computing it again. Dropout gives P of dropped cells the sign
 // bit. Dropped cells add nothing to dV, where keep_scale multiplies the result, and their G is 0. Other G are
 // multiplied by keep_scale.
 //
@@ -28,12 +29,12 @@
 //                                                 looks up the next work tile
 //   consumer  the first two warpgroups            the products above, and what is between them
 //
-//   tensor cores  | S G |        | P second | dS first | next S | next G |          | next P second |
-//   registers           | P | dS |                              | next P | next dS |
+//   tensor cores  | S | G | P second | dS first | next S | next G | next P second |
+//   registers         | P |    | dS  |                   | next P |     | next dS  |
 //
 //   barriers  full, empty: of a stage. work_full: the stationary operands and the description of the work tile have
 //             arrived. work_empty: its warpgroups no longer need them. Named barriers 1 and 2: a warpgroup's threads.
-//   registers sums 128, S 32, G 32, P 16, dS 16 for each thread, of 240; a producer thread has 24.
+//   registers sums 128, S 32, G 32, bases 16, P 16, dS 16 for each thread, of 240; a producer thread has 24.
 //
 // One warpgroup computes each sum in the order of its tables, without atomics, so the bits of a result depend on its
 // block row or block column alone. Work tiles are scheduled as in attention_wgmma.cu.
@@ -306,7 +307,7 @@ struct ConsumerMainloop {
   }
   __device__ __forceinline__ u32 rows_of_16() const { return group * 4 + threadIdx.x % 128 / 32; }  // in the block
 
-  // Stores dS of a tile; `start` is its first row. Rows of keys that are not valid get zeros.
+  // Stores dS of the tile at the current stage. Rows of keys that are not valid get zeros.
   __device__ __forceinline__ void store(const u32 (&changes)[Config::kCells / 2], const WorkTile& work) const {
     const u32 block = load_shared_as<u32>(pipeline.block(at.stage)),
               start = load_shared_as<u32>(pipeline.start(at.stage));

@@ -237,7 +237,7 @@ class PrecisionGuarantee(Model):
         u, tiny = f32.unit_roundoff, f32.smallest_subnormal
         moved = (self.error_bound(depth) + 3 * u) * sizes + (depth + 3) * tiny
         found = tolerance.of_softmax(scores, moved, sums)
-        # The exponentials, of which the largest is 1, enter the product as what the kernel multiplies.
+        # The exponentials, the largest at least 1, enter the product as what the kernel multiplies.
         multiplied = ElementKind(self.math_precision.value)
         least = multiplied.smallest_subnormal + sums * multiplied.smallest_normal
         weights, lost, relative, most = found.weights, found.lost, sums + multiplied.unit_roundoff, 1.0

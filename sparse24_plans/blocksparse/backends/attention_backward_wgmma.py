@@ -126,7 +126,7 @@ class _Launch:
         *,
         stored: bool,
     ) -> None:
-        self._pass, self._counter = one, counter
+        self._pass, self._counter, self._stored = one, counter, stored
         self._tiling = tiling = Tiling.of(desc, one, stored=stored)
         self._walk = Walk(desc, one.keys, tiling.groups)
         self.blocks = self._walk.blocks(device)
@@ -157,7 +157,7 @@ class _Launch:
             lse=views["lse"].address,
             bases=workspace,
             deltas=workspace + 4 * rows,
-            score_gradients=workspace + _scores_at(self._walk.problem),
+            score_gradients=workspace + _scores_at(self._walk.problem) if self._stored else 0,
             places=addresses(views["layout"].address, self._walk.problem.layout)["column_order"],
         )
         for name in one.gradients:
