@@ -16,9 +16,10 @@
 //   dQ, dK: sums += dS first    dV: sums += P second
 //
 // P and dS are rounded to the element; dS is computed from the rounded P. With kStored the launch for dK stores dS, as
-// fragments of A that `store` describes, and the launch for dQ loads it instead of computing it again. Dropout gives P of dropped cells the sign
-// bit. Dropped cells add nothing to dV, where keep_scale multiplies the result, and their G is 0. Other G are
-// multiplied by keep_scale.
+// fragments of A, and the launch for dQ loads it instead of computing it again.
+//
+// Dropout gives P of dropped cells the sign bit. Dropped cells add nothing to dV, where keep_scale multiplies the
+// result, and their G is 0. Other G are multiplied by keep_scale.
 //
 // A pipeline group is a producer thread and the consumer warpgroups that it feeds: two that share the tiles of a block
 // of 128, or one with a block of 64 of its own. A stage holds a tile of the first and of the second streamed operand.

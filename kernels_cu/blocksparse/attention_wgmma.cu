@@ -17,8 +17,9 @@
 //             producers release registers to the consumers.
 //
 //   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |
-//   softmax            | 0      |     | 1             |     | 2             overlaps P V of the previous tile, but with
-//                                                                           dropout, which has no registers for both
+//   softmax            | 0      |     | 1             |     | 2             overlaps P V of the previous tile
+//
+// Dropout has no registers for both: there softmax begins once P V of the previous tile is done.
 //
 // Stages are filled in the order in which they are read: K0 K1 V0 K2 V1 ... One CTA sums each row over its kept tiles
 // in increasing columns, so the bits of a result depend on its block row alone.
@@ -51,8 +52,8 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
   static_assert((16 + 4 * kPiecesPerStep) * kPipelineStages + 48 <= kPipelineBytes,
                 "barriers, what the work is, first keys of the pieces of each stage");
 
-  // Steps of 16 columns of Q that consumers hold in registers; 0: the tensor cores read Q from shared memory. That is 1%
-  // faster with small heads, and registers do not suffice for large ones.
+  // Steps of 16 columns of Q that consumers hold in registers. With 0 the tensor cores read Q from shared memory, which is
+  // 1% faster for small heads; large ones leave no registers.
   static constexpr int kQuerySteps = kHead > 96 && kHead <= 128 && !kDropout ? (kHead + 15) / 16 : 0;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
