@@ -52,8 +52,8 @@ struct Config : AttentionType<S24_ELEMENT, S24_BLOCK, S24_HEAD, bool(S24_CAUSAL)
   static_assert((16 + 4 * kPiecesPerStep) * kPipelineStages + 48 <= kPipelineBytes,
                 "barriers, what the work is, first keys of the pieces of each stage");
 
-  // Steps of 16 columns of Q that consumers hold in registers. With 0 the tensor cores read Q from shared memory, which is
-  // 1% faster for small heads; large ones leave no registers.
+  // Steps of 16 columns of Q that consumers hold in registers. With 0 the tensor cores read Q from shared memory: 1%
+  // faster for small heads, and large ones leave no registers.
   static constexpr int kQuerySteps = kHead > 96 && kHead <= 128 && !kDropout ? (kHead + 15) / 16 : 0;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
