@@ -113,6 +113,8 @@ class BatchedCase:
         synchronize(self.plan)
         for operand in self.inputs:
             operand.numpy()
+        if self.workspace is not None:
+            self.workspace.numpy()
         return self.result.numpy()
 
     def single(self, batch: int) -> Case:
