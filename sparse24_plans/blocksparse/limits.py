@@ -31,6 +31,8 @@ COUNTER_BYTES = 4
 """Workspace bytes of a launch's counter of work tiles."""
 MOST_PASSES = 3
 """Most passes of attention's gradients over the kept blocks, each with a counter."""
+LEAST_STREAMED_ROWS = 32
+"""Least rows of a streamed tile of attention's gradients."""
 _MOST_HEAD, _HEAD_STEP = 256, 8
 """Largest head size of attention, and what divides head sizes: TMA reads rows in multiples of 16 bytes."""
 _STEP_OF_8_BITS = 32
@@ -161,6 +163,7 @@ def attention(op: BlockSparsePass, problem: BlockSparseAttentionDescriptor) -> s
     counts = {"block rows": matrices * one.block_rows}
     if op is BlockSparsePass.BACKWARD:
         counts["block columns"] = matrices * one.block_cols
+        counts["tiles of kept blocks"] = one.blocks * one.block // LEAST_STREAMED_ROWS
     return _beyond(counts)
 
 

@@ -123,6 +123,9 @@ def test_the_other_side_is_limited_too():
     shape = BlockSparseShape(heads=4, rows=64, cols=2**24, block=64, blocks=100)
     reasons = {name: reason for name, _, reason in explained(op="backward", layout=shape, batch=2**11).rows}
     assert "2147483648 block columns exceed the kernel's limit" in reasons[ROWS["backward"]]
+    shape = BlockSparseShape(heads=1, rows=2**21, cols=2**21, block=64, blocks=2**30)
+    reasons = {name: reason for name, _, reason in explained(op="backward", layout=shape, kv_heads=1).rows}
+    assert "2147483648 tiles of kept blocks exceed the kernel's limit" in reasons[ROWS["backward"]]
 
 
 @every_block

@@ -30,6 +30,7 @@ from ..attention import (
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import (
     COUNTER_BYTES,
+    LEAST_STREAMED_ROWS,
     MOST_PASSES,
     backward_workspace,
     rows_of_queries,
@@ -41,8 +42,6 @@ from ..schedules.blocks_wgmma import SHARED_BYTES
 _SOURCE = "blocksparse/attention_backward_wgmma.cu"
 _ROW_THREADS, _ROW_ELEMENTS, _LEAST_ROW_LANES = 256, 8, 4
 """Threads of a CTA of the first launch; elements of a row that each of them reads; least threads of a row."""
-_LEAST_TILE = 32
-"""Least rows of a streamed tile."""
 _ALIGNMENT = 1024
 """Bytes that a pipeline group's shared memory is aligned to."""
 _STAGE_WORDS, _GROUP_BYTES = 5, 112
@@ -246,7 +245,11 @@ class Tiling(NamedTuple):
         few = one is _KV or desc.dropout > 0 or desc.head_size > _MOST_TOGETHER
         most = 64 if few else desc.layout.block
         # One warpgroup alone has registers for 64 rows and the rest, but not for dropout's words beside them.
-        tries = (groups, most), (groups, _LEAST_TILE), (1, _LEAST_TILE if desc.dropout else 64)
+        tries = (
+            (groups, most),
+            (groups, LEAST_STREAMED_ROWS),
+            (1, LEAST_STREAMED_ROWS if desc.dropout else 64),
+        )
         tilings = (cls(*cut, n) for cut in tries for n in range(MAX_STAGES, 1, -1))
         fits = (
             cut
