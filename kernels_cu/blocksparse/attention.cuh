@@ -154,15 +154,19 @@ template <class Config> struct WarpgroupProducts {
   using Tile = DenseOperand<Major::K, 128, Config::kBoxBytes>;
   using Summed = DenseOperand<Major::MN, 128, Config::kBoxBytes>;
 
-  // cells = own (kSign * tile)^T
-  template <int kSign> static __device__ __forceinline__ void issue_cells(float (&cells)[kCells], u64 own, u64 tile) {
+  // Returns what gives the descriptor of a step of 16 columns of the stationary rows that `own` describes.
+  static __device__ __forceinline__ auto rows(u64 own) {
+    return [own](int k) { return moved(own, k / 4 * (Config::kStationaryBoxBytes >> 4) + k % 4 * Stationary::kStep); };
+  }
+  // cells = A (kSign * tile)^T, where a(k) is step k of A: its descriptor, or a fragment in registers.
+  template <int kSign, class A>
+  static __device__ __forceinline__ void issue_cells(float (&cells)[kCells], const A& a, u64 tile) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < (Config::kHead + 15) / 16; ++k) {
-      const u64 left = moved(own, k / 4 * (Config::kStationaryBoxBytes >> 4) + k % 4 * Stationary::kStep);
-      const u64 right = moved(tile, k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Tile::kStep);
-      if (k == 0) wgmma_signed<Config::kElement, 0, kSign>(cells, left, right);
-      else wgmma_signed<Config::kElement, 1, kSign>(cells, left, right);
+      const u64 b = moved(tile, k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Tile::kStep);
+      if (k == 0) wgmma_signed<Config::kElement, 0, kSign>(cells, a(k), b);
+      else wgmma_signed<Config::kElement, 1, kSign>(cells, a(k), b);
     }
     wgmma_commit();
   }

@@ -207,7 +207,8 @@ struct ConsumerMainloop {
   // Issues the product of a stationary operand's rows and the tile of the streamed one.
   __device__ __forceinline__ void issue_cells(float (&cells)[Config::kCells], u32 which, u32 stage) const {
     const u64 own = Products::Stationary::descriptor(pipeline.stationary(group, which));
-    Products::issue_cells<1>(cells, own, Products::Tile::descriptor(pipeline.tile(uniform_word(stage), which)));
+    const u64 tile = Products::Tile::descriptor(pipeline.tile(uniform_word(stage), which));
+    Products::issue_cells<1>(cells, Products::rows(own), tile);
   }
   __device__ __forceinline__ void issue_sums(float (&sums)[Config::kAccumulators],
                                              const u32 (&factors)[Config::kCells / 2], u32 which, u32 stage) const {

@@ -261,16 +261,11 @@ struct ConsumerMainloop {
   __device__ __forceinline__ void issue_scores(float (&scores)[Config::kCells]) const {
     const u64 tile = Products::Tile::descriptor(pipeline.tile(uniform_word(at.stage)));
     if constexpr (Config::kQuerySteps) {
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < Config::kQuerySteps; ++k) {
-        const u64 right = moved(tile, k / 4 * (Config::kBoxBytes >> 4) + k % 4 * Products::Tile::kStep);
-        if (k == 0) wgmma_signed<Config::kElement, 0, Config::kSign>(scores, queries[k], right);
-        else wgmma_signed<Config::kElement, 1, Config::kSign>(scores, queries[k], right);
-      }
-      wgmma_commit();
+      const auto fragment = [this](int k) -> const u32(&)[4] { return queries[k]; };
+      Products::issue_cells<Config::kSign>(scores, fragment, tile);
     } else {
-      Products::issue_cells<Config::kSign>(scores, Products::Stationary::descriptor(pipeline.query(group)), tile);
+      const u64 own = Products::Stationary::descriptor(pipeline.query(group));
+      Products::issue_cells<Config::kSign>(scores, Products::rows(own), tile);
     }
   }
   // Loads the warpgroup's rows of Q as fragments of A, and releases the work tile.

@@ -62,16 +62,13 @@ class Pass(NamedTuple):
     gradients: tuple[str, ...]
     stationary: tuple[str, ...]
     streamed: tuple[str, ...]
+    stored: bool = False
+    """Whether the launch stores dS, or loads it."""
 
     @property
     def keys(self) -> bool:
         """Whether work tiles are block columns."""
         return "k" in self.stationary
-
-    @property
-    def takes_scores(self) -> bool:
-        """Whether the launch computes dS, or loads it."""
-        return self.gradients != ("dv",)
 
 
 _Q = Pass(0, ("dq",), ("q", "do"), ("k", "v"))
@@ -114,19 +111,14 @@ class AttentionBackwardWgmmaParams(KernelParams):
 
 
 class _Launch:
-    """A pass as it is launched; ``counter`` is its counter's number, ``stored`` whether dS is stored."""
+    """A pass as it is launched; ``counter`` is its counter's number."""
 
     def __init__(
-        self,
-        desc: BlockSparseAttentionDescriptor,
-        device: DeviceProperties,
-        one: Pass,
-        counter: int,
-        *,
-        stored: bool,
+        self, desc: BlockSparseAttentionDescriptor, device: DeviceProperties, one: Pass, counter: int
     ) -> None:
-        self._pass, self._counter, self._stored = one, counter, stored
-        self._tiling = tiling = Tiling.of(desc, one, stored=stored)
+        self._pass, self._counter = one, counter
+        self._places_at = addresses(0, desc.layout)["column_order"]
+        self._tiling = tiling = Tiling.of(desc, one)
         self._walk = Walk(desc, one.keys, tiling.groups)
         self.blocks = self._walk.blocks(device)
         self.details = self._walk.details(
@@ -137,8 +129,8 @@ class _Launch:
             "attention_backward_wgmma",
             THREADS,
             device,
-            defines(desc, one, stored=stored),
-            shared_bytes=tiling.groups * _pipeline_bytes(desc, one, tiling, stored=stored),
+            defines(desc, one),
+            shared_bytes=tiling.groups * _pipeline_bytes(desc, one, tiling),
         )
         self._parameters = AttentionBackwardWgmmaParams(
             blocks=desc.layout.blocks,
@@ -156,8 +148,8 @@ class _Launch:
             lse=views["lse"].address,
             bases=workspace,
             deltas=workspace + 4 * rows,
-            score_gradients=workspace + _scores_at(self._walk.problem) if self._stored else 0,
-            places=addresses(views["layout"].address, self._walk.problem.layout)["column_order"],
+            score_gradients=workspace + _scores_at(self._walk.problem) if one.stored else 0,
+            places=views["layout"].address + self._places_at,
         )
         for name in one.gradients:
             found.gradients[name == "dv"] = views[name].address
@@ -181,9 +173,8 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         stored = size <= _MOST_STORED_BYTES if most is None else _scores_at(desc) + size <= most
         if stored:
             self.workspace_size = _scores_at(desc) + size
-        self._passes = [
-            _Launch(desc, device, one, counter, stored=stored) for counter, one in enumerate(passes_of(desc))
-        ]
+        passes = passes_of(desc, stored=stored)
+        self._passes = [_Launch(desc, device, one, counter) for counter, one in enumerate(passes)]
         self.launches = 2 + len(self._passes)
         scores = f"gradients of scores {'in' if stored else 'computed twice instead of in'} {size} bytes"
         self.details = "; ".join([*(one.details for one in self._passes), scores])
@@ -193,7 +184,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
             "attention_backward_rows",
             _ROW_THREADS,
             device,
-            defines(desc, passes_of(desc)[0], stored=stored),
+            defines(desc, passes[0]),
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -211,9 +202,10 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         return launch_in_order(fill(counters, 0, MOST_PASSES * COUNTER_BYTES), *bound)
 
 
-def passes_of(desc: BlockSparseAttentionDescriptor) -> tuple[Pass, ...]:
-    """The launches over the kept blocks, in order."""
-    return (_KV, _Q) if desc.head_size <= _MOST_TOGETHER else (_K, _V, _Q)
+def passes_of(desc: BlockSparseAttentionDescriptor, *, stored: bool) -> tuple[Pass, ...]:
+    """The launches over the kept blocks, in order. dV alone does without dS."""
+    found = (_KV, _Q) if desc.head_size <= _MOST_TOGETHER else (_K, _V, _Q)
+    return tuple(one._replace(stored=stored and one is not _V) for one in found)
 
 
 def _scores_at(desc: BlockSparseAttentionDescriptor) -> int:
@@ -238,11 +230,11 @@ class Tiling(NamedTuple):
     """Pipeline stages of a pipeline group."""
 
     @classmethod
-    def of(cls, desc: BlockSparseAttentionDescriptor, one: Pass, *, stored: bool) -> Tiling:
+    def of(cls, desc: BlockSparseAttentionDescriptor, one: Pass) -> Tiling:
         """The first of these tilings with which two stages fit in shared memory."""
         groups = pipeline_groups(desc)
         # Sums of both gradients, or of a large head, and dropout's words leave registers for 64 rows.
-        few = one is _KV or desc.dropout > 0 or desc.head_size > _MOST_TOGETHER
+        few = len(one.gradients) > 1 or desc.dropout > 0 or desc.head_size > _MOST_TOGETHER
         most = 64 if few else desc.layout.block
         # One warpgroup alone has registers for 64 rows and the rest, but not for dropout's words beside them.
         tries = (
@@ -251,32 +243,27 @@ class Tiling(NamedTuple):
             (1, LEAST_STREAMED_ROWS if desc.dropout else 64),
         )
         tilings = (cls(*cut, n) for cut in tries for n in range(MAX_STAGES, 1, -1))
-        fits = (
-            cut
-            for cut in tilings
-            if cut.groups * _pipeline_bytes(desc, one, cut, stored=stored) <= SHARED_BYTES
-        )
-        return next(fits)
+        return next(cut for cut in tilings if cut.groups * _pipeline_bytes(desc, one, cut) <= SHARED_BYTES)
 
 
-def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, one: Pass, tiling: Tiling, *, stored: bool) -> int:
+def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, one: Pass, tiling: Tiling) -> int:
     """Shared memory of a pipeline group: stationary operands, stages, two numbers for each streamed row of Q,
     barriers and descriptions. Stages of a stored dS have its rows beside those of K."""
-    row, loads = row_bytes(desc), stored and one is _Q
+    row, loads = row_bytes(desc), one.stored and not one.keys
     stationary = 0 if loads else len(one.stationary) * desc.layout.block * row
     tiles = row + desc.layout.block * desc.element.itemsize if loads else 2 * (row + 4 * one.keys)
-    words = _STAGE_WORDS + (desc.dropout > 0) + (stored and one.keys and one.takes_scores)
+    words = _STAGE_WORDS + (desc.dropout > 0) + (one.stored and one.keys)
     stage = tiling.rows * tiles + 4 * words
     return align_up(stationary + tiling.stages * stage + _GROUP_BYTES, _ALIGNMENT)
 
 
-def defines(desc: BlockSparseAttentionDescriptor, one: Pass, *, stored: bool) -> dict[str, int]:
+def defines(desc: BlockSparseAttentionDescriptor, one: Pass) -> dict[str, int]:
     """Macros of the kernel for one problem type."""
-    groups, rows, stages = Tiling.of(desc, one, stored=stored)
+    groups, rows, stages = Tiling.of(desc, one)
     return {
         **problem_defines(desc),
         "GRADIENTS": one.code,
-        "STORED": int(stored and one.takes_scores),
+        "STORED": int(one.stored),
         "TILE": rows,
         "PIPELINE_GROUPS": groups,
         "PIPELINE_STAGES": stages,
