@@ -50,6 +50,11 @@ __device__ __forceinline__ uint4 first_bytes(const uint4& bytes, u32 count) {
   return make_uint4(first(bytes.x, 0), first(bytes.y, 4), first(bytes.z, 8), first(bytes.w, 12));
 }
 
+// Returns how many bytes of the 16 that begin at a column lie in their row: none if it ends before them.
+__device__ __forceinline__ constexpr u32 bytes_inside(i64 columns, i64 column) {
+  return column >= columns ? 0 : columns - column < Config::kVector ? (u32)(columns - column) * Config::kBytes : 16;
+}
+
 // Copies a thread's vectors. Index is the type of their numbers: dividing 64-bit integers takes longer than copying.
 template <class Index> __device__ __forceinline__ void copy(const PadRowsParams& p) {
   const Index vectors = p.rows * p.row_vectors, row_vectors = p.row_vectors, step = gridDim.x * Config::kThreads;
@@ -57,16 +62,17 @@ template <class Index> __device__ __forceinline__ void copy(const PadRowsParams&
   const Cell* const matrix = (const Cell*)p.matrix;  // begins at a multiple of 16 bytes
   for (Index i = (Index)blockIdx.x * Config::kThreads + threadIdx.x; i < vectors; i += step) {
     const Index row = i / row_vectors;
-    const i64 column = (i64)(i - row * row_vectors) * Config::kVector, inside = p.columns - column;
+    const i64 column = (i64)(i - row * row_vectors) * Config::kVector;
+    const u32 inside = bytes_inside(p.columns, column);
     const i64 at = (i64)row * p.columns + column, aligned = at / Config::kVector * Config::kVector;
     Vector found;
     if (aligned + 2 * Config::kVector <= cells) {
       const uint4* const from = (const uint4*)(matrix + aligned);
       found.whole = bytes_from(from[0], from[1], (u32)(at - aligned) * Config::kBytes);
-      if (inside < Config::kVector) found.whole = first_bytes(found.whole, (u32)inside * Config::kBytes);
+      if (inside < 16) found.whole = first_bytes(found.whole, inside);
     } else {
 #pragma unroll
-      for (int j = 0; j < Config::kVector; ++j) found.cells[j] = j < inside ? matrix[at + j] : (Cell)0;
+      for (int j = 0; j < Config::kVector; ++j) found.cells[j] = j * Config::kBytes < inside ? matrix[at + j] : (Cell)0;
     }
     ((uint4*)p.out)[i] = found.whole;
     if (vectors - i <= step) break;  // i + step may exceed the type
