@@ -105,23 +105,22 @@ class GroupedCase:
         for (begin, end), *known in self.references():
             exact[begin:end], allowed[begin:end] = known
         found, tolerances = np.zeros((2, desc.top_k, desc.y_rows, desc.outputs))
-        for j, row in np.ndindex(found.shape[:2]):
-            if self.has_result(place := int(routing.y_index[row, j])):
-                found[j, row], tolerances[j, row] = exact[place], allowed[place]
+        places = routing.y_index.T
+        added = self.have_results(places)
+        found[added], tolerances[added] = exact[places[added]], allowed[places[added]]
         tolerances[np.abs(found) + tolerances > desc.out_element.largest] = np.inf
         weights = None if routing.y_weights is None else routing.y_weights.T[..., None].astype(np.float64)
         allowed = self.plan.guarantee.summed_tolerance(found, tolerances, desc.out_element, weights)
         return (found if weights is None else found * weights).sum(0), allowed
 
-    def has_result(self, place: int) -> bool:
-        """Whether the place adds to rows of Y, as the descriptor's docstring says."""
+    def have_results(self, places: np.ndarray) -> np.ndarray:
+        """Which of the places add to rows of Y, as the descriptor's docstring says."""
         desc, given = self.plan.descriptor, self.given()
-        if not 0 <= place < desc.n:
-            return False
+        inside = (places >= 0) & (places < desc.n)
         if desc.group_tokens != "counts":
-            return bool(given[0] <= place < given[-1])
-        group, at = divmod(place, desc.n // desc.groups)
-        return bool(at < given[group])
+            return inside & (given[0] <= places) & (places < given[-1])
+        group, at = np.divmod(np.where(inside, places, 0), desc.n // desc.groups)
+        return inside & (at < given[group])
 
     def check_the_rest(self, got: np.ndarray) -> None:
         """Rows in no group still have the poison."""
