@@ -15,8 +15,8 @@
 // for as many slices.
 //
 // With kGrouped, tokens come in groups, each multiplied by a weight of its own: experts. group_table.cuh says which
-// tokens a group has. A group's K is summed in one piece, so a row's bits depend neither on its group's size nor on the
-// other groups.
+// tokens a group has. K is cut into the same slices for every group, so a row's bits depend neither on its group's size
+// nor on the other groups.
 //
 // A thread has the sums of rows r and r + 8 of W. A gated epilogue makes one result of the two: Y is half as wide, and
 // an m64 tile gives 32 of its columns.

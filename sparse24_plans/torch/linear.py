@@ -486,7 +486,7 @@ class Sparse24Linear(nn.Module):
             flags = [
                 name for name in GuaranteeRequirement.model_fields if getattr(promised, name, None) is True
             ]
-            parts += [f"row={plan.explain().chosen}", f"guarantee={'+'.join(flags) or 'error bound'}"]
+            parts += [f"kernel={plan.explain().chosen}", f"guarantee={'+'.join(flags) or 'error bound'}"]
         except Sparse24Error as error:
-            parts.append(f"row=none ({type(error).__name__})")
+            parts.append(f"kernel=none ({type(error).__name__})")
         return ", ".join(parts)

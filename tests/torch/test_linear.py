@@ -277,9 +277,9 @@ def test_a_frozen_layer_lets_gradients_through():
 # Words ----------------------------------------------------------------------------------------------
 
 
-def test_the_repr_names_row_bytes_and_guarantee():
+def test_the_repr_names_kernel_bytes_and_guarantee():
     text = repr(Sparse24Linear.from_linear(dense_layer(60), require={"batch_invariant": True}))
-    for part in ("in_features=60", "padded_to=64", "bytes=13824", "row=", "batch_invariant"):
+    for part in ("in_features=60", "padded_to=64", "bytes=13824", "kernel=host_strict", "batch_invariant"):
         assert part in text
 
 
