@@ -18,7 +18,7 @@ from ..device.devices import DeviceLike, home_of, resolve
 from ..device.install import import_cupy
 from ..device.streams import on_stream
 from ..device.tensors import HOST, Device, TensorView, check_device, wrong
-from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
+from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError, check_type
 from ..vocab import (
     CANONICAL_LAYOUT,
     INT64_MAX,
@@ -400,8 +400,7 @@ class PackedWeight(Packed):
     @classmethod
     def canonical(cls, weight: CanonicalWeight) -> PackedWeight:
         """The canonical weight under its layout's name, sharing its memory."""
-        if not isinstance(weight, CanonicalWeight):
-            raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
+        check_type("weight", weight, CanonicalWeight, "Sparse24Weight")
         fields = (weight.m, weight.k, weight.element, weight.device, weight.views)
         return cls(CANONICAL_LAYOUT, *fields, weight.quantization)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...errors import InvalidProblemError
+from ...errors import InvalidProblemError, check_choice
 
 _DIMS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
 """Dimensions in their order in memory, the outermost first."""
@@ -16,8 +16,7 @@ _DIMS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
 
 def checked_order(name: str, order: str) -> str:
     """``order``, or InvalidProblemError naming the argument."""
-    if order not in _DIMS:
-        raise InvalidProblemError(f"{name}: expected one of {', '.join(_DIMS)}, got {order!r}")
+    check_choice(name, order, _DIMS)
     return order
 
 
