@@ -440,12 +440,7 @@ def _obstacle_of_experts(module: nn.Module, recipe: Sparse24Recipe, owners: Coun
         return "stacked experts, which have an activation and an out_dtype of their own"
     if (reason := other_meaning(module)) is not None:
         return f"stacked experts that Sparse24Experts don't take: {reason}"
-    return _no_kernel(module, recipe)
-
-
-def _no_kernel(module: Any, recipe: Sparse24Recipe) -> str | None:
-    """Why no kernel serves the experts on their CUDA device, or None."""
-    return no_kernel(module, module.down_proj.device, **recipe.of_experts)
+    return no_kernel(module, weights[1].device, **recipe.of_experts)
 
 
 def _not_sparse(linear: nn.Linear) -> str | None:
