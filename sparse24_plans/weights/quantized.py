@@ -14,13 +14,13 @@ import numpy as np
 
 from ..device.streams import on_stream
 from ..device.subnormals import check_subnormals
-from ..device.tensors import HOST, TensorView, wrong
-from ..errors import InvalidProblemError, UnsupportedError
+from ..device.tensors import TensorView, wrong
+from ..errors import InvalidProblemError
 from ..vocab import ElementKind, ElementLike, ScaleRule, checked_flag, element_kind, integer
 from . import canonical, dense, threads
 from .packed_layouts import Quantization, memory_element, stored_width
 from .quantize import quantized_groups
-from .weight import CanonicalWeight, Sparse24Weight, portable
+from .weight import CanonicalWeight, Sparse24Weight, check_on_host, portable
 
 Array = np.ndarray[Any, Any]
 
@@ -154,7 +154,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         if weight.element not in DENSE_ELEMENTS:
             raise wrong("weight", "elements " + " or ".join(DENSE_ELEMENTS), weight.element)
         rule = scale_rule_of(rule)
-        _check_on_host("quantize", weight)
+        check_on_host("quantize", weight.device)
         check_subnormals()
         bits = weight.values_view.bits()
         values = np.empty((weight.m, stored_width(weight.k, by)), memory_element(by.element).dtype)
@@ -168,18 +168,13 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         return cls(*parts, element=kind, validate=False, **by.arguments)
 
     def _shape(self) -> tuple[int, int]:
-        shape, each = self.views[0].shape, self._columns_of_a_cell
+        shape, each = self.views[0].shape, 4 if self.quantization.element is ElementKind.S4 else 2
         if len(shape) != 2 or shape[1] * each % 8:
             width = f"K/{each}"
             raise InvalidProblemError(
                 f"values: expected shape [M, {width}] with K a multiple of 8, got {list(shape)}"
             )
         return shape[0], shape[1] * each
-
-    @property
-    def _columns_of_a_cell(self) -> int:
-        """Columns of W for each cell of ``values``."""
-        return 4 if self.quantization.element is ElementKind.S4 else 2
 
     @property
     def values(self) -> Any:
@@ -196,7 +191,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
 
         Raises UnsupportedError for device memory, or in a thread that flushes subnormal numbers.
         """
-        _check_on_host("dequantize", self)
+        check_on_host("dequantize", self.device)
         check_subnormals()
         kept = np.empty((self.m, self.k // 2), self.element.bits_dtype)
         write_dequantized(self.views[0], self.views[2], self.quantization, self.element, kept)
@@ -222,13 +217,6 @@ class Sparse24QuantizedWeight(CanonicalWeight):
     def __repr__(self) -> str:
         return (
             f"Sparse24QuantizedWeight({self.element}[{self.m}, {self.k}], {self.quantization}, {self.device})"
-        )
-
-
-def _check_on_host(what: str, weight: CanonicalWeight) -> None:
-    if weight.device != HOST:
-        raise UnsupportedError(
-            f"{what}: expected a weight in host memory, got one on {weight.device}; call weight.to('host')"
         )
 
 

@@ -228,12 +228,17 @@ class Sparse24Weight(CanonicalWeight):
         return f"Sparse24Weight({self.element}[{self.m}, {self.k}], {self.device})"
 
 
+def check_on_host(what: str, device: Device) -> None:
+    """Raise UnsupportedError if ``what`` is asked for a weight in device memory."""
+    if device != HOST:
+        raise UnsupportedError(
+            f"{what}: expected a weight in host memory, got one on {device}; call weight.to('host')"
+        )
+
+
 def portable(view: TensorView) -> Any:
     """A NumPy copy of the bits, to be pickled. Raises UnsupportedError for device memory."""
-    if view.device != HOST:
-        raise UnsupportedError(
-            f"pickle: expected a weight in host memory, got one on {view.device}; call weight.to('host')"
-        )
+    check_on_host("pickle", view.device)
     return np.array(view.bits(), order="C")
 
 
