@@ -5,7 +5,7 @@ Messages name the argument, what was expected and what came.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,19 @@ class DriverError(Sparse24Error, RuntimeError):
     def __init__(self, call: str, code: int, detail: str = "") -> None:
         super().__init__(f"{call} failed with code {code}{': ' + detail if detail else ''}")
         self.call, self.code = call, code
+
+
+def check_choice(argument: str, value: object, known: Iterable[object]) -> None:
+    """Raise InvalidProblemError unless the value is one of those known."""
+    if value not in (choices := tuple(known)):
+        names = ", ".join(map(str, choices))
+        raise InvalidProblemError(f"{argument}: expected one of {names}, got {shown(value)}")
+
+
+def check_type(argument: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise InvalidProblemError unless the value is an instance of ``kind``."""
+    if not isinstance(value, kind):
+        raise InvalidProblemError(f"{argument}: expected {expected}, got {type(value).__name__}")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, model_validator
 from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
 from ..vocab import (
-    INT64_MAX,
     BlockSparseConvOp,
     ElementKind,
     ElementLike,
@@ -204,10 +203,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
                     f"{name}: expected at least {least}, as kernel and padding have it, got {axis.size}"
                 )
         largest = max(one.rows, one.cols) * max(self.height * self.width, self.forward.pixels)
-        if max(one.blocks * one.block**2, self.batch * largest) > INT64_MAX // 8:
-            raise ValueError(
-                f"layout, batch: expected operands of fewer than 2^60 elements, got {one!r}, {self.batch}"
-            )
+        self._check_largest(max(one.blocks * one.block**2, self.batch * largest))
         return self
 
     @property

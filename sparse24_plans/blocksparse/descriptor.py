@@ -64,9 +64,14 @@ class BlockSparseDescriptor(Descriptor):
         give."""
         one = self.layout
         most = max(one.blocks * one.block**2, one.heads * max(one.rows, one.cols) * width)
-        if self.batch * most > INT64_MAX // 8:
+        self._check_largest(self.batch * most)
+
+    def _check_largest(self, elements: int) -> None:
+        """Check that an index of 64 bits reaches the elements of the largest operand."""
+        if elements > INT64_MAX // 8:
             raise ValueError(
-                f"layout, batch: expected operands of fewer than 2^60 elements, got {one!r}, {self.batch}"
+                "layout, batch: expected operands of fewer than 2^60 elements, "
+                f"got {self.layout!r}, {self.batch}"
             )
 
     def _tables(self) -> Operand:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..device.adapters import Unmoving
-from ..device.tensors import HOST, Device, TensorView, check_device, wrong
-from ..errors import BufferTooSmallError, InvalidProblemError
+from ..device.tensors import HOST, Device, TensorView, wrong
+from ..errors import InvalidProblemError
 from ..plan.operands import Packing, Views
 from ..vocab import BLOCKS_LAYOUT, DENSE_BLOCKS_LAYOUT, ElementKind, element_kind, integer
-from ..weights.weight import portable
+from ..weights.weight import Packed, restored_buffers
 from .lookup_tables import length
 from .shape import MOST, BlockSparseShape
 
@@ -22,7 +22,7 @@ _Forms: TypeAlias = tuple[tuple[tuple[int, ...], ElementKind], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedBlocks(Unmoving):
+class PackedBlocks(Packed):
     """A block-sparse operand in the form that a plan's kernel reads. Made by ``plan.pack(layout, values)``.
 
     ``layout_id`` names the form, and ``buffers`` are its memory. ``blocks``: the caller's values, which must
@@ -49,19 +49,11 @@ class PackedBlocks(Unmoving):
             raise wrong("batch", "an integer from 0 to 2^31 - 1", self.batch)
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "element", element_kind(self.element))
-        check_device("device", self.device)
-        if type(self.buffers) is not tuple or any(type(one) is not TensorView for one in self.buffers):
-            raise wrong("buffers", "a tuple of TensorViews", self.buffers)
+        self._check_place()
         parts = _PARTS[self.layout_id]
         if len(self.buffers) != len(parts):
             raise InvalidProblemError(f"buffers: expected {', '.join(parts)}, got {len(self.buffers)}")
-        for view, (shape, element) in zip(self.buffers, self._forms, strict=True):
-            if view.device != self.device or not view.is_contiguous:
-                raise InvalidProblemError(
-                    f"buffers: expected contiguous memory on {self.device}, got {view!r}"
-                )
-            if view.nbytes_spanned < (needed := _bytes(shape, element)):
-                raise BufferTooSmallError("buffers", needed, view.nbytes_spanned)
+        self._check_buffers(_bytes(*form) for form in self._forms)
 
     @property
     def _forms(self) -> _Forms:
@@ -82,21 +74,16 @@ class PackedBlocks(Unmoving):
             found.append(view)
         return tuple(found)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedBlocks:
-        """A packed operand in memory of its own, on the same device."""
-        return replace(self, buffers=tuple(view.owned_copy() for view in self.buffers))
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold the bits. Raises UnsupportedError for an operand in device memory."""
-        parts = [(portable(view), view.element.value) for view in self.buffers]
-        return _restored, (self.layout_id, self.shape, self.batch, self.element.value, parts)
+        fields = (self.layout_id, self.shape, self.batch, self.element.value)
+        return _restored, (*fields, self._portable_parts())
 
 
 def _restored(
     layout_id: str, shape: BlockSparseShape, batch: int, element: str, parts: list[tuple[Any, str]]
 ) -> PackedBlocks:
-    views = tuple(TensorView.of(bits, element=kind) for bits, kind in parts)
-    return PackedBlocks(layout_id, shape, batch, element_kind(element), HOST, views)
+    return PackedBlocks(layout_id, shape, batch, element_kind(element), HOST, restored_buffers(parts))
 
 
 def _forms(shape: BlockSparseShape, batch: int, element: ElementKind) -> dict[str, _Forms]:
@@ -109,10 +96,7 @@ def _forms(shape: BlockSparseShape, batch: int, element: ElementKind) -> dict[st
 
 
 def _bytes(shape: tuple[int, ...], element: ElementKind) -> int:
-    count = element.itemsize
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(shape) * element.itemsize
 
 
 def packing(name: str, shape: BlockSparseShape, batch: int, element: ElementKind) -> Packing:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .._vendor.compressed_tensors import CONFIG_KEYS
 from ..device.files import StrPath
-from ..errors import FormatError, InvalidProblemError, UnsupportedError, shown
+from ..errors import FormatError, InvalidProblemError, UnsupportedError, check_choice, shown
 from ..formats.cutlass_sm90 import CutlassSm90
 from ..formats.table import QUANTIZED_FORMATS
 from ..weights.quantize import LARGEST
@@ -163,9 +163,7 @@ def _check_formats(from_format: str, to_format: str, selection: Selection, tile_
     ):
         if isinstance(name, str) and name in own:
             continue  # looking for formats of installed packages takes longer than a small file's conversion
-        known = checkpoint_formats(read=argument == "from_format")
-        if not isinstance(name, str) or name not in known:
-            raise InvalidProblemError(f"{argument}: expected one of {', '.join(known)}, got {shown(name)}")
+        check_choice(argument, name, checkpoint_formats(read=argument == "from_format"))
     if from_format == to_format:
         raise InvalidProblemError(f"to_format: expected another format than {from_format}, got the same")
     if selection and from_format != DENSE:

@@ -16,7 +16,7 @@ import numpy as np
 from .._version import __version__
 from ..device.files import StrPath, path_of
 from ..device.tensors import TensorView
-from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError
+from ..errors import FormatError, InvalidProblemError, Sparse24Error, UnsupportedError, check_type
 from ..gemm.args import DgradSparse24Args, GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
@@ -67,8 +67,7 @@ def save_run(path: StrPath, plan: GemmSparse24Plan, args: GemmSparse24Args | Dgr
     for wrong arguments; StorageError if the file can't be written.
     """
     path = path_of("path", path)
-    if not isinstance(plan, GemmSparse24Plan):
-        raise InvalidProblemError(f"plan: expected GemmSparse24Plan, got {type(plan).__name__}")
+    check_type("plan", plan, GemmSparse24Plan, "GemmSparse24Plan")
     named, desc, kernel = plan.guarantee.arithmetic, plan.descriptor, str(plan.explain().chosen)
     if named is None:
         raise UnsupportedError(

@@ -19,6 +19,7 @@ from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import PrecisionGuarantee
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, ScaleRule
+from ..weights.cutting import slice_weight
 from ..weights.dense import widened
 from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
 from ..weights.quantized import Sparse24QuantizedWeight, scale_rule_of
@@ -181,7 +182,8 @@ def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, laye
             if (scale.view(np.uint32)[:, 0] != scales[rows]).any():
                 return f"a scale differs in rows {rows.start} to {rows.stop - 1}"
             pruned = Sparse24Weight(values, again.metadata, validate=False).decompress()
-        wrong = pruned.view(bits) != _rows_of(weight, rows).view(bits)
+        own = slice_weight(weight, rows.start, rows.stop).decompress()
+        wrong = pruned.view(bits) != own.view(bits)
         if wrong.any():
             row, column = divmod(int(wrong.argmax()), weight.k)
             return f"differs from the pruned dense tensor at row {rows.start + row}, column {column}"
@@ -225,12 +227,6 @@ def _difference(
                 row = rows.start + int(unequal.argmax())
                 return f"a {what} differs from those of the pruned dense tensor in row {row}"
     return None
-
-
-def _rows_of(weight: Sparse24Weight, rows: slice) -> Array:
-    part = Sparse24Weight(weight.values[rows], weight.metadata[rows], validate=False)
-    dense: Array = part.decompress()
-    return dense
 
 
 def _compare_rest(ours: ModelReader, theirs: ModelReader, layers: list[Layer]) -> tuple[int, int, list[str]]:
@@ -360,7 +356,7 @@ def _reference(weight: Sparse24Weight, x: Array, promise: PrecisionGuarantee) ->
     rows = max(1, (1 << 20) // max(weight.k, 1))
     for start in range(0, weight.m, rows):
         block = slice(start, min(start + rows, weight.m))
-        dense = _rows_of(weight, block).astype(np.float64)
+        dense = slice_weight(weight, block.start, block.stop).decompress().astype(np.float64)
         with np.errstate(all="ignore"):
             exact[:, block] = wide @ dense.T
             abs_sum[:, block] = sizes @ promise.magnitudes(dense, weight.element).T

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from ..device.files import StrPath, path_of
 from ..device.tensors import wrong
-from ..errors import InvalidProblemError
+from ..errors import check_type
 from ..weights.quantized import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .folder import ModelReader
@@ -41,11 +41,8 @@ def save_weights(path: StrPath, weights: Mapping[str, Weight]) -> None:
     for name, weight in weights.items():
         if not isinstance(name, str):
             raise wrong("weights", "names as strings", name)
-        if not isinstance(weight, (Sparse24Weight, Sparse24QuantizedWeight)):
-            raise InvalidProblemError(
-                f"{shown(name)}: expected Sparse24Weight or Sparse24QuantizedWeight, "
-                f"got {type(weight).__name__}"
-            )
+        kinds = (Sparse24Weight, Sparse24QuantizedWeight)
+        check_type(shown(name), weight, kinds, " or ".join(kind.__name__ for kind in kinds))
         layer = Layer(name, weight.m, weight.k, weight.element, (), quantization=weight.quantization)
         outputs += stored_tensors(layer)
         write_note(metadata, layer)

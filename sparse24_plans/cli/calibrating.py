@@ -25,7 +25,7 @@ from ..checkpoints.selection import Selection
 from ..device.files import new_folder_at, read_whole, storage_errors
 from ..errors import BackendUnavailableError, FormatError, InvalidProblemError
 from ..weights.calibrated import METHODS
-from ..weights.calibrated import rows_of as quantized_rows
+from ..weights.cutting import slice_weight
 from .options import word_option
 from .tables import Column, Json, share_text
 
@@ -129,7 +129,10 @@ def calibration(
 
 def _weight(layer: Any, rows: slice, read: Callable[[], Any]) -> Any:
     """Rows of the layer's quantized weight, or of its dense one as an array."""
-    return np.asarray(read().float().cpu()) if layer.weight is None else quantized_rows(layer.weight, rows)
+    if layer.weight is None:
+        return np.asarray(read().float().cpu())
+    start, stop, _ = rows.indices(layer.weight.m)
+    return slice_weight(layer.weight, start, stop)
 
 
 def _loaded(transformers: Any, source: Path) -> tuple[Any, Any]:

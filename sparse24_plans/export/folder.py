@@ -20,6 +20,7 @@ from ..errors import InvalidProblemError, UnsupportedError, refusing, shown
 from ..gemm.descriptor import GemmSparse24Descriptor, of_places
 from ..plan.descriptor import Descriptor
 from ..plan.families import plan_of
+from ..plan.guarantee import FLAGS
 from ..plan.plan import Plan, PreferenceLike
 from ..plan.preference import PlanPreference
 from ..prepare.descriptor import PrepareDescriptor
@@ -27,8 +28,6 @@ from ..vocab import BlockSparseOp, EpilogueKind
 from .recording import Fill, Launch, MapPlace, OperandUse, Place, Recipe, record
 from .tables import NO_PLAN, WALK, Number, Record, Tables, no_place
 
-PROMISES = "deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware"
-"""Flags of the guarantee, from bit 0 of a plan's ``promises``."""
 CODE = "sparse24_export.h", "sparse24_export.c"
 """The C code that runs plans. Every exported folder contains it."""
 Row = tuple[int, ...]
@@ -230,7 +229,7 @@ class _Writer:
         plan = {
             "kernel": recipe.kernel,
             "guarantee": recipe.guarantee,
-            "promises": sum(bool(guarantee[flag]) << bit for bit, flag in enumerate(PROMISES)),
+            "promises": sum(bool(guarantee[flag]) << bit for bit, flag in enumerate(FLAGS)),
             "workspace_alignment": recipe.workspace_alignment,
             "workspace": numbers[recipe.workspace],
             "first_operand": self._tables.add("operands", operands),

@@ -10,7 +10,7 @@ from ..device.install import install_advice
 from ..device.transpose import Matrices
 from ..plan.cublaslt import beyond_alpha
 from ..plan.kernel import align_up
-from ..plan.kernel_table import grid_limit_refusal
+from ..plan.kernel_table import dotted, grid_limit_refusal
 from ..plan.schedule_choice import constants
 from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ..weights.inflate import BLOCK_BYTES
@@ -253,10 +253,6 @@ def needs_cusparselt(device: DeviceProperties) -> str | None:
     found = re.match(r"(\d{1,9})\.(\d{1,9})(\.|$)", device.cusparselt, re.ASCII)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if not abi.OLDEST[:2] <= version < abi.BELOW[:2]:
-        known = f"from {_dotted(abi.OLDEST)} to below {_dotted(abi.BELOW)}"
+        known = f"from {dotted(abi.OLDEST)} to below {dotted(abi.BELOW)}"
         return f"cuSPARSELt {device.cusparselt:.80} loads, but one {known} is needed; {install}"
     return None
-
-
-def _dotted(version: tuple[int, int, int]) -> str:
-    return f"{version[0]}.{version[1]}"

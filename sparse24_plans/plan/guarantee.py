@@ -351,7 +351,7 @@ class GuaranteeRequirement(Model):
 
     def unmet(self, guarantee: PrecisionGuarantee, reduction: int) -> str | None:
         """A message about the first requirement that the guarantee fails, or None if it meets all."""
-        for name in _FLAGS:
+        for name in FLAGS:
             if getattr(self, name) and not getattr(guarantee, name):
                 return f"does not guarantee {name}"
         for name in _VALUES:
@@ -384,5 +384,6 @@ def _wide(argument: str, value: Any, dimensions: int | None = None) -> Float64s:
     return found
 
 
-_FLAGS = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
+FLAGS = ("deterministic", "bit_stable_on_same_hardware", "batch_invariant", "bit_stable_across_hardware")
+"""The promises about bits that hold or don't."""
 _VALUES = ("subnormals", "nonfinite", "math_precision", "accumulator", "arithmetic")

@@ -319,16 +319,17 @@ def _misplaced(
     found = device.compute_capability
     least, below = entry.least_capability(descriptor), entry.below_compute_capability
     if found < least:
-        return f"needs compute capability {_dotted(least)}, got {_dotted(found)}"
+        return f"needs compute capability {dotted(least)}, got {dotted(found)}"
     if found >= below:
-        return f"needs a compute capability below {_dotted(below)}, got {_dotted(found)}"
+        return f"needs a compute capability below {dotted(below)}, got {dotted(found)}"
     if entry.arch is ArchSku.SM90A and not preference.allow_sm90a:
         return "allow_sm90a is false"
     return None
 
 
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
+def dotted(version: tuple[int, ...]) -> str:
+    """The first two numbers of a version, or of a compute capability, for messages."""
+    return f"{version[0]}.{version[1]}"
 
 
 def _of_elements(entry: KernelEntry, descriptor: Any) -> str | None:

@@ -15,17 +15,8 @@ from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from . import stacked
-from .activations import epilogue_of
-from .elements import DTYPE_OF, element_of, weight_sizes
-from .gemm_call import (
-    beta_of,
-    check_devices,
-    check_dtypes,
-    check_scale,
-    quantization_of,
-    residual_element,
-    scale_kind,
-)
+from .elements import DTYPE_OF, weight_sizes
+from .gemm_call import beta_of, check_operands, fields_of, quantization_of, residual_element
 from .gemm_ops import stacked_autocast
 from .library import define
 from .plan_cache import descriptor, preference_of
@@ -66,43 +57,30 @@ def _sizes(call: Batched) -> tuple[int, int, int]:
     if x.dim() != 3 or x.shape[0] < 1:
         raise InvalidProblemError(f"x: expected batches [B, N, K] with B from 1, got {list(x.shape)}")
     batches, n, width = x.shape
-    by = quantization_of(call.weight.dtype, call.scales, call.group)
+    by = quantization_of(call)
     rows, k = weight_sizes(call.weight, call.meta, call.m, width, by)
     if rows % batches:
         raise InvalidProblemError(f"weight: expected rows in {batches} batches of one size, got {rows} rows")
     m = rows // batches
-    check_dtypes(x.dtype, call.weight.dtype, None if call.scales is None else call.scales.dtype)
     if call.bias is not None and tuple(call.bias.shape) not in ((batches, m), (m,)):
         raise InvalidProblemError(f"bias: expected [{batches}, {m}] or [{m}], got {list(call.bias.shape)}")
-    for name, scale, count in (("scale_x", call.scale_x, batches * n), ("scale_w", call.scale_w, rows)):
-        if scale is not None:
-            check_scale(scale, count, name)
     if call.residual is not None and tuple(call.residual.shape) != (batches, n, m):
         raise InvalidProblemError(f"residual: expected {[batches, n, m]}, got {list(call.residual.shape)}")
-    check_devices(call, "weight", "bias", "scale_x", "scale_w", "residual", "scales")
+    check_operands(call, by, batches * n, rows, "residual")
     return batches, m, k
 
 
 def _describe(call: Batched, batches: int, n: int, m: int, k: int) -> GemmSparse24Descriptor:
-    by = quantization_of(call.weight.dtype, call.scales, call.group)
-    residual = call.residual if call.beta else None
-    element = element_of(call.x.dtype, "x")
-    out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
+    fields = fields_of(call)
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
         n=n,
         m=m,
         k=k,
-        element=element,
-        epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
-        out_element=out,
-        bias_element=None if call.bias is None else element_of(call.bias.dtype, "bias"),
-        scale_x=scale_kind(call.scale_x),
-        scale_w=scale_kind(call.scale_w),
         beta=beta_of(call.residual, call.beta),
-        c_element=residual_element(residual, element, out),
+        c_element=residual_element(call.residual if call.beta else None, fields),
         batches=batches,
-        **({} if by is None else by.problem),
+        **fields,
     )
     return found
 

@@ -23,7 +23,8 @@ from ..checkpoints.layers import CALIBRATED, Layer, read_weight, stored_tensors,
 from ..checkpoints.safetensors_file import SafetensorsWriter, TensorInfo
 from ..device.files import storage_errors
 from ..errors import InvalidProblemError
-from ..weights.calibrated import output_error, pruned_together, quantized_together, stacked
+from ..weights.calibrated import output_error, pruned_together, quantized_together
+from ..weights.cutting import concat_weights
 from ..weights.quantized import Sparse24QuantizedWeight
 from .calibrated_experts import Routed, prune_experts
 from .calibration_inputs import Calls, Enough, Moment
@@ -257,7 +258,7 @@ class Block:
 
         found = prune_experts(name, self._experts[name], seen, method, prune)
         self._idle |= {own: one.without_tokens for own, one in found.items()}
-        self._quantized |= {own: stacked(one.parts) for own, one in found.items() if one.parts}
+        self._quantized |= {own: concat_weights(one.parts) for own, one in found.items() if one.parts}
         return {own: one.output_error for own, one in found.items()}
 
     def _prune(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.compressed_form import compressed_form
 from ..device.files import StrPath, path_of
-from ..errors import InvalidProblemError, shown
+from ..errors import InvalidProblemError, check_choice, check_type, shown
 from ..weights.calibrated import METHODS
 from .calibrated_block import Block, CalibratedLayer, digest
 from .calibration_inputs import recorded, tensors_in
@@ -110,10 +110,8 @@ def calibrate(
 
 
 def _check_arguments(model: object, batches: object, method: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InvalidProblemError(f"model: expected a module, got {type(model).__name__}")
-    if method not in METHODS:
-        raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {shown(method)}")
+    check_type("model", model, nn.Module, "a module")
+    check_choice("method", method, METHODS)
     if not isinstance(batches, (list, tuple)) or not batches:
         raise InvalidProblemError(f"batches: expected a list of inputs, got {shown(batches)}")
 

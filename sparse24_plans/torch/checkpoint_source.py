@@ -14,7 +14,7 @@ from ..checkpoints.folder import ModelReader
 from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
 from ..checkpoints.quantization import check_groups, parts_of
 from ..checkpoints.selection import Selection
-from ..errors import FormatError, InvalidProblemError
+from ..errors import FormatError, InvalidProblemError, check_choice
 from ..weights.quantize import SCALE_SUFFIX
 from .elements import DTYPE_OF, host_bytes, tensor_of, tensors_of
 from .layer_state import META_KEY, VALUES_KEY
@@ -47,9 +47,7 @@ class Source:
         self.reader = reader
         if name is None:
             name = SPARSE24 if is_compressed(reader) else BITMASK
-        if name not in READ_FORMATS or name == DENSE:
-            known = ", ".join(one for one in READ_FORMATS if one != DENSE)
-            raise InvalidProblemError(f"format: expected one of {known}, got {name!r}")
+        check_choice("format", name, (one for one in READ_FORMATS if one != DENSE))
         self._format: CheckpointFormat = checkpoint_format(name, Selection((), ()), None)
         layers, _ = self._format.find(reader, checkpoint_format(SPARSE24, Selection((), ()), None))
         if not layers:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.layers import origin_of_all
-from ..errors import FormatError, InvalidProblemError
+from ..errors import FormatError, InvalidProblemError, check_type
 from .activations import FORWARD, GATED_BY, called, is_gated, movable, name_of, row_order, rows_in_order
 from .linear import Sparse24Linear
 from .module_places import aliases_of, has_hooks, is_held_once, owners_of, put
@@ -74,8 +74,7 @@ def fuse_gated(model: nn.Module, recipe: Sparse24Recipe | str = "prune") -> dict
     became of it. A block under several names is replaced under all of them, and listed by the first. Raises
     InvalidProblemError for a wrong model or recipe.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidProblemError(f"model: expected a module, got {type(model).__name__}")
+    check_type("model", model, nn.Module, "a module")
     how = Sparse24Recipe(recipe) if isinstance(recipe, str) else recipe
     if not isinstance(how, Sparse24Recipe) or how.activation != "none":
         raise InvalidProblemError(f"recipe: expected a recipe without an activation, got {recipe!r}")

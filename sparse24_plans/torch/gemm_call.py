@@ -66,43 +66,50 @@ def sizes(call: Call) -> tuple[int, int]:
     m, k = call.m, call.k
     if call.meta is None:
         m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)
-    by = quantization_of(call.weight.dtype, call.scales, call.group, call.scale_dtype)
+    by = quantization_of(call)
     m, k = weight_sizes(call.weight, call.meta, m, k, by)
     wanted, name = (m, "M") if call.dgrad else (k, "K")
     if width != wanted:
         raise InvalidProblemError(
             f"x: expected [..., {wanted}], the weight's {name}, got {list(call.x.shape)}"
         )
-    check_dtypes(call.x.dtype, call.weight.dtype, None if by is None else DTYPE_OF[by.scale_element])
     if call.bias is not None and tuple(call.bias.shape) != (m,):
         raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
-    if call.scale_x is not None:
-        check_scale(call.scale_x, math.prod(call.x.shape[:-1]), "scale_x")
-    if call.scale_w is not None:
-        check_scale(call.scale_w, m, "scale_w")
     if call.residual is not None and call.residual.shape != (whole := (*call.x.shape[:-1], m)):
         raise InvalidProblemError(f"residual: expected {list(whole)}, got {list(call.residual.shape)}")
-    check_devices(call, "weight", "bias", "scale_x", "scale_w", "residual", "scales")
+    check_operands(call, by, math.prod(call.x.shape[:-1]), m, "residual")
     return m, k
 
 
-def quantization_of(
-    weight: torch.dtype, scales: Tensor | None, group: int, scale_dtype: torch.dtype | None = None
-) -> Quantization | None:
-    """How a weight is quantized; None if it isn't. Raises InvalidProblemError for the weight's dtype.
+def quantization_of(call: Any) -> Quantization | None:
+    """How a call's weight is quantized; None if it isn't. Raises InvalidProblemError for the weight's dtype.
 
-    ``scale_dtype`` is that of the scales in a packed weight, which come with no tensor.
+    The scales in a packed weight come with no tensor; ``scale_dtype`` is their dtype then.
     """
-    dtype = scale_dtype if scales is None else scales.dtype
+    dtype = getattr(call, "scale_dtype", None) if call.scales is None else call.scales.dtype
     if dtype is None:
         return None
+    weight = call.weight.dtype
     if weight not in STORED_OF:
         known = ", ".join(map(str, STORED_OF))
         raise InvalidProblemError(f"weight: expected values of {known}, got {weight}")
-    return Quantization(STORED_OF[weight], group, element_of(dtype, "scales"))
+    return Quantization(STORED_OF[weight], call.group, element_of(dtype, "scales"))
 
 
-def check_dtypes(x: torch.dtype, weight: torch.dtype, scales: torch.dtype | None) -> None:
+def check_operands(call: Any, by: Quantization | None, x_rows: int, rows: int, *own: str) -> None:
+    """Raise InvalidProblemError unless a call's dtypes, scales and devices fit together.
+
+    ``x_rows`` and ``rows`` are those of X and of W, of all groups or batches. ``own`` names the operands that
+    not every call has.
+    """
+    _check_dtypes(call.x.dtype, call.weight.dtype, None if by is None else DTYPE_OF[by.scale_element])
+    for name, count in (("scale_x", x_rows), ("scale_w", rows)):
+        if (scale := getattr(call, name)) is not None:
+            _check_scale(scale, count, name)
+    check_devices(call, "weight", "bias", "scale_x", "scale_w", "scales", *own)
+
+
+def _check_dtypes(x: torch.dtype, weight: torch.dtype, scales: torch.dtype | None) -> None:
     """Raise InvalidProblemError unless x and the weight, or a quantized weight's scales, fit together."""
     if scales is None:
         element = element_of(weight, "weight")
@@ -124,7 +131,7 @@ def check_devices(call: Any, *names: str) -> None:
             raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
 
 
-def check_scale(scale: Tensor, rows: int, argument: str) -> None:
+def _check_scale(scale: Tensor, rows: int, argument: str) -> None:
     """Raise InvalidProblemError unless the scale is float32 with one element, or one for each row."""
     if scale.dtype != torch.float32:
         raise InvalidProblemError(f"{argument}: expected torch.float32, got {scale.dtype}")
@@ -141,30 +148,35 @@ def scale_kind(scale: Tensor | None) -> ScaleKind | None:
 
 def describe(call: Call, n: int, m: int, k: int, **more: Any) -> GemmSparse24Descriptor:
     """The descriptor of the product, with ``more`` fields. Raises InvalidProblemError naming the field."""
-    bias = call.bias
-    by = quantization_of(call.weight.dtype, call.scales, call.group, call.scale_dtype)
-    x_element = element_of(call.x.dtype, "x")
-    element = x_element if by is not None else element_of(call.weight.dtype, "weight")
-    out = None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype")
+    fields = fields_of(call)
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
         n=n,
         m=m,
         k=k,
-        element=element,
-        x_element=x_element,
         op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
-        epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
-        out_element=out,
-        bias_element=None if bias is None else element_of(bias.dtype, "bias"),
-        scale_x=scale_kind(call.scale_x),
-        scale_w=scale_kind(call.scale_w),
         beta=beta_of(call.residual, call.beta),
-        c_element=residual_element(call.residual, element, out),
-        **({} if by is None else by.problem),
+        c_element=residual_element(call.residual, fields),
+        **fields,
         **more,
     )
     return found
+
+
+def fields_of(call: Any) -> dict[str, Any]:
+    """The descriptor's fields of elements, epilogue and scales. Raises InvalidProblemError naming one."""
+    by = quantization_of(call)
+    x_element = element_of(call.x.dtype, "x")
+    return {
+        "element": x_element if by is not None else element_of(call.weight.dtype, "weight"),
+        "x_element": x_element,
+        "epilogue": epilogue_of(call.activation, call.bias is not None, gates=True),
+        "out_element": None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype"),
+        "bias_element": None if call.bias is None else element_of(call.bias.dtype, "bias"),
+        "scale_x": scale_kind(call.scale_x),
+        "scale_w": scale_kind(call.scale_w),
+        **({} if by is None else by.problem),
+    }
 
 
 def beta_of(residual: Tensor | None, beta: float) -> float | None:
@@ -177,13 +189,12 @@ def beta_of(residual: Tensor | None, beta: float) -> float | None:
     return None if residual is None or beta == 0 else beta
 
 
-def residual_element(
-    residual: Tensor | None, element: ElementKind, out: ElementKind | None
-) -> ElementKind | None:
+def residual_element(residual: Tensor | None, fields: dict[str, Any]) -> ElementKind | None:
     """The descriptor's ``c_element``; None without a residual. Raises InvalidProblemError for its dtype."""
     if residual is None:
         return None
-    c, expected = element_of(residual.dtype, "residual"), addends_of(out or results_of(element)[0])
+    out = fields["out_element"] or results_of(fields["element"])[0]
+    c, expected = element_of(residual.dtype, "residual"), addends_of(out)
     if c not in expected:
         raise InvalidProblemError(f"residual: expected {' or '.join(dict.fromkeys(expected))}, got {c}")
     return c

@@ -16,9 +16,8 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import GroupTokens
 from . import stacked
-from .activations import epilogue_of
-from .elements import DTYPE_OF, element_of, weight_sizes
-from .gemm_call import check_devices, check_dtypes, check_scale, quantization_of, scale_kind
+from .elements import DTYPE_OF, weight_sizes
+from .gemm_call import check_operands, fields_of, quantization_of
 from .gemm_ops import stacked_autocast
 from .library import define
 from .plan_cache import descriptor, preference_of
@@ -151,37 +150,21 @@ def _sizes(call: _Call) -> tuple[int, int, int]:
     if x.dim() != 2:
         raise InvalidProblemError(f"x: expected a matrix [N, K], got {list(x.shape)}")
     groups = call.group_count
-    by = quantization_of(call.weight.dtype, call.scales, call.group)
+    by = quantization_of(call)
     rows, k = weight_sizes(call.weight, call.meta, call.m, x.shape[1], by)
     if rows % groups:
         raise InvalidProblemError(f"weight: expected rows in {groups} groups of one size, got {rows} rows")
-    check_dtypes(x.dtype, call.weight.dtype, None if call.scales is None else call.scales.dtype)
     if call.bias is not None and tuple(call.bias.shape) != (rows,):
         raise InvalidProblemError(f"bias: expected [{rows}], got {list(call.bias.shape)}")
-    for name, scale, count in (("scale_x", call.scale_x, x.shape[0]), ("scale_w", call.scale_w, rows)):
-        if scale is not None:
-            check_scale(scale, count, name)
     own = ("offsets",) if isinstance(call, Grouped) else ("experts", "y_weights")
-    check_devices(call, "weight", *own, "bias", "scale_x", "scale_w", "scales")
+    check_operands(call, by, x.shape[0], rows, *own)
     return groups, rows, k
 
 
 def _describe(call: _Call, groups: int, rows: int, k: int, routing: dict[str, Any]) -> GemmSparse24Descriptor:
-    by = quantization_of(call.weight.dtype, call.scales, call.group)
+    fields = {**fields_of(call), **routing}
     found: GemmSparse24Descriptor = descriptor(
-        GemmSparse24Plan,
-        m=rows // groups,
-        k=k,
-        element=element_of((call.weight if by is None else call.x).dtype, "weight"),
-        x_element=element_of(call.x.dtype, "x"),
-        epilogue=epilogue_of(call.activation, call.bias is not None, gates=True),
-        out_element=None if call.out_dtype is None else element_of(call.out_dtype, "out_dtype"),
-        bias_element=None if call.bias is None else element_of(call.bias.dtype, "bias"),
-        scale_x=scale_kind(call.scale_x),
-        scale_w=scale_kind(call.scale_w),
-        groups=groups,
-        **routing,
-        **({} if by is None else by.problem),
+        GemmSparse24Plan, m=rows // groups, k=k, groups=groups, **fields
     )
     return found
 
@@ -209,32 +192,21 @@ def _fake(call: _Call) -> Tensor:
     return call.x.new_empty((call.rows, outputs), dtype=DTYPE_OF[desc.out_element])
 
 
-def _grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
-    return stacked.run(Grouped(*args, **kwargs), _operands, _checked)
+def _define(kind: type[Grouped] | type[Chosen], schema: str) -> None:
+    """Define the op whose arguments are the fields of ``kind``."""
+
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        return stacked.run(kind(*args, **kwargs), _operands, _checked)
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
+        return _fake(kind(*args, **kwargs))
+
+    define(f"{schema}, {_OPTIONS}) -> Tensor", product, fake, autocast=stacked_autocast(kind))
 
 
-def _fake_grouped_mm(*args: Any, **kwargs: Any) -> Tensor:
-    return _fake(Grouped(*args, **kwargs))
-
-
-def _experts_mm(*args: Any, **kwargs: Any) -> Tensor:
-    return stacked.run(Chosen(*args, **kwargs), _operands, _checked)
-
-
-def _fake_experts_mm(*args: Any, **kwargs: Any) -> Tensor:
-    return _fake(Chosen(*args, **kwargs))
-
-
-define(
-    f"grouped_mm(Tensor x, Tensor weight, Tensor? meta, Tensor offsets, {_OPTIONS}) -> Tensor",
-    _grouped_mm,
-    _fake_grouped_mm,
-    autocast=stacked_autocast(Grouped),
-)
-define(
+_define(Grouped, "grouped_mm(Tensor x, Tensor weight, Tensor? meta, Tensor offsets")
+_define(
+    Chosen,
     "experts_mm(Tensor x, Tensor weight, Tensor? meta, Tensor experts, int groups, Tensor? y_weights=None, "
-    f"bool gather=False, bool add_up=False, {_OPTIONS}) -> Tensor",
-    _experts_mm,
-    _fake_experts_mm,
-    autocast=stacked_autocast(Chosen),
+    "bool gather=False, bool add_up=False",
 )

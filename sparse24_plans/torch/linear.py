@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, check_choice
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.guarantee import GuaranteeRequirement
@@ -157,8 +157,7 @@ class Sparse24Linear(nn.Module):
             raise InvalidProblemError(f"linear: expected an nn.Linear, got a {type(linear).__name__}")
         weight = linear.weight.detach()
         cls._checked_dtype(weight.dtype)
-        if method not in METHODS:
-            raise InvalidProblemError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        check_choice("method", method, METHODS)
         check_scores(method, scores)
         check_rule(method, rule)
         layer = cls(

@@ -368,12 +368,11 @@ def check_orientation(weight: Layer, module: Any) -> None:
 
 def sizes_of(module: Any, stored: Layer) -> tuple[int, int]:
     """M and K of a layer's weight, with its padding unless the stored weight says what it has itself."""
-    if stored.padding:
-        linear = module if isinstance(module, Sparse24Linear) else linear_of(module)
-        return linear.out_features, linear.in_features
-    if isinstance(module, Sparse24Linear) and not isinstance(module, Sparse24QuantizedLinear):
-        return module.out_features, module.k
     linear = module if isinstance(module, Sparse24Linear) else linear_of(module)
+    if stored.padding:
+        return linear.out_features, linear.in_features
+    if isinstance(linear, Sparse24Linear) and not isinstance(linear, Sparse24QuantizedLinear):
+        return linear.out_features, linear.k
     return linear.out_features, linear.in_features + -linear.in_features % 8
 
 

@@ -6,7 +6,7 @@ import warnings
 from functools import cache
 from typing import Any
 
-from ..errors import BackendUnavailableError, InvalidProblemError, UnsupportedError
+from ..errors import BackendUnavailableError, UnsupportedError, check_type
 from .experts import ExpertsWeight
 from .linear import Sparse24Linear
 
@@ -29,8 +29,7 @@ def lora_config(config: Any) -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise BackendUnavailableError("PEFT is not installed: pip install peft") from error
-    if not isinstance(config, LoraConfig):
-        raise InvalidProblemError(f"config: expected a peft.LoraConfig, got {type(config).__name__}")
+    check_type("config", config, LoraConfig, "a peft.LoraConfig")
     config._register_custom_module({Sparse24Linear: _adapter()})
     return config
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import InvalidProblemError
+from ..errors import InvalidProblemError, check_choice
 from ..vocab import TileRule
 
 METHODS = ("prune", "compress", "tiles")
@@ -18,8 +18,7 @@ def check_scores(method: str, scores: object) -> None:
 
 def check_rule(method: str, rule: object) -> None:
     """Raise InvalidProblemError for a wrong rule, or one beside a method that prunes no tiles."""
-    if rule not in [*TileRule]:
-        raise InvalidProblemError(f"rule: expected one of {', '.join(TileRule)}, got {rule!r}")
+    check_choice("rule", rule, TileRule)
     if method != "tiles" and rule != TileRule.OPTIMAL:
         raise InvalidProblemError(
             f"rule: expected {TileRule.OPTIMAL}, the default, for method {method}, got {rule}: method tiles "

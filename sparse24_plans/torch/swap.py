@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..checkpoints.selection import check_callback, patterns_of, reason_to_leave
-from ..errors import FormatError, InvalidProblemError
+from ..errors import FormatError, InvalidProblemError, check_choice
 from ..vocab import ElementKind, TileRule
 from ..weights.quantized import quantization_of
 from .activations import check_activation, check_rows
@@ -73,18 +73,15 @@ class Sparse24Recipe:
     group: int = 128
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise InvalidProblemError(f"recipe: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        check_choice("recipe", self.method, METHODS)
         check_callback("scores", self.scores)
         check_scores(self.method, self.scores)
         check_activation(self.activation)
         check_rule(self.method, self.rule)
-        if self.out_dtype not in (None, *DTYPES):
-            known = ", ".join(map(str, DTYPES))
-            raise InvalidProblemError(f"out_dtype: expected one of {known}, got {self.out_dtype!r}")
-        if self.weight_dtype is not None and self.weight_dtype not in LARGEST:
-            known = ", ".join(map(str, LARGEST))
-            raise InvalidProblemError(f"weight_dtype: expected one of {known}, got {self.weight_dtype}")
+        if self.out_dtype is not None:
+            check_choice("out_dtype", self.out_dtype, DTYPES)
+        if self.weight_dtype is not None:
+            check_choice("weight_dtype", self.weight_dtype, LARGEST)
         if self.stored is not None:
             quantization_of(ElementKind.BF16, self.stored, self.group, None)
             if self.weight_dtype is not None:
@@ -443,12 +440,7 @@ def _obstacle_of_experts(module: nn.Module, recipe: Sparse24Recipe, owners: Coun
         return "stacked experts, which have an activation and an out_dtype of their own"
     if (reason := other_meaning(module)) is not None:
         return f"stacked experts that Sparse24Experts don't take: {reason}"
-    return _no_kernel(module, recipe)
-
-
-def _no_kernel(module: Any, recipe: Sparse24Recipe) -> str | None:
-    """Why no kernel serves the experts on their CUDA device, or None."""
-    return no_kernel(module, module.down_proj.device, **recipe.of_experts)
+    return no_kernel(module, weights[1].device, **recipe.of_experts)
 
 
 def _not_sparse(linear: nn.Linear) -> str | None:

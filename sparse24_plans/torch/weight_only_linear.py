@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblemError, UnsupportedError
+from ..errors import InvalidProblemError, UnsupportedError, check_choice
 from ..vocab import ElementKind, ScaleRule, TileRule, element_kind
 from ..weights.packed_layouts import QUANTIZED_LAYOUTS, Quantization, stored_width
 from ..weights.packing_quantized import unpack_quantized
@@ -73,10 +73,8 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
                 "trainable: expected False, since stored values have no gradients, got True"
             )
         kind = element_kind(stored, "stored")
-        if kind not in STORED:
-            raise InvalidProblemError(f"stored: expected one of {', '.join(STORED)}, got {kind}")
-        if group not in GROUPS:
-            raise InvalidProblemError(f"group: expected one of {', '.join(map(str, GROUPS))}, got {group!r}")
+        check_choice("stored", kind, STORED)
+        check_choice("group", group, GROUPS)
         if scale_dtype not in (None, dtype, torch.float32):
             raise InvalidProblemError(f"scale_dtype: expected {dtype} or torch.float32, got {scale_dtype}")
         self.dtype, self.weight_element, self.group = dtype, kind, group  # before a bias of this dtype
@@ -121,9 +119,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         sparse = Sparse24Linear.from_linear(
             linear, method=method, scores=scores, activation=options.get("activation", "none"), **pruned
         )
-        dtype = sparse.weight_dtype
-        if dtype not in cls._DTYPES:
-            raise UnsupportedError(f"dtype: expected one of {', '.join(map(str, cls._DTYPES))}, got {dtype}")
+        cls._checked_dtype(sparse.weight_dtype)
         values, meta = (one.detach().cpu() for one in sparse.canonical())
         weight = Sparse24QuantizedWeight.quantize(
             canonical_weight(values, meta),

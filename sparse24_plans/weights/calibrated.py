@@ -27,6 +27,7 @@ import numpy as np
 
 from ..vocab import ElementKind, ScaleRule
 from . import canonical, threads
+from .cutting import split_weight
 from .packed_layouts import Quantization
 from .quantize import LARGEST_STORED, quantized_groups
 from .quantized import Sparse24QuantizedWeight, nibbles_of
@@ -80,35 +81,14 @@ def quantized_together(
         whole = Sparse24QuantizedWeight.quantize(
             Sparse24Weight.compress(pruned), **to.by.arguments, rule=to.rule
         )
-    starts = itertools.accumulate((len(weight) for weight in weights), initial=0)
-    return [
-        rows_of(whole, slice(start, start + len(weight)))
-        for start, weight in zip(starts, weights, strict=False)
-    ]
-
-
-def rows_of(weight: Sparse24QuantizedWeight, rows: slice) -> Sparse24QuantizedWeight:
-    """Rows of a quantized weight in host memory, which share its memory."""
-    return _with_parts(weight, [view.array()[rows] for view in weight.views])
-
-
-def stacked(weights: Sequence[Sparse24QuantizedWeight]) -> Sparse24QuantizedWeight:
-    """Quantized weights of one kind in host memory, one below the other."""
-    views = zip(*(weight.views for weight in weights), strict=True)
-    return _with_parts(weights[0], [np.concatenate([view.array() for view in part]) for part in views])
-
-
-def _with_parts(like: Sparse24QuantizedWeight, parts: Sequence[Any]) -> Sparse24QuantizedWeight:
-    """A weight of the same types as another, with other values, metadata and scales."""
-    arguments = like.quantization.arguments
-    return Sparse24QuantizedWeight(*parts, element=like.element, **arguments, validate=False)
+    return list(split_weight(whole, [len(weight) for weight in weights]))
 
 
 def pruned_together(weights: Sequence[Any], moment: Any, method: str) -> list[Any]:
     """Copies of weights that multiply the same inputs, pruned as the rows of one by :func:`pruned_for`."""
     rows = pruned_for(_namespace(moment).concatenate(list(weights)), moment, method)
-    starts = itertools.accumulate((len(weight) for weight in weights), initial=0)
-    return [rows[start : start + len(weight)] for start, weight in zip(starts, weights, strict=False)]
+    ends = itertools.accumulate(map(len, weights), initial=0)
+    return [rows[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
 def output_error(weight: Any, pruned: Any, moment: Any) -> float:

@@ -249,18 +249,8 @@ class _Grid(NamedTuple):
         """A weight [m, k] of the type of ``like`` in this layout, of each buffer's memory and offset."""
         packed = self.weight
         buffers = tuple(_view(*part, *typed) for part, typed in zip(parts, self._types(m, k), strict=True))
-        if isinstance(like, Sparse24QuantizedWeight):
-            stored, group, scales = like.quantization
-            return Sparse24QuantizedWeight(
-                *buffers,
-                element=like.element,
-                stored=stored,
-                group=group,
-                scale_element=scales,
-                validate=False,
-            )
-        if isinstance(like, Sparse24Weight):
-            return Sparse24Weight(*buffers, element=packed.element, validate=False)
+        if isinstance(like, CanonicalWeight):
+            return like._of(buffers)
         fields = (packed.layout_id, m, k, packed.element, packed.device, buffers)
         return PackedWeight(*fields, packed.quantization)
 

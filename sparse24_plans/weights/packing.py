@@ -39,7 +39,7 @@ import numpy as np
 
 from ..device.devices import current_on
 from ..device.tensors import HOST, Device, TensorView
-from ..errors import InvalidProblemError
+from ..errors import InvalidProblemError, check_type
 from ..vocab import ElementKind
 from . import bf16_terms, canonical, device_code, threads
 from .packed_layouts import ROW_BYTES, TILE_M, TILES_IN_PARTS, VALUE_BYTES, TileLayout, layout_of
@@ -60,8 +60,7 @@ def pack(weight: Sparse24Weight, layout: TileLayout | None = None) -> PackedWeig
 
     Raises InvalidProblemError for anything but a Sparse24Weight; UnsupportedError for other elements.
     """
-    if not isinstance(weight, Sparse24Weight):
-        raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
+    check_type("weight", weight, Sparse24Weight, "Sparse24Weight")
     own = layout_of(weight.element)
     layout = layout or own
     shape = layout.packed_shape(weight.m, weight.k)
@@ -112,8 +111,7 @@ def unpack_tiles(layout: TileLayout, tiles: Any, packed: PackedWeight) -> tuple[
 
 
 def _check_packed(packed: PackedWeight) -> tuple[TileLayout, TensorView]:
-    if not isinstance(packed, PackedWeight):
-        raise InvalidProblemError(f"packed: expected PackedWeight, got {type(packed).__name__}")
+    check_type("packed", packed, PackedWeight, "PackedWeight")
     layout = layout_of(packed.element, "packed")
     if packed.layout_id != layout.layout_id:
         raise InvalidProblemError(f"packed: expected layout {layout.layout_id!r}, got {packed.layout_id!r}")

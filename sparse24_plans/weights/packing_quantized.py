@@ -24,7 +24,7 @@ import numpy as np
 
 from ..device.devices import current_on
 from ..device.tensors import HOST, TensorView
-from ..errors import InvalidProblemError
+from ..errors import InvalidProblemError, check_type
 from ..vocab import ElementKind
 from . import canonical, threads
 from .packed_layouts import (
@@ -61,8 +61,7 @@ def pack_quantized(weight: Sparse24QuantizedWeight) -> PackedWeight:
     M is arbitrary, K a multiple of 8. On a GPU the work is queued on CuPy's current stream. Raises
     InvalidProblemError for another object.
     """
-    if type(weight) is not Sparse24QuantizedWeight:
-        raise InvalidProblemError(f"weight: expected Sparse24QuantizedWeight, got {type(weight).__name__}")
+    check_type("weight", weight, Sparse24QuantizedWeight, "Sparse24QuantizedWeight")
     by = weight.quantization
     values_end, metadata_end, _ = np.cumsum(quantized_parts(by)).tolist()
     with current_on(weight.device):
@@ -89,8 +88,7 @@ def unpack_quantized(packed: PackedWeight) -> Sparse24QuantizedWeight:
     Raises InvalidProblemError for anything but a PackedWeight of such a layout on the host; FormatError, with
     row and group of four, for invalid metadata.
     """
-    if not isinstance(packed, PackedWeight):
-        raise InvalidProblemError(f"packed: expected PackedWeight, got {type(packed).__name__}")
+    check_type("packed", packed, PackedWeight, "PackedWeight")
     by = packed.quantization
     if by is None or packed.layout_id != QUANTIZED_LAYOUTS[by.element]:
         wanted = " or ".join(map(repr, QUANTIZED_LAYOUTS.values()))

@@ -7,20 +7,20 @@ both to nearest even. The product is exact unless the scale is f32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ..device.devices import DeviceLike, home_of, resolve
 from ..device.streams import on_stream
 from ..device.subnormals import check_subnormals
-from ..device.tensors import HOST, TensorView, wrong
-from ..errors import InvalidProblemError, UnsupportedError
+from ..device.tensors import TensorView, wrong
+from ..errors import InvalidProblemError
 from ..vocab import ElementKind, ElementLike, ScaleRule, checked_flag, element_kind, integer
 from . import canonical, dense, threads
 from .packed_layouts import Quantization, memory_element, stored_width
 from .quantize import quantized_groups
-from .weight import CanonicalWeight, Sparse24Weight, copy_to, portable
+from .weight import CanonicalWeight, Sparse24Weight, check_on_host, portable
 
 Array = np.ndarray[Any, Any]
 
@@ -122,10 +122,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         for (name, _, _), view, shape in zip(given, self.views, wanted, strict=True):
             if view.shape != shape:
                 raise InvalidProblemError(f"{name}: expected shape {list(shape)}, got {list(view.shape)}")
-            if view.device != self.device:
-                raise InvalidProblemError(f"{name}: expected memory on {self.device}, got {view.device}")
-            if not view.is_contiguous:
-                raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
+        self._check_memory()
         if checked_flag("validate", validate):
             with on_stream(self.device, None):
                 canonical.check_metadata(self.metadata)
@@ -157,7 +154,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         if weight.element not in DENSE_ELEMENTS:
             raise wrong("weight", "elements " + " or ".join(DENSE_ELEMENTS), weight.element)
         rule = scale_rule_of(rule)
-        _check_on_host("quantize", weight)
+        check_on_host("quantize", weight.device)
         check_subnormals()
         bits = weight.values_view.bits()
         values = np.empty((weight.m, stored_width(weight.k, by)), memory_element(by.element).dtype)
@@ -171,7 +168,7 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         return cls(*parts, element=kind, validate=False, **by.arguments)
 
     def _shape(self) -> tuple[int, int]:
-        shape, each = self.views[0].shape, self._columns_of_a_cell
+        shape, each = self.views[0].shape, 4 if self.quantization.element is ElementKind.S4 else 2
         if len(shape) != 2 or shape[1] * each % 8:
             width = f"K/{each}"
             raise InvalidProblemError(
@@ -180,37 +177,21 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         return shape[0], shape[1] * each
 
     @property
-    def _columns_of_a_cell(self) -> int:
-        """Columns of W for each cell of ``values``."""
-        return 4 if self.quantization.element is ElementKind.S4 else 2
-
-    @property
     def values(self) -> Any:
         """The stored values as a NumPy or CuPy array, not copied."""
         return self.views[0].array()
-
-    @property
-    def metadata(self) -> Any:
-        """The metadata uint16 [M, K/8] as a NumPy or CuPy array, not copied."""
-        return self.views[1].bits()
 
     @property
     def scales(self) -> Any:
         """The scales [M, groups of a row] as a NumPy or CuPy array, not copied."""
         return self.views[2].array()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values, metadata and scales together."""
-        one = self.quantization
-        return one.value_bytes(self.m, self.k) + self.m * self.k // 4 + one.scale_bytes(self.m, self.k)
-
     def dequantize(self) -> Sparse24Weight:
         """W itself, of ``element``, with the same metadata.
 
         Raises UnsupportedError for device memory, or in a thread that flushes subnormal numbers.
         """
-        _check_on_host("dequantize", self)
+        check_on_host("dequantize", self.device)
         check_subnormals()
         kept = np.empty((self.m, self.k // 2), self.element.bits_dtype)
         write_dequantized(self.views[0], self.views[2], self.quantization, self.element, kept)
@@ -220,24 +201,10 @@ class Sparse24QuantizedWeight(CanonicalWeight):
         """W as a dense NumPy array [M, K] of ``element``. Raises UnsupportedError for device memory."""
         return self.dequantize().decompress()
 
-    def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24QuantizedWeight:
-        """The weight on a device, as :meth:`Sparse24Weight.to` does, with the same errors."""
-        if device is None:
-            raise InvalidProblemError("device: expected 'host', 'cuda', a CUDA ordinal or a device, got None")
-        target = home_of(resolve(device))
-        if target == self.device:
-            return self
-        with on_stream(target if self.device == HOST else self.device, stream):
-            return self._of([copy_to(view, target) for view in self.views])
-
-    def _of(self, parts: Any) -> Sparse24QuantizedWeight:
+    def _of(self, parts: Iterable[Any]) -> Sparse24QuantizedWeight:
         return Sparse24QuantizedWeight(
             *parts, element=self.element, validate=False, **self.quantization.arguments
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sparse24QuantizedWeight:
-        """A weight in memory of its own, on the same device."""
-        return self._of([view.owned_copy() for view in self.views])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold the bits. Raises UnsupportedError for a weight in device memory."""
@@ -250,13 +217,6 @@ class Sparse24QuantizedWeight(CanonicalWeight):
     def __repr__(self) -> str:
         return (
             f"Sparse24QuantizedWeight({self.element}[{self.m}, {self.k}], {self.quantization}, {self.device})"
-        )
-
-
-def _check_on_host(what: str, weight: CanonicalWeight) -> None:
-    if weight.device != HOST:
-        raise UnsupportedError(
-            f"{what}: expected a weight in host memory, got one on {weight.device}; call weight.to('host')"
         )
 
 

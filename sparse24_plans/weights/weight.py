@@ -6,17 +6,19 @@ of four (docs/formats.md). It lives in host or device memory and never changes o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from typing_extensions import Self
 
 from ..device.adapters import Unmoving
 from ..device.devices import DeviceLike, home_of, resolve
 from ..device.install import import_cupy
 from ..device.streams import on_stream
 from ..device.tensors import HOST, Device, TensorView, check_device, wrong
-from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError
+from ..errors import BufferTooSmallError, InvalidProblemError, UnsupportedError, check_type
 from ..vocab import (
     CANONICAL_LAYOUT,
     INT64_MAX,
@@ -52,6 +54,47 @@ class CanonicalWeight(Unmoving):
     """How the values are stored; None: as they are."""
     views: tuple[TensorView, ...]
     """The weight's memory: values, metadata and, if quantized, scales."""
+
+    @property
+    def metadata(self) -> Any:
+        """The metadata uint16 [M, K/8] as a NumPy or CuPy array, not copied."""
+        return self.views[1].bits()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the views together."""
+        return sum(view.nbytes_spanned for view in self.views)
+
+    def to(self, device: DeviceLike, *, stream: Any = None) -> Self:
+        """The weight on a device, named as for ``Plan.select``, or the weight itself if it is there already.
+
+        ``stream`` belongs to the GPU that the weight comes from, or goes to if it comes from the host.
+
+        Raises InvalidProblemError for a wrong device's name, BackendUnavailableError for an absent device.
+        """
+        if device is None:
+            raise InvalidProblemError("device: expected 'host', 'cuda', a CUDA ordinal or a device, got None")
+        target = home_of(resolve(device))
+        if target == self.device:
+            return self
+        with on_stream(target if self.device == HOST else self.device, stream):
+            return self._of(copy_to(view, target) for view in self.views)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A weight in memory of its own, on the same device."""
+        return self._of(view.owned_copy() for view in self.views)
+
+    def _of(self, parts: Iterable[Any]) -> Self:
+        """A weight like this one of other memory, which holds valid metadata."""
+        raise NotImplementedError
+
+    def _check_memory(self) -> None:
+        """Raise InvalidProblemError unless the views are contiguous memory of one device."""
+        for name, view in zip(("values", "metadata", "scales"), self.views, strict=False):
+            if view.device != self.device:
+                raise InvalidProblemError(f"{name}: expected memory on {self.device}, got {view.device}")
+            if not view.is_contiguous:
+                raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
 
 
 class Sparse24Weight(CanonicalWeight):
@@ -90,13 +133,9 @@ class Sparse24Weight(CanonicalWeight):
             raise InvalidProblemError(
                 f"metadata: expected shape [M, K/8] = {[m, k // 8]}, got {list(d.shape)}"
             )
-        if v.device != d.device:
-            raise InvalidProblemError(f"metadata: expected memory on {v.device}, got {d.device}")
-        for name, view in (("values", v), ("metadata", d)):
-            if not view.is_contiguous:
-                raise InvalidProblemError(f"{name}: expected contiguous memory, got {view!r}")
         self.m, self.k, self.element, self.device = m, k, v.element, v.device
         self.values_view, self.metadata_view = self.views = v, d
+        self._check_memory()
         if checked_flag("validate", validate):
             self.validate()
 
@@ -104,16 +143,6 @@ class Sparse24Weight(CanonicalWeight):
     def values(self) -> Any:
         """The kept values [M, K/2] as a NumPy or CuPy array, not copied."""
         return self.values_view.array()
-
-    @property
-    def metadata(self) -> Any:
-        """The metadata uint16 [M, K/8] as a NumPy or CuPy array, not copied."""
-        return self.metadata_view.bits()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values and metadata together."""
-        return self.m * self.k // 2 * self.element.itemsize + self.m * self.k // 4
 
     # A GPU's work and memory belong to the ``stream``; see ``plan.run``. If no kernel of ``prepare`` serves
     # the operands, CuPy's kernels do, with the same bits.
@@ -187,30 +216,8 @@ class Sparse24Weight(CanonicalWeight):
         canonical.expand(values, self.metadata, dense, host_code.best(self.m * self.k))
         return TensorView.of(dense, element=self.element)
 
-    def to(self, device: DeviceLike, *, stream: Any = None) -> Sparse24Weight:
-        """The weight on a device, named as for ``Plan.select``, or the weight itself if it is there already.
-
-        ``stream`` belongs to the GPU that the weight comes from, or goes to if it comes from the host.
-
-        Raises InvalidProblemError for a wrong device's name, BackendUnavailableError for an absent device.
-        """
-        if device is None:
-            raise InvalidProblemError("device: expected 'host', 'cuda', a CUDA ordinal or a device, got None")
-        target = home_of(resolve(device))
-        if target == self.device:
-            return self
-        with on_stream(target if self.device == HOST else self.device, stream):
-            parts = [copy_to(view, target) for view in self.views]
+    def _of(self, parts: Iterable[Any]) -> Sparse24Weight:
         return Sparse24Weight(*parts, element=self.element, validate=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sparse24Weight:
-        """A weight in memory of its own, on the same device."""
-        return Sparse24Weight(
-            self.values_view.owned_copy(),
-            self.metadata_view.owned_copy(),
-            element=self.element,
-            validate=False,
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold the bits. Raises UnsupportedError for a weight in device memory."""
@@ -221,12 +228,17 @@ class Sparse24Weight(CanonicalWeight):
         return f"Sparse24Weight({self.element}[{self.m}, {self.k}], {self.device})"
 
 
+def check_on_host(what: str, device: Device) -> None:
+    """Raise UnsupportedError if ``what`` is asked for a weight in device memory."""
+    if device != HOST:
+        raise UnsupportedError(
+            f"{what}: expected a weight in host memory, got one on {device}; call weight.to('host')"
+        )
+
+
 def portable(view: TensorView) -> Any:
     """A NumPy copy of the bits, to be pickled. Raises UnsupportedError for device memory."""
-    if view.device != HOST:
-        raise UnsupportedError(
-            f"pickle: expected a weight in host memory, got one on {view.device}; call weight.to('host')"
-        )
+    check_on_host("pickle", view.device)
     return np.array(view.bits(), order="C")
 
 
@@ -291,8 +303,47 @@ def prune(dense: Any, *, scores: Any = None, element: ElementLike | None = None,
     return TensorView.of(pruned, element=view.element).array()
 
 
+class Packed(Unmoving):
+    """Base of the dataclasses of packed operands, whose memory is ``buffers`` on one device."""
+
+    __slots__ = ()
+
+    device: Device
+    buffers: tuple[TensorView, ...]
+
+    def _check_place(self) -> None:
+        """Raise InvalidProblemError for a wrong device, or for buffers that are no tuple of views."""
+        check_device("device", self.device)
+        if type(self.buffers) is not tuple or any(type(one) is not TensorView for one in self.buffers):
+            raise wrong("buffers", "a tuple of TensorViews", self.buffers)
+
+    def _check_buffers(self, least: Iterable[int]) -> None:
+        """Raise an error unless the buffers are contiguous, on the device, and have at least these bytes."""
+        for view, needed in zip(self.buffers, least, strict=True):
+            if view.device != self.device or not view.is_contiguous:
+                raise InvalidProblemError(
+                    f"buffers: expected contiguous memory on {self.device}, got {view!r}"
+                )
+            if view.nbytes_spanned < needed:
+                raise BufferTooSmallError("buffers", needed, view.nbytes_spanned)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An operand in memory of its own, on the same device."""
+        buffers = tuple(view.owned_copy() for view in self.buffers)
+        return replace(self, buffers=buffers)  # type: ignore[type-var]
+
+    def _portable_parts(self) -> list[tuple[Any, str]]:
+        """The buffers' bits and elements, to be pickled. Raises UnsupportedError for device memory."""
+        return [(portable(view), view.element.value) for view in self.buffers]
+
+
+def restored_buffers(parts: list[tuple[Any, str]]) -> tuple[TensorView, ...]:
+    """The buffers, in host memory, of a packed operand that was pickled."""
+    return tuple(TensorView.of(bits, element=kind) for bits, kind in parts)
+
+
 @dataclass(frozen=True, slots=True)
-class PackedWeight(Unmoving):
+class PackedWeight(Packed):
     """A weight in the layout that a kernel reads. Made by ``plan.pack``; good for every n.
 
     ``layout_id`` names the layout; kernels of one architecture and element share it. ``buffers`` are its
@@ -317,13 +368,7 @@ class PackedWeight(Unmoving):
             raise InvalidProblemError(
                 f"buffers: expected {len(wanted)} for layout {self.layout_id!r}, got {len(self.buffers)}"
             )
-        for view, needed in zip(self.buffers, wanted or (0,) * len(self.buffers), strict=True):
-            if view.device != self.device or not view.is_contiguous:
-                raise InvalidProblemError(
-                    f"buffers: expected contiguous memory on {self.device}, got {view!r}"
-                )
-            if view.nbytes_spanned < needed:
-                raise BufferTooSmallError("buffers", needed, view.nbytes_spanned)
+        self._check_buffers(wanted or (0,) * len(self.buffers))
         if self.layout_id == CANONICAL_LAYOUT:
             object.__setattr__(self, "buffers", self._in_canonical_form())
 
@@ -348,27 +393,19 @@ class PackedWeight(Unmoving):
         if self.k % 8:
             raise InvalidProblemError(f"packed: expected K a multiple of 8, got [{self.m}, {self.k}]")
         object.__setattr__(self, "element", element_kind(self.element))
-        check_device("device", self.device)
         if self.quantization is not None and type(self.quantization) is not Quantization:
             raise wrong("quantization", "a Quantization or None", self.quantization)
-        if type(self.buffers) is not tuple or any(type(one) is not TensorView for one in self.buffers):
-            raise wrong("buffers", "a tuple of TensorViews", self.buffers)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        """A weight in memory of its own, on the same device."""
-        return replace(self, buffers=tuple(view.owned_copy() for view in self.buffers))
+        self._check_place()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles hold the bits. Raises UnsupportedError for a weight in device memory."""
-        parts = [(portable(view), view.element.value) for view in self.buffers]
         fields = (self.layout_id, self.m, self.k, self.element.value)
-        return _restored_packed, (*fields, parts, self.quantization)
+        return _restored_packed, (*fields, self._portable_parts(), self.quantization)
 
     @classmethod
     def canonical(cls, weight: CanonicalWeight) -> PackedWeight:
         """The canonical weight under its layout's name, sharing its memory."""
-        if not isinstance(weight, CanonicalWeight):
-            raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
+        check_type("weight", weight, CanonicalWeight, "Sparse24Weight")
         fields = (weight.m, weight.k, weight.element, weight.device, weight.views)
         return cls(CANONICAL_LAYOUT, *fields, weight.quantization)
 
@@ -386,5 +423,4 @@ def _restored_packed(
     parts: list[tuple[Any, str]],
     quantization: Quantization | None = None,
 ) -> PackedWeight:
-    buffers = tuple(TensorView.of(bits, element=kind) for bits, kind in parts)
-    return PackedWeight(layout, m, k, ElementKind(element), HOST, buffers, quantization)
+    return PackedWeight(layout, m, k, ElementKind(element), HOST, restored_buffers(parts), quantization)

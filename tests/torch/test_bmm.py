@@ -67,6 +67,13 @@ def test_strides_of_x_and_of_the_residual_change_no_bit(device):
     assert same_bits(S.bmm(shared, values, meta), S.bmm(shared.contiguous(), values, meta))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_x_of_either_fp8_type(dtype):
+    values, meta = stacked("cpu")
+    values, x = values.to(torch.float8_e4m3fn), randn(BATCHES, ROWS, IN, dtype=dtype)
+    assert same_bits(S.bmm(x, values, meta), singles(x, values, meta))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed_and_quantized_weights(device):
     values, meta = stacked(device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import InvalidProblemError
+from ...errors import InvalidProblemError, check_type
 from .extra_keys import Masks
 from .layout_buffers import Layout
 from .multihead import MultiheadAttention, check_dropout_and_modes, made_untraced, masked_attention
@@ -64,11 +64,8 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         attn_mask_mode: str = "mul",
         dropout: float = 0.0,
     ) -> None:
-        if not isinstance(sparsity_config, (SparsityInfo, SparsityConfig)):
-            raise InvalidProblemError(
-                "sparsity_config: expected a SparsityInfo or SparsityConfig, got "
-                f"{type(sparsity_config).__name__}"
-            )
+        rules = SparsityInfo, SparsityConfig
+        check_type("sparsity_config", sparsity_config, rules, "a SparsityInfo or SparsityConfig")
         check_dropout_and_modes(dropout, key_padding_mask_mode, attn_mask_mode)
         # Fields of a rule may be set, which must not change the default of other modules.
         self.sparsity = replace(_DEFAULT) if sparsity_config is _DEFAULT else sparsity_config

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...errors import InvalidProblemError, shown
 from ...vocab import integer
 from .layout_buffers import Layout
+from .plan_dispatch import check_dims
 
 _ops: Any = torch.ops.sparse24
 
@@ -214,8 +215,7 @@ def conv2d(
     has no kernel for the problem and nothing is preferred, PyTorch convolves with a dense filter. Raises
     InvalidProblemError naming the argument.
     """
-    if x.dim() != 4:
-        raise InvalidProblemError(f"x: expected [N, C, height, width], got {list(x.shape)}")
+    check_dims(x, "x", "N, C, height, width")
     names = "kernel_size", "stride", "padding", "dilation"
     pairs = map(pair_of, names, (kernel_size, stride, padding, dilation))
     values = filter[None] if filter.dim() == 3 else filter

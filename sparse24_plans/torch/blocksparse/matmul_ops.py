@@ -22,6 +22,7 @@ from ..gemm_ops import autocast_rule
 from ..library import define
 from .layout_buffers import to_dense
 from .plan_dispatch import Problem, check_dims, fake_of, kernel_of
+from .rule_checks import check_mask_modes
 
 _ops: Any = torch.ops.sparse24
 _BLOCKS = "Z, blocks, block, block"
@@ -136,9 +137,7 @@ def _softmax(
     preference: str = "",
 ) -> Problem:
     check_dims(x, "x", _BLOCKS)
-    for name, mode in (("key_padding_mask", key_padding_mask_mode), ("attn_mask", attn_mask_mode)):
-        if mode not in ("add", "mul"):
-            raise InvalidProblemError(f"{name}_mode: expected add or mul, got {mode!r}")
+    check_mask_modes(key_padding_mask_mode, attn_mask_mode)
     fields = {
         "element": element_of(x.dtype, "x"),
         "scale": scale,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...errors import InvalidProblemError
+from ...errors import check_choice
+from .plan_dispatch import check_dims
 
 _DIMS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
 """Dimensions in their order in memory, the outermost first."""
@@ -16,15 +17,13 @@ _DIMS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
 
 def checked_order(name: str, order: str) -> str:
     """``order``, or InvalidProblemError naming the argument."""
-    if order not in _DIMS:
-        raise InvalidProblemError(f"{name}: expected one of {', '.join(_DIMS)}, got {order!r}")
+    check_choice(name, order, _DIMS)
     return order
 
 
 def permuted(x: Tensor, order: str) -> Tensor:
     """x with its shape and values, in memory as ``order`` says; x itself if it lies so."""
-    if x.dim() != 4:
-        raise InvalidProblemError(f"x: expected [N, C, height, width], got {list(x.shape)}")
+    check_dims(x, "x", "N, C, height, width")
     dims = _DIMS[order]
     return x.permute(dims).contiguous().permute([dims.index(one) for one in range(4)])
 

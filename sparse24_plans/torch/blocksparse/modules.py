@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...blocksparse.layout import BlockSparseLayout
-from ...errors import InvalidProblemError, UnsupportedError, shown
+from ...errors import InvalidProblemError, UnsupportedError, check_choice, shown
 from ...vocab import checked_flag
 from ..activations import FORWARD, check_activation
 from . import conv_ops
@@ -76,8 +76,7 @@ class MatMul(_Benched):
         trans_b: bool = False,
         bench: bool = False,
     ) -> None:
-        if mode not in MODES:
-            raise InvalidProblemError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+        check_choice("mode", mode, MODES)
         super().__init__(layout_of(layout, block), bench)
         self.mode = mode
         self.trans_a, self.trans_b = checked_flag("trans_a", trans_a), checked_flag("trans_b", trans_b)

@@ -19,7 +19,7 @@ from ..elements import device_of
 from .extra_keys import Masks, widened, with_extra_keys
 from .functional import attention, matmul, softmax
 from .layout_buffers import Layout, layout_of
-from .rule_checks import counted
+from .rule_checks import check_mask_modes, counted
 from .sparsity import SparsityConfig, SparsityInfo
 
 F = nn.functional
@@ -58,10 +58,7 @@ def check_dropout_and_modes(dropout: float, key_padding_mask_mode: str, attn_mas
         raise InvalidProblemError(
             f"dropout: expected a probability from 0 to 1 - 2^-16, got {shown(dropout)}"
         )
-    modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
-    for name, mode in modes.items():
-        if mode not in ("add", "mul"):
-            raise InvalidProblemError(f"{name}: expected add or mul, got {mode!r}")
+    check_mask_modes(key_padding_mask_mode, attn_mask_mode)
 
 
 def made_untraced(make: Callable[[], Layout], tokens: int, first: str) -> Layout:

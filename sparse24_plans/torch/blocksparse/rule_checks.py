@@ -53,6 +53,12 @@ def check_word(name: str, given: object, known: Sequence[str]) -> None:
         raise InvalidProblemError(f"{name}: expected {' or '.join(known)}, got {shown(given)}")
 
 
+def check_mask_modes(key_padding_mask_mode: str, attn_mask_mode: str) -> None:
+    modes = {"key_padding_mask_mode": key_padding_mask_mode, "attn_mask_mode": attn_mask_mode}
+    for name, mode in modes.items():
+        check_word(name, mode, ("add", "mul"))
+
+
 def check_attention(attention: str, horizontal: bool = False) -> None:
     check_word("attention", attention, ("unidirectional", "bidirectional"))
     if checked_flag("horizontal_global_attention", horizontal) and attention == "unidirectional":

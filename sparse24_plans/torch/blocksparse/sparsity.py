@@ -141,9 +141,14 @@ class SparsityConfig:
 
     def _check(self) -> None:
         """Raise InvalidProblemError for a wrong field. Integers become Python's, sequences lists."""
-        self.num_heads = counted("num_heads", self.num_heads, least=1)
+        self._count("num_heads", least=1)
         self.block = checked_block(self.block)
         checked_flag("different_layout_per_head", self.different_layout_per_head)
+
+    def _count(self, *names: str, least: int = 0) -> None:
+        """Make these fields ints. Raises InvalidProblemError for a field that counts nothing."""
+        for name in names:
+            setattr(self, name, counted(name, getattr(self, name), least))
 
     @property
     def num_layout_heads(self) -> int:
@@ -250,8 +255,7 @@ class FixedSparsityConfig(SparsityConfig):
     def _check(self) -> None:
         super()._check()
         check_attention(self.attention, self.horizontal_global_attention)
-        self.num_local_blocks = counted("num_local_blocks", self.num_local_blocks, least=1)
-        self.num_global_blocks = counted("num_global_blocks", self.num_global_blocks, least=1)
+        self._count("num_local_blocks", "num_global_blocks", least=1)
         if self.num_local_blocks % self.num_global_blocks:
             raise InvalidProblemError(
                 f"num_global_blocks: expected a divisor of num_local_blocks {self.num_local_blocks}, got "
@@ -306,7 +310,7 @@ class VariableSparsityConfig(SparsityConfig):
     def _check(self) -> None:
         super()._check()
         check_attention(self.attention, self.horizontal_global_attention)
-        self.num_random_blocks = counted("num_random_blocks", self.num_random_blocks)
+        self._count("num_random_blocks")
         self.seed = checked_integer("seed", self.seed, most=INT64_MAX)
         self.local_window_blocks = counts("local_window_blocks", self.local_window_blocks, least=1)
         if not self.local_window_blocks:
@@ -348,9 +352,7 @@ class BigBirdSparsityConfig(SparsityConfig):
     def _check(self) -> None:
         super()._check()
         check_attention(self.attention)
-        self.num_sliding_window_blocks = counted("num_sliding_window_blocks", self.num_sliding_window_blocks)
-        self.num_random_blocks = counted("num_random_blocks", self.num_random_blocks)
-        self.num_global_blocks = counted("num_global_blocks", self.num_global_blocks)
+        self._count("num_sliding_window_blocks", "num_random_blocks", "num_global_blocks")
         self.seed = checked_integer("seed", self.seed, most=INT64_MAX)
 
     def _kept(self, head: int, side: int) -> Bitmap:
@@ -377,7 +379,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
     def _check(self) -> None:
         super()._check()
         check_attention(self.attention)
-        self.num_sliding_window_blocks = counted("num_sliding_window_blocks", self.num_sliding_window_blocks)
+        self._count("num_sliding_window_blocks")
         self.global_block_indices, self.global_block_end_indices = checked_ranges(
             self.global_block_indices, self.global_block_end_indices
         )
@@ -400,7 +402,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     def _check(self) -> None:
         super()._check()
         check_attention(self.attention)
-        self.num_sliding_window_blocks = counted("num_sliding_window_blocks", self.num_sliding_window_blocks)
+        self._count("num_sliding_window_blocks")
 
     def _kept(self, head: int, side: int) -> Bitmap:
         kept = _sliding(self.num_sliding_window_blocks, side)
