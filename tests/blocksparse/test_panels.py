@@ -150,6 +150,15 @@ def test_the_kernel_takes_work_tiles_in_the_models_order():
     check_tables("blocksparse/blocks_wgmma/tile_scheduler.cuh", macros, *tables)
 
 
+def test_rows_past_a_head_read_no_bias_behind_its_last_row():
+    """The last panel of small blocks may end within a tile of 64 rows, behind which a bias may end, too."""
+    ends, row = np.arange(16, 144, 16), np.arange(72)
+    inside = np.minimum(row[:, None], ends - 1)
+    tables = [Table(f"bias_index<{block}>(i0, 16 * (i1 + 1))", inside) for block in (16, 32)]
+    tables += [Table(f"bias_index<{block}>(i0, 64)", row[:64]) for block in (64, 128)]
+    check_tables("blocksparse/tile_epilogue.cuh", {}, *tables)
+
+
 @pytest.mark.parametrize("density", [0.9, 1.0])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_no_panel_is_cut_where_all_are_nearly_full(block, density):
