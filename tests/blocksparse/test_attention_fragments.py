@@ -12,7 +12,8 @@ import pytest
 from sparse24_plans import BlockSparseAttentionDescriptor, BlockSparseShape
 from sparse24_plans.blocksparse.backends import attention_wgmma
 from sparse24_plans.blocksparse.dropout import drop_bound, dropped, philox
-from sparse24_plans.device.jit import compiler
+
+from ..kernels.index_functions import ptx_of
 
 LANES = 128
 SEED_OFFSET = np.array([11, 12, 13, 14])
@@ -38,9 +39,7 @@ def test_q_is_released_after_a_product_of_its_fragments(head_size, block):
     """An arrival at a barrier does not wait for loads in flight, and TMA then fills their memory anew."""
     shape = BlockSparseShape(heads=1, rows=1024, cols=1024, block=block, blocks=10)
     desc = BlockSparseAttentionDescriptor(layout=shape, head_size=head_size, element="bf16", scale=0.1)
-    source, macros = "blocksparse/attention_wgmma.cu", attention_wgmma.defines(desc)
-    files, flags = compiler.closure(source), compiler.options("compute_90a", macros)
-    text = str(compiler._compile(files, flags, "getPTX", source)[0])
+    text = ptx_of("blocksparse/attention_wgmma.cu", attention_wgmma.defines(desc))
     _, *loads = text.split("ldmatrix")
     assert len(loads) == -(-head_size // 16)
     product, *_ = loads[-1].split("wgmma.wait_group")
