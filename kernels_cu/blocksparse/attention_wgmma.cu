@@ -268,7 +268,7 @@ struct ConsumerMainloop {
       Products::issue_cells<Config::kSign>(scores, Products::rows(own), tile);
     }
   }
-  // Loads the warpgroup's rows of Q as fragments of A, and releases the work tile.
+  // Loads the warpgroup's rows of Q as fragments of A.
   __device__ __forceinline__ void load_queries() {
     if constexpr (Config::kQuerySteps) {
       const u32 lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -276,7 +276,6 @@ struct ConsumerMainloop {
       for (int k = 0; k < Config::kQuerySteps; ++k)
         ldmatrix_x4(queries[k], pipeline.query(group) + k / 4 * Config::kStationaryBoxBytes + row * 128 +
                                     ((k % 4 * 2 + lane / 16) ^ row % 8) * 16);
-      release(pipeline.work_empty());
     }
   }
   __device__ __forceinline__ void issue_values(float (&out)[Config::kAccumulators], u32 stage) const {
@@ -401,6 +400,8 @@ struct ConsumerMainloop {
     wgmma_wait<0>();
     wgmma_fence_operand(scores);
     release(pipeline.empty(at.stage));
+    // An arrival does not wait for loads in flight, but the product that is done now has used the fragments of Q.
+    if constexpr (Config::kQuerySteps) release(pipeline.work_empty());
     at.next();
     if (ends(0, tiles) && hides(work)) hide(scores, work, tiles - 1);
     softmax<true>(scores, factor);

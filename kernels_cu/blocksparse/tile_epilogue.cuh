@@ -18,6 +18,12 @@ template <class Load> __device__ __forceinline__ auto sums_from(const Load& load
 template <class Sums> constexpr bool kAreHeld = false;
 template <class Sum, int kCount> constexpr bool kAreHeld<Sum[kCount]> = true;
 
+// The index of the bias that a thread loads for a row, if biases of the matrix end at `end`. Tiles have 64 rows, so
+// those of small blocks may have rows past the end, and behind the last bias there may be no memory.
+template <int kBlock> __device__ __forceinline__ constexpr i64 bias_index(i64 row, i64 end) {
+  return kBlock >= 64 || row < end ? row : end - 1;
+}
+
 // Who stores staged results: one thread that requests TMA stores, all threads of the warpgroup together, or each warp
 // its own rows, which begin anywhere.
 enum class StoredBy { Tma, Threads, Warps };
@@ -66,8 +72,9 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, Sto
     if (row0 + (kWarpsStore ? warp_row() : 0) >= rows) return;
     float bias[2] = {0.0f, 0.0f};
     if (p.bias) {
-      const i64 row = bias_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-      bias[0] = bias_at<Config>(p.bias, row), bias[1] = bias_at<Config>(p.bias, row + 8);
+      const i64 row = bias_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, end = (i64)bias_row + rows - row0;
+      bias[0] = bias_at<Config>(p.bias, bias_index<Config::kBlock>(row, end));
+      bias[1] = bias_at<Config>(p.bias, bias_index<Config::kBlock>(row + 8, end));
     }
     if constexpr (kWarpsStore) {
       write_rows(sums, work, bias, row0, rows, first, end);

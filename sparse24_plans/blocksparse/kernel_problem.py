@@ -280,6 +280,11 @@ def slice_bytes(problem: KernelProblem) -> tuple[int, int]:
     return align_up(COUNTER_BYTES * (1 + tiles * -(-tokens // _TILE))), 4 * tiles * _TILE * tokens
 
 
+def launched(prepared: tuple[Prepared, ...]) -> tuple[Prepared, ...]:
+    """The copies that pre-passes make. An empty operand has none."""
+    return tuple(one for one in prepared if one.nbytes)
+
+
 def prepared_bytes(prepared: tuple[Prepared, ...]) -> int:
     """Workspace bytes of the operands that a pre-pass copies."""
     return sum(align_up(one.nbytes) for one in prepared)

@@ -8,7 +8,7 @@ from ..device.tensors import TensorView
 from ..plan.kernel import align_up
 from ..plan.operands import Views
 from ..vocab import DeviceProperties
-from .kernel_problem import Prepared, prepared_bytes
+from .kernel_problem import Prepared, launched, prepared_bytes
 
 SOURCES = (transpose.SOURCE, pad_rows.SOURCE)
 
@@ -17,27 +17,26 @@ class PrePasses:
     """The pre-passes of one plan, compiled."""
 
     def __init__(self, prepared: tuple[Prepared, ...], itemsize: int, device: DeviceProperties) -> None:
-        self._prepared = prepared
+        self._launched = launched(prepared)
         kinds = {one.transposes for one in prepared}
         self._transpose = transpose.Transpose(itemsize, device) if True in kinds else None
         self._pad = pad_rows.PadRows(itemsize, device) if False in kinds else None
         self.workspace_size = prepared_bytes(prepared)
         self.details = "".join(
-            f"; {one.name} is {'transposed' if one.transposes else 'padded'} first" for one in prepared
+            f"; {one.name} is {'transposed' if one.transposes else 'padded'} first" for one in self._launched
         )
 
     def __len__(self) -> int:
-        return len(self._prepared)
+        return len(self._launched)
 
     def bind(self, views: Views, workspace: int) -> tuple[Views, list[Launch]]:
         """Return the operands as they are multiplied, and the launches that copy some of them."""
         found, launches, at = dict(views), [], workspace
-        for one in self._prepared:
-            if one.nbytes:
-                view = views[one.name]
-                launches.append(self._launch(one, view.address, at))
-                shape = (*view.shape[:-2], *one.sides)
-                found[one.name] = TensorView(at, shape, view.element, view.device, owner=view.owner)
+        for one in self._launched:
+            view = views[one.name]
+            launches.append(self._launch(one, view.address, at))
+            shape = (*view.shape[:-2], *one.sides)
+            found[one.name] = TensorView(at, shape, view.element, view.device, owner=view.owner)
             at += align_up(one.nbytes)
         return found, launches
 

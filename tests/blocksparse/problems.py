@@ -23,6 +23,9 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse.dropout import dropped
 from sparse24_plans.blocksparse.pattern24 import metadata_of
+from sparse24_plans.device.jit.launcher import recording
+from sparse24_plans.device.tensors import Device, TensorView
+from sparse24_plans.export.recording import buffers_of
 from sparse24_plans.plan.operands import Role
 from sparse24_plans.weights.codes import VALID_CODES
 
@@ -64,6 +67,19 @@ class Operands:
             self,
             arrays={name: one if name in shared else one[-1:].copy() for name, one in self.arrays.items()},
         )
+
+
+def recorded_launches(plan: Any) -> list[Any]:
+    """What a plan for an absent GPU would launch, with operands at made-up addresses."""
+    buffers, choice = buffers_of(plan.parts.operands, plan.sku.layout), plan.parts.choice
+    views = {
+        one.view: TensorView(at << 40, one.shape, one.element, Device("cuda", 0))
+        for at, one in enumerate(buffers, 1)
+    }
+    launches: list[Any] = []
+    with recording():
+        choice.entry.kernel(choice).launcher(views, 1 << 52)(launches)
+    return launches
 
 
 def random_operands(desc: Any, layout: BlockSparseLayout, rng: np.random.Generator) -> Operands:

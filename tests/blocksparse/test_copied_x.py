@@ -7,12 +7,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseMatmulPlan
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseMatmulPlan, BlockSparseShape
+from sparse24_plans.device.devices import absent_gpu
 
 from ..support import same_bits
-from .problems import case_of, random_operands
+from .problems import case_of, random_operands, recorded_launches
 from .products_on_gpu import gpu
 from .sample_layouts import random_layout
+
+
+@pytest.mark.parametrize("op", ["dsd", "dds"])
+@pytest.mark.parametrize(("backend", "block", "n"), [("blocks_mma", 16, 33), ("blocks_wgmma", 64, 391)])
+@pytest.mark.parametrize("sums", [0, 1024], ids=["empty X", "whole X"])
+def test_only_products_behind_a_launched_pre_pass_begin_without_waiting(op, backend, block, n, sums):
+    """An empty X needs no copy. Nothing then has waited for the kernels before the product."""
+    sides = {"rows": 2048, "cols": sums} if op == "dsd" else {"rows": sums, "cols": 2048}
+    shape = BlockSparseShape(heads=2, block=block, blocks=sums // block, **sides)
+    desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, element="bf16", trans_a=op == "dds")
+    wish = {"prefer_backend": backend}
+    plan = BlockSparseMatmulPlan.select(desc, preference=wish, device=absent_gpu("h200"))
+    assert plan.sku.backend == backend
+    *copies, product = recorded_launches(plan)
+    assert len(copies) == (sums > 0)
+    assert dict(product.code.defines)["X_COPIED"] == len(copies)
+    assert plan.parts.choice.entry.kernel.sized(plan.parts.choice).launches == 1 + len(copies)
+    assert (" first" in plan.explain().details) == (sums > 0)
 
 
 @gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise, product
 
 import numpy as np
@@ -19,7 +20,7 @@ from sparse24_plans.blocksparse.backends.blocks_wgmma import defines
 from sparse24_plans.blocksparse.panels import SLICE_FIELDS, Slicing
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import LONG_FIRST, best_schedule
 
-from ..kernels.index_functions import Table, check_tables
+from ..kernels.index_functions import Table, check_tables, ptx_of
 
 Slice = tuple[int, list[int], int, int]
 """The panel, the columns, the index in the panel, and the place in the workspace."""
@@ -136,6 +137,25 @@ def places(tiles: int, raster_tiles: int, slices: int, first: int) -> list[tuple
     return found + [(tile, slice_) for group in groups for slice_ in range(first, slices) for tile in group]
 
 
+def claiming() -> dict[str, int]:
+    """Macros with which clusters claim work tiles."""
+    shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=64, blocks=400)
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=4096, element="bf16")
+    return defines(desc, best_schedule(desc, 132), (), LONG_FIRST)
+
+
+def test_a_claim_is_released_by_an_arrival_that_waits_for_it():
+    """The arrival's address depends on the claim, since an arrival waits for no load."""
+    text = ptx_of("blocksparse/blocks_wgmma.cu", claiming())
+    claims = re.findall(r"shfl\.sync\.idx\.b32\s+(%r\d+)", text)
+    found = {to for to, of in re.findall(r"shr\.u32\s+(%r\d+), (%r\d+), 31;", text) if of in claims}
+    for to, one, other in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (%r\d+);", text):
+        found |= {to} if {one, other} & found else set()
+    for to, one in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), \d+;", text):
+        found |= {to} if one in found else set()
+    assert found & {*re.findall(r"mbarrier\.arrive\S* _, \[(%r\d+)\]", text)}
+
+
 def test_the_kernel_takes_work_tiles_in_the_models_order():
     tables, sizes = [], [(1, 1), (7, 7), (7, 3), (8, 4), (5, 1), (9, 20)]
     for (tiles, raster_tiles), first in product(sizes, (0, 1, 4, 6)):
@@ -144,10 +164,16 @@ def test_the_kernel_takes_work_tiles_in_the_models_order():
         call = f"TileScheduler::place_of(i0, {tiles}, {raster_tiles}, 6, {first})"
         tables.append(Table(f"{call}.tile", [tile for tile, _ in want]))
         tables.append(Table(f"{call}.position", [position for _, position in want]))
-    shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=64, blocks=400)
-    desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=4096, element="bf16")
-    macros = defines(desc, best_schedule(desc, 132), (), LONG_FIRST)
-    check_tables("blocksparse/blocks_wgmma/tile_scheduler.cuh", macros, *tables)
+    check_tables("blocksparse/blocks_wgmma/tile_scheduler.cuh", claiming(), *tables)
+
+
+def test_rows_past_a_head_read_no_bias_behind_its_last_row():
+    """The last panel of small blocks may end within a tile of 64 rows, behind which a bias may end, too."""
+    ends, row = np.arange(16, 144, 16), np.arange(72)
+    inside = np.minimum(row[:, None], ends - 1)
+    tables = [Table(f"bias_index<{block}>(i0, 16 * (i1 + 1))", inside) for block in (16, 32)]
+    tables += [Table(f"bias_index<{block}>(i0, 64)", row[:64]) for block in (64, 128)]
+    check_tables("blocksparse/tile_epilogue.cuh", {}, *tables)
 
 
 @pytest.mark.parametrize("density", [0.9, 1.0])

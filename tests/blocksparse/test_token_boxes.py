@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -14,12 +13,10 @@ from sparse24_plans.blocksparse.backends import blocks_wgmma, blocks_wgmma_sp
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import best_schedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import best_schedule as best_schedule_24
 from sparse24_plans.device.devices import absent_gpu
-from sparse24_plans.device.jit.launcher import recording
-from sparse24_plans.device.tensors import Device, TensorView
-from sparse24_plans.export.recording import buffers_of
 
 from ..kernels.index_functions import Table, check_tables
 from ..support import check_each
+from .problems import recorded_launches
 
 BACKENDS = {"dense": "blocks_wgmma", "sparse24": "blocks_wgmma_sp"}
 every_kind = pytest.mark.parametrize("inner", BACKENDS)
@@ -52,15 +49,7 @@ def test_the_kernel_loads_the_tokens_that_there_are(inner, op):
 
 def maps_of_x(plan: BlockSparseMatmulPlan) -> list[MapDescription | None]:
     """The maps with boxes for whole tiles, and for the last one."""
-    buffers = buffers_of(plan.parts.operands, plan.sku.layout)
-    views = {
-        one.view: TensorView(at << 40, one.shape, one.element, Device("cuda", 0))
-        for at, one in enumerate(buffers, 1)
-    }
-    launches: list[Any] = []
-    with recording():
-        plan.parts.choice.entry.kernel(plan.parts.choice).launcher(views, 1 << 52)(launches)
-    found = launches[-1].parameters
+    found = recorded_launches(plan)[-1].parameters
     fields = type(found).right_map, type(found).right_tail_map
     return [MapDescription.of(bytes(found)[one.offset :]) for one in fields]
 

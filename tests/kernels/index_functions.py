@@ -21,6 +21,13 @@ class Table(NamedTuple):
     """One integer for each combination of indices."""
 
 
+def ptx_of(source: str, defines: Mapping[str, int]) -> str:
+    """Return a kernel's code for a virtual Hopper, which stops the compiler before ptxas."""
+    flags = compiler.options("compute_90a", defines)
+    found, _ = compiler._compile(compiler.closure(source), flags, "getPTX", source)
+    return found.decode() if isinstance(found, bytes) else found
+
+
 def check_tables(header: str, defines: Mapping[str, int], *tables: Table) -> None:
     """Compile ``header``, a file below kernels_cu/, with an assertion for each table.
 

@@ -32,9 +32,12 @@ struct Claims {
     if constexpr (Config::kClusterN == 1) barrier_wait(full(slot), parity);
     else barrier_wait_cluster(full(slot), parity);
     const u32 claimed = __shfl_sync(~0u, load_shared_as<u32>(index(slot)), 0);
-    if (threadIdx.x % 32 == 0) {  // lane 0 has read it, since it has shuffled it
-      if (blockIdx.x % Config::kClusterN == 0) barrier_arrive(empty(slot));
-      else barrier_arrive_cluster(cluster_address(empty(slot), 0));
+    // An arrival does not wait for loads in flight, and ptxas drops shuffles of what it knows to be uniform. So the
+    // barrier's address is made to depend on the claim, whose top bit is 0.
+    const u32 read = empty(slot) + (claimed >> 31);
+    if (threadIdx.x % 32 == 0) {
+      if (blockIdx.x % Config::kClusterN == 0) barrier_arrive(read);
+      else barrier_arrive_cluster(cluster_address(read, 0));
     }
     return claimed;
   }

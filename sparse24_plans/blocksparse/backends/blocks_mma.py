@@ -10,7 +10,7 @@ from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views, address_of
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import K_MAJOR, KernelProblem
+from ..kernel_problem import K_MAJOR, KernelProblem, launched
 from ..prepasses import SOURCES, PrePasses
 from ..schedules.blocks_mma import BlocksMmaSchedule, block_rows
 
@@ -122,5 +122,5 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> d
         "LEFT_ALONG_K": int(problem.left_major == K_MAJOR),
         "RIGHT_ALONG_K": int(schedule.x_along_k),
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
-        "X_COPIED": int(bool(schedule.prepared(desc))),
+        "X_COPIED": int(bool(launched(schedule.prepared(desc)))),
     }

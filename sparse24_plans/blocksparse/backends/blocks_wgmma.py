@@ -16,7 +16,7 @@ from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views, address_of
 from ...vocab import INT64_MAX, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, Prepared, prepared_bytes
+from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, Prepared, launched, prepared_bytes
 from ..prepasses import SOURCES, PrePasses
 from ..schedules.blocks_wgmma import APART, IN_TURN, LONG_FIRST, NO_SLICES, BlocksWgmmaSchedule, Cut
 from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
@@ -110,7 +110,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         prepared = problem.prepared_operands(None if most is None else most - cut.workspace)
         self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
         self.workspace_size = self._prepasses.workspace_size + cut.workspace
-        self.launches = 1 + len(prepared)
+        self.launches = 1 + len(self._prepasses)
         self._majors = problem.majors(prepared)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = cut.schedule
@@ -238,6 +238,6 @@ def defines(
         "UNALIGNED_ROWS": int(problem.unaligned_rows),
         "SAMPLED": int(problem.sampled),
         "SLICES": slices,
-        "X_COPIED": int(not problem.sampled and [one.name for one in prepared] == [problem.right]),
+        "X_COPIED": int(not problem.sampled and [one.name for one in launched(prepared)] == [problem.right]),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }

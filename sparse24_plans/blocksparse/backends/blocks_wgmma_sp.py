@@ -63,7 +63,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         prepared = problem.prepared_operands()
         self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
         self.workspace_size = self._prepasses.workspace_size
-        self.launches = 1 + len(prepared)
+        self.launches = 1 + len(self._prepasses)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = best_schedule(desc, device.multiprocessors)
         work_tiles = schedule.work_tiles(desc)
