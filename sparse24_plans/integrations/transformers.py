@@ -187,6 +187,9 @@ class _Decompress(ConversionOps):  # type: ignore[misc]
     A converter of one matrix ``alone`` is made for its weight.
     """
 
+    supports_many_to_many = True
+    """The two parts of a matrix may come before a converter that makes several of it."""
+
     def __init__(self, alone: Layer | None = None) -> None:
         self._alone = alone
 
@@ -278,6 +281,8 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
             for name in () if experts.form_of(place) else experts.names_of(place):
                 _check_dense(layers[name])
         uses = Counter(map(id, state.values()))
+        ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+        tied = {*ties, *ties.values()}  # transformers ties them again once they are loaded
         renamings = [one for one in weight_conversions if not is_converter(one)]
         converters = []
         for name, own in direct.items():
@@ -289,7 +294,9 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 if layers[name].dense_shape != tuple(state[own].shape):
                     wanted, got = list(state[own].shape), list(layers[name].dense_shape)
                     raise InvalidProblemError(f"{name}: expected shape {wanted}, got {got}")
-            elif name in layers and not (uses[id(state[own])] == 1 and _take_apart(model, own, stored[name])):
+            elif name in layers and not (
+                uses[id(state[own])] == 1 and own not in tied and _take_apart(model, own, stored[name])
+            ):
                 _check_dense(layers[name])
                 renamed = renamed_by(renamings, name)
                 converters.append(_decompressing(renamed, layers[name]))
@@ -318,6 +325,9 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
         model._weight_conversions = [one for one in used if one is not None]
         self._model, self._files, self._originals = None, [], {}
         model.is_quantized = False  # otherwise transformers refuses half(), float() and training
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):  # some compute otherwise where a configuration has it
+                vars(module.config).pop("_is_quantized", None)
         return model
 
 

@@ -103,6 +103,34 @@ READ = {
     )
 }
 """Models whose initialisation reads the sizes of their layers."""
+OTHERWISE = {
+    "DINOv2": Case(  # transformers parts a matrix of the checkpoint
+        "Dinov2Config",
+        {"image_size": 8, "patch_size": 4, "num_channels": 3, "num_labels": 3, "use_swiglu_ffn": True},
+        layers=10,
+        fused=0,
+        auto=transformers.AutoModelForImageClassification,
+        inputs="pixel_values",
+    ),
+    "Zamba2": Case(  # layers share a block's weights, which transformers ties after loading
+        "Zamba2Config",
+        {
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 8,
+            "num_hidden_layers": 4,
+            "num_mem_blocks": 1,
+            "adapter_rank": 8,
+            "hybrid_layer_ids": [1, 3],
+            "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
+        },
+        layers=10,
+        fused=0,
+    ),
+}
+"""Models that transformers builds otherwise than their checkpoints are."""
 
 
 class Saved(NamedTuple):
@@ -349,6 +377,22 @@ def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_p
     for key, tensor in dense.state_dict().items():
         if key.removesuffix(".weight") not in sparse:
             assert torch.equal(bits(state[key]), bits(tensor)), key
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_models_that_transformers_builds_otherwise_are_loaded_alike(name, tmp_path):
+    case = OTHERWISE[name]
+    dense_model(case).save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", device="host")
+    ours = from_pretrained(tmp_path / "ours")
+    theirs = case.auto.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert len(sparse_of(ours)) == case.layers
+    assert sparse_of(ours) == sparse_of(theirs)
+    state, wanted = theirs.state_dict(), ours.state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(bits(state[key]), bits(tensor)) for key, tensor in wanted.items())
+    assert torch.equal(result(theirs, case), result(ours, case))
+    assert not hasattr(theirs.config, "_is_quantized")  # FalconMamba computes otherwise with it
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Granite-MoE"])
