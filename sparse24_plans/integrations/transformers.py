@@ -45,7 +45,7 @@ from ..torch.checkpoint_names import (
     renamed_by,
     stacks_rows,
 )
-from ..torch.checkpoint_source import scales_of
+from ..torch.checkpoint_source import check_names, scales_of
 from ..torch.conv1d import is_swappable
 from ..torch.elements import DTYPE_OF
 from ..torch.experts import STACKS, ExpertsWeight, Sparse24Experts
@@ -272,9 +272,10 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
             }
             layers = {name: one.layer for name, one in stored.items()}
             parts = {part for one in layers.values() for part in one.sources}
-            names = [*layers, *(name for name in reader.tensors if name not in parts)]
+            rest = [name for name in reader.tensors if name not in parts]
+        check_names(layers, rest)
         state = model.state_dict(keep_vars=True)
-        direct, merged = placed(model, names, state, weight_conversions)
+        direct, merged = placed(model, [*layers, *rest], state, weight_conversions)
         form = SavedForm(**dict(self.quantization_config))
         experts = StoredExperts(model, form, layers, direct, merged)
         for place in experts.sources:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparse24_plans import (
+    FormatError,
     InvalidProblemError,
     Sparse24QuantizedWeight,
     Sparse24Weight,
@@ -393,6 +394,22 @@ def test_models_that_transformers_builds_otherwise_are_loaded_alike(name, tmp_pa
     assert all(torch.equal(bits(state[key]), bits(tensor)) for key, tensor in wanted.items())
     assert torch.equal(result(theirs, case), result(ours, case))
     assert not hasattr(theirs.config, "_is_quantized")  # FalconMamba computes otherwise with it
+
+
+@pytest.mark.parametrize("loader", [transformers.AutoModelForCausalLM.from_pretrained, from_pretrained])
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_weight_without_a_note_or_stored_twice_is_refused(loader, twice, tmp_path):
+    dense_model(CASES["Llama"]).save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", device="host")
+    path, name = tmp_path / "ours" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors, metadata = load_file(path), metadata_of(path)
+    if twice:
+        tensors[name] = load_file(tmp_path / "dense" / "model.safetensors")[name]
+    else:
+        del metadata[f"sparse24.{name}"]
+    save_file(tensors, path, metadata)
+    with pytest.raises(FormatError, match=name):
+        loader(tmp_path / "ours")
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Granite-MoE"])
