@@ -20,7 +20,6 @@ from .checkpoint_format import (
     READ_FORMATS,
     checkpoint_format,
     checkpoint_formats,
-    without_sparsity,
 )
 from .folder import ModelReader, check_destination
 from .layers import SPARSE24, Layer, located
@@ -132,8 +131,7 @@ class _Conversion(Rewrite[ConversionReport]):
         if self._source.name in QUANTIZED_FORMATS or self._takes_over(config):
             config = {name: value for name, value in config.items() if name not in CONFIG_KEYS}
         if self.target.name in (DENSE, BITMASK):  # values of 8 bits would lose their scales
-            described = config_entry(self.model, self.layers.values())
-            config = {**described, **without_sparsity(config)}
+            config = {**config_entry(self.model, self.layers.values()), **config}
         return super()._new_config(config)
 
     def _takes_over(self, config: Mapping[str, Any]) -> bool:

@@ -17,9 +17,12 @@ from ..errors import FormatError, UnsupportedError
 from ..vocab import ElementKind
 from ..weights import canonical
 from ..weights.quantize import LARGEST, SCALE_SUFFIX
-from .folder import ELEMENTS, ModelReader
+from .folder import DTYPES, ELEMENTS, ModelReader
 from .layers import Layer, dense_blocks
+from .safetensors_file import shown
 
+SCALE_DTYPES = tuple(DTYPES[kind] for kind in (ElementKind.F32, ElementKind.F16, ElementKind.BF16))
+"""The safetensors types that scales of matrices of 8 bits can have."""
 _ZERO_POINT = "_zero_point"
 _GROUPS = "config_groups"
 _SERVED = (
@@ -53,8 +56,10 @@ def quantized_layers(model: ModelReader) -> tuple[list[Layer], dict[str, str]]:
 
 def scale_obstacle(model: ModelReader, name: str) -> str | None:
     """Why a matrix isn't its stored values times one scale, or one for each row; None if it is."""
-    rows = math.prod(model.tensors[name].shape[:-1])
-    if (scales := math.prod(model.tensors[name + SCALE_SUFFIX].shape)) not in (1, rows):
+    rows, scale = math.prod(model.tensors[name].shape[:-1]), model.tensors[name + SCALE_SUFFIX]
+    if scale.dtype not in SCALE_DTYPES:
+        return f"expected scales of {', '.join(SCALE_DTYPES)}, got {shown(scale.dtype)}"
+    if (scales := math.prod(scale.shape)) not in (1, rows):
         return f"expected one scale, or one for each row, got {scales}"
     zero_point = name + _ZERO_POINT
     if zero_point in model.tensors and model.read(zero_point).any():

@@ -82,8 +82,8 @@ class Rewrite(ABC, Generic[Report]):
         return report
 
     def _new_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The new model's ``config.json``, made from the old one."""
-        return self.target.configure(without_sparsity(config), list(self.layers.values()), self._sparsity())
+        """The new model's ``config.json``, made from the old one without its entries for sparsity."""
+        return self.target.configure(config, list(self.layers.values()), self._sparsity())
 
     def _sparsity(self) -> float:
         """The share of the model's elements that compression leaves out."""
@@ -105,7 +105,7 @@ class Rewrite(ABC, Generic[Report]):
             self._write_shard(model.shards[0], destination)
         else:
             old = model.config()
-            new = None if old is None else self._new_config(old)
+            new = None if old is None else self._new_config(without_sparsity(old))
             others, left = model.side_files()
             with new_folder(destination) as folder:
                 self._write_folder(folder, None if new == old else new, others)

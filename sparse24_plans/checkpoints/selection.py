@@ -17,6 +17,7 @@ from .layers import LAYER_KEY_PREFIX, Layer, is_compressed
 from .orientation import Orientation
 from .safetensors_file import TensorInfo, shown
 
+_ATTENTION = "weight of an nn.MultiheadAttention"
 _KINDS = {
     "embedding table": (
         *("*embed*", "*wte.*", "*wpe.*", "shared.weight", "*.shared.weight", "*_emb.weight"),
@@ -34,10 +35,12 @@ _KINDS = {
     "table of rates": ("*.time_decay", "*.time_faaaa", "*.time_first"),
     "state matrix": ("*A_log", "*.D"),
     "projection of time steps": ("*.dt_proj.weight",),  # Mamba's blocks read it instead of calling it
+    # RWKV divides these in place by powers of two before it infers.
+    "rescaled projection": ("*blocks.*.attention.output.weight", "*blocks.*.feed_forward.value.weight"),
     "hyper-connection": ("*_hc.fn", "*hc_fn"),  # few rows that mix the streams of a residual
     # 2:4 along the columns of these would go along outputs.
     "transposed projection": ("*mm_input_projection_weight", "*prompts_visual_projection"),
-    "weight of an nn.MultiheadAttention": ("*in_proj_weight",),
+    _ATTENTION: ("*in_proj_weight", "*.q_proj_weight", "*.k_proj_weight", "*.v_proj_weight"),
     "weight of a recurrent layer": ("*weight_ih_l*", "*weight_hh_l*", "*weight_hr_l*"),
     "router": ("*.gate.weight", "*.gate.wg.*", "*router*", "*shared_expert_gate.*"),
     "output head": (
@@ -149,6 +152,8 @@ class Selection:
             stack = info.shape[0] if len(info.shape) == 3 and self.names(info.name) else 0
             transposed = False if stack else orientation.transposed(info.name)
             reason = self._reason_to_copy(info, transposed, bool(stack))
+            if reason is None and not self.names(info.name):
+                reason = _reason_beside(info.name, model.tensors)
             if stack and reason is None and orientation.has_transposed_stacks:
                 reason = "a stack that is stored [experts, in, out], the transpose of what is compressed"
             if reason is None:
@@ -183,6 +188,18 @@ class Selection:
         if (k := info.shape[0 if transposed else -1]) % 8:
             return f"K={k} is not a multiple of 8"
         return reason_to_leave((info.name,), self._include, self._exclude)
+
+
+def _reason_beside(name: str, tensors: Container[str]) -> str | None:
+    """Why the tensors beside a matrix leave it dense by default, or None.
+
+    nn.MultiheadAttention reads its ``out_proj`` instead of calling it. Only its other weights tell it from
+    other layers of this name.
+    """
+    home, is_out, end = name.rpartition("out_proj.weight")
+    known = (home + other for other in ("in_proj_weight", "q_proj_weight")) if is_out and not end else ()
+    beside = next((one for one in known if one in tensors), None)
+    return beside and f"{_ATTENTION}, excluded by default (beside {shown(beside)})"
 
 
 def _first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:

@@ -45,7 +45,7 @@ from ..torch.checkpoint_names import (
     renamed_by,
     stacks_rows,
 )
-from ..torch.checkpoint_source import scales_of
+from ..torch.checkpoint_source import check_names, scales_of
 from ..torch.conv1d import is_swappable
 from ..torch.elements import DTYPE_OF
 from ..torch.experts import STACKS, ExpertsWeight, Sparse24Experts
@@ -187,6 +187,9 @@ class _Decompress(ConversionOps):  # type: ignore[misc]
     A converter of one matrix ``alone`` is made for its weight.
     """
 
+    supports_many_to_many = True
+    """The two parts of a matrix may come before a converter that makes several of it."""
+
     def __init__(self, alone: Layer | None = None) -> None:
         self._alone = alone
 
@@ -269,15 +272,18 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
             }
             layers = {name: one.layer for name, one in stored.items()}
             parts = {part for one in layers.values() for part in one.sources}
-            names = [*layers, *(name for name in reader.tensors if name not in parts)]
+            rest = [name for name in reader.tensors if name not in parts]
+        check_names(layers, rest)
         state = model.state_dict(keep_vars=True)
-        direct, merged = placed(model, names, state, weight_conversions)
+        direct, merged = placed(model, [*layers, *rest], state, weight_conversions)
         form = SavedForm(**dict(self.quantization_config))
         experts = StoredExperts(model, form, layers, direct, merged)
         for place in experts.sources:
             for name in () if experts.form_of(place) else experts.names_of(place):
                 _check_dense(layers[name])
         uses = Counter(map(id, state.values()))
+        ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+        tied = {*ties, *ties.values()}  # transformers ties them again once they are loaded
         renamings = [one for one in weight_conversions if not is_converter(one)]
         converters = []
         for name, own in direct.items():
@@ -289,7 +295,9 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
                 if layers[name].dense_shape != tuple(state[own].shape):
                     wanted, got = list(state[own].shape), list(layers[name].dense_shape)
                     raise InvalidProblemError(f"{name}: expected shape {wanted}, got {got}")
-            elif name in layers and not (uses[id(state[own])] == 1 and _take_apart(model, own, stored[name])):
+            elif name in layers and not (
+                uses[id(state[own])] == 1 and own not in tied and _take_apart(model, own, stored[name])
+            ):
                 _check_dense(layers[name])
                 renamed = renamed_by(renamings, name)
                 converters.append(_decompressing(renamed, layers[name]))
@@ -318,6 +326,9 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
         model._weight_conversions = [one for one in used if one is not None]
         self._model, self._files, self._originals = None, [], {}
         model.is_quantized = False  # otherwise transformers refuses half(), float() and training
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):  # some compute otherwise where a configuration has it
+                vars(module.config).pop("_is_quantized", None)
         return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from ..checkpoints.checkpoint_base import CheckpointFormat
 from ..checkpoints.checkpoint_format import BITMASK, CONFIG_KEY, DENSE, READ_FORMATS, checkpoint_format
 from ..checkpoints.folder import ModelReader
-from ..checkpoints.layers import FORMAT_KEY, SPARSE24, Layer, is_compressed
-from ..checkpoints.quantization import check_groups, parts_of
+from ..checkpoints.layers import FORMAT_KEY, SPARSE24, VALUES_SUFFIX, Layer, is_compressed
+from ..checkpoints.quantization import SCALE_DTYPES, check_groups, parts_of
 from ..checkpoints.selection import Selection
 from ..errors import FormatError, InvalidProblemError, check_choice
 from ..weights.quantize import SCALE_SUFFIX
@@ -66,6 +66,7 @@ class Source:
         self.is_state = name == SPARSE24 and not marked
         """Whether this is a layer's state_dict in a file: rows have the layer's order, not the model's."""
         self.others = [name for name in reader.tensors if name not in parts]
+        check_names(self.weights, self.others)
         self.quantized = {
             name
             for name in self.others
@@ -136,9 +137,25 @@ class Source:
         return stored
 
 
+def check_names(weights: Collection[str], others: Iterable[str]) -> None:
+    """Raise FormatError for other tensors that are a weight, too, or values of one that no note describes."""
+    for name in others:
+        if name in weights:
+            raise FormatError(f"{name}: expected the parts of a compressed weight alone, got a tensor, too")
+        if name.endswith(VALUES_SUFFIX):
+            raise FormatError(f"{name}: expected a note on its weight in the file's metadata, got none")
+
+
 def scales_of(reader: ModelReader, weight: Layer) -> dict[str, str]:
-    """The names of a quantized 2:4 weight's scales in a checkpoint, by those in a layer."""
+    """The names of a quantized 2:4 weight's scales in a checkpoint, by those in a layer.
+
+    Raises FormatError for scales of another type, which a layer would convert.
+    """
     if DTYPE_OF[weight.element] not in LARGEST:
         return {}
     home = weight.name.removesuffix("weight")
-    return {key: home + key for key in SCALES if home + key in reader.tensors}
+    found = {key: home + key for key in SCALES if home + key in reader.tensors}
+    for name in found.values():
+        if (got := reader.tensors[name].dtype) not in SCALE_DTYPES:
+            raise FormatError(f"{name}: expected one of {', '.join(SCALE_DTYPES)}, got {got}")
+    return found

@@ -164,6 +164,12 @@ STAY_DENSE = {
     "model.hc_head.hc_fn": "hyper-connection",
     "multi_modal_projector.mm_input_projection_weight": "transposed projection",  # Gemma 3
     "encoder.layers.0.self_attn.in_proj_weight": "weight of an nn.MultiheadAttention",
+    "encoder.layers.0.self_attn.out_proj.weight": "weight of an nn.MultiheadAttention",
+    "cross_attn.k_proj_weight": "weight of an nn.MultiheadAttention",
+    "cross_attn.q_proj_weight": "weight of an nn.MultiheadAttention",
+    "cross_attn.out_proj.weight": "weight of an nn.MultiheadAttention",
+    "rwkv.blocks.1.attention.output.weight": "rescaled projection",
+    "blocks.0.feed_forward.value.weight": "rescaled projection",
     "lstm.weight_ih_l0_reverse": "weight of a recurrent layer",
     "lstm.weight_hh_l1": "weight of a recurrent layer",
 }
@@ -171,6 +177,8 @@ MULTIPLIED = (
     "layer.weight",
     "mixer.in_proj.weight",
     "attention.self.query.weight",
+    "encoder.layers.1.self_attn.out_proj.weight",
+    "rwkv.blocks.1.attention.value.weight",
     "latent_proj.weight",
     "w.weight",
 )
@@ -182,6 +190,15 @@ def test_what_no_layer_of_ours_multiplies_stays_dense(files):
     reports = {one.name: one for one in compress_checkpoint(source, out)}
     assert {reports.pop(name).action for name in MULTIPLIED} == {"compressed"}
     assert {name: one.reason.split(",")[0] for name, one in reports.items()} == STAY_DENSE
+
+
+def test_a_pattern_includes_what_attention_reads(files):
+    source, out = files
+    dense_file(
+        source, {f"attn.{name}": random_array((8, 8)) for name in ("in_proj_weight", "out_proj.weight")}
+    )
+    reports = {one.name: one.action for one in compress_checkpoint(source, out, include=["*out_proj.weight"])}
+    assert reports == {"attn.in_proj_weight": "copied", "attn.out_proj.weight": "compressed"}
 
 
 def test_a_type_that_nobody_knows_is_copied(files):

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sparse24_plans import (
+    FormatError,
     InvalidProblemError,
     UnsupportedError,
     compress_checkpoint,
@@ -140,6 +141,10 @@ def test_quantized_matrices_with_stored_zeros(quantized_file, dtype, scale, stat
 
 
 CHANGES = {
+    "scales of integers": (
+        {"down.weight_scale": torch.ones(40, 1, dtype=torch.int32)},
+        r"down\.weight: expected scales of F32, F16, BF16, got I32",
+    ),
     "too many scales": (
         {"down.weight_scale": torch.ones(40, 4)},
         r"down\.weight: expected one scale, .*got 160",
@@ -233,15 +238,24 @@ def test_a_state_dict_with_padding_in_a_file_is_loaded(tmp_path, dtype):
     assert torch.equal(found[0](x := torch.randn(3, 72)), layer(x))
 
 
-def test_8_bits_without_scales_are_refused(dense_file, tmp_path):
+@pytest.mark.parametrize(
+    ("scales", "refusal", "message"),
+    [
+        (None, UnsupportedError, r"down\.weight: expected .* of 8 bits with weight_scale"),
+        (torch.int32, FormatError, r"down\.weight_scale: expected one of F32, F16, BF16, got I32"),
+    ],
+)
+def test_8_bits_without_their_scales_are_refused(dense_file, tmp_path, scales, refusal, message):
     _, path = dense_file
     out, bare = tmp_path / "out.safetensors", tmp_path / "bare.safetensors"
     compress_checkpoint(path, out, element="fp8_e4m3")
     tensors = load_file(out)
-    del tensors["down.weight_scale"]
+    given = tensors.pop("down.weight_scale")
+    if scales is not None:
+        tensors["down.weight_scale"] = given.to(scales)
     with safe_open(out, "pt") as opened:
         save_file(tensors, bare, opened.metadata())
     block = _Block()
-    with pytest.raises(UnsupportedError, match=r"down\.weight: expected .* of 8 bits with weight_scale"):
+    with pytest.raises(refusal, match=message):
         load_sparse24(block, bare)
     assert type(block.up) is torch.nn.Linear

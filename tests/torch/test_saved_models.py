@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparse24_plans import (
+    FormatError,
     InvalidProblemError,
     Sparse24QuantizedWeight,
     Sparse24Weight,
@@ -103,6 +104,34 @@ READ = {
     )
 }
 """Models whose initialisation reads the sizes of their layers."""
+OTHERWISE = {
+    "DINOv2": Case(  # transformers parts a matrix of the checkpoint
+        "Dinov2Config",
+        {"image_size": 8, "patch_size": 4, "num_channels": 3, "num_labels": 3, "use_swiglu_ffn": True},
+        layers=10,
+        fused=0,
+        auto=transformers.AutoModelForImageClassification,
+        inputs="pixel_values",
+    ),
+    "Zamba2": Case(  # layers share a block's weights, which transformers ties after loading
+        "Zamba2Config",
+        {
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "mamba_d_state": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 8,
+            "num_hidden_layers": 4,
+            "num_mem_blocks": 1,
+            "adapter_rank": 8,
+            "hybrid_layer_ids": [1, 3],
+            "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
+        },
+        layers=10,
+        fused=0,
+    ),
+}
+"""Models that transformers builds otherwise than their checkpoints are."""
 
 
 class Saved(NamedTuple):
@@ -349,6 +378,38 @@ def test_compress_checkpoint_makes_a_folder_that_every_loader_takes(saved, tmp_p
     for key, tensor in dense.state_dict().items():
         if key.removesuffix(".weight") not in sparse:
             assert torch.equal(bits(state[key]), bits(tensor)), key
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_models_that_transformers_builds_otherwise_are_loaded_alike(name, tmp_path):
+    case = OTHERWISE[name]
+    dense_model(case).save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", device="host")
+    ours = from_pretrained(tmp_path / "ours")
+    theirs = case.auto.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert len(sparse_of(ours)) == case.layers
+    assert sparse_of(ours) == sparse_of(theirs)
+    state, wanted = theirs.state_dict(), ours.state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(bits(state[key]), bits(tensor)) for key, tensor in wanted.items())
+    assert torch.equal(result(theirs, case), result(ours, case))
+    assert not hasattr(theirs.config, "_is_quantized")  # FalconMamba computes otherwise with it
+
+
+@pytest.mark.parametrize("loader", [transformers.AutoModelForCausalLM.from_pretrained, from_pretrained])
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_weight_without_a_note_or_stored_twice_is_refused(loader, twice, tmp_path):
+    dense_model(CASES["Llama"]).save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "ours", device="host")
+    path, name = tmp_path / "ours" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors, metadata = load_file(path), metadata_of(path)
+    if twice:
+        tensors[name] = load_file(tmp_path / "dense" / "model.safetensors")[name]
+    else:
+        del metadata[f"sparse24.{name}"]
+    save_file(tensors, path, metadata)
+    with pytest.raises(FormatError, match=name):
+        loader(tmp_path / "ours")
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Granite-MoE"])
