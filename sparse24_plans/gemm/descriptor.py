@@ -113,8 +113,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
         rows of X (``x_rows``) and sums (``y_rows``) then need no index. A choice that names no group has a
         place in none. The operand lies on the plan's device and is read by the kernel, so it may change
         between launches, in a CUDA graph too. Values are clamped to the rows that there are. Rows in no group
-        are not written. Groups that share rows may leave rows of theirs as they are, or with either's result,
-        unless C lies in Y.
+        are not written. A row of two groups has either's result, unless C lies in Y. If there is such a row,
+        rows of any group may be left as they are.
     x_rows : int, optional
         With groups: rows of X (of dY), of which the operand ``x_index`` i32[N] names one for each of the n
         places, that is, rows of groups. An index is clamped to the rows that there are. With ``experts`` it

@@ -1,8 +1,9 @@
 """Launches ``gemm/wgmma_sp.cu`` for groups of tokens with weights of their own. No workspace.
 
 The grid doesn't depend on the groups' sizes, which the device alone knows: persistent CTAs find their work
-tiles in a table that each makes of the groups. With split-K there is a cluster for each work tile that may
-exist; clusters without work exit at once.
+tiles in a table that each makes of the groups. With split-K there is a cluster for each work tile that groups
+without a common row can have; clusters without work exit at once. Groups with common rows can have more work
+tiles, of which the last ones are then not computed.
 """
 
 from __future__ import annotations
