@@ -50,14 +50,14 @@ def test_batch_norm_is_pytorchs_with_images_adjacent(training):
     assert y.stride(0) == 1
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [*ORDERS, None])
 def test_a_convolution_in_every_order(order):
     mask = torch.tensor([[[[1, 0]], [[1, 1]]], [[[0, 1]], [[0, 0]]]])
     conv = bs.Conv2d(32, 32, (1, 2), mask, 16, order=order)
     x = randn(2, 32, 4, 5)
     y = conv(x)
     torch.testing.assert_close(y, nn.functional.conv2d(x, conv.dense_weight()), rtol=1e-4, atol=1e-5)
-    assert y.stride(ORDERS[order]) == 1
+    assert y.stride(ORDERS[order or "NHWC"]) == 1
     moved = bs.Conv2d.nchw_to_chwn(y)
     assert moved.stride(0) == 1
     assert bs.Conv2d.chwn_to_nchw(moved).is_contiguous()
