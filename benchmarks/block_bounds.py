@@ -61,6 +61,15 @@ def _dense_or_faster(record: Record) -> Values:
     ]
 
 
+def _over_dense_attention(direction: str, density: float, record: Record) -> Values:
+    """TFLOP/s of the kept blocks over those of dense attention."""
+    fields = {"tokens": 16384, "head_size": 128, "block": 128, "density": density, "direction": direction}
+    rows = chosen(record["attention"], **fields)
+    return [(cell_of(row), density * row["dense_us"] / row["us"]) for row in rows]
+
+
+_ATTENTION_SPEED = {"forward": {0.5: 1.03, 0.1: 0.93}, "backward": {0.5: 0.83, 0.1: 0.78}}
+"""TFLOP/s of kept blocks over those of dense attention: direction -> density -> at least."""
 _BLOCK_SPEED = {
     128: {0.5: 1.4, 0.2: 3.4, 0.1: 6.3, 0.05: 9.5},
     64: {0.2: 2.0, 0.1: 4.0, 0.05: 7.0},
@@ -145,6 +154,15 @@ BLOCKSPARSE = [
         for direction, least in (("forward", 480.0), ("backward", 288.0))
     ),
     *(
+        Bound(
+            f"attention {direction}, TFLOP/s over dense's at {density:.0%}",
+            partial(_over_dense_attention, direction, density),
+            least,
+        )
+        for direction, its in _ATTENTION_SPEED.items()
+        for density, least in its.items()
+    ),
+    *(
         Bound(f"attention {direction} over dense", ratios("attention", "dense_us", direction=direction), 1.0)
         for direction in ("forward", "backward")
     ),
@@ -179,6 +197,23 @@ def _share_below(values: Callable[[Record], Values], least: float) -> Callable[[
         return [("share", sum(one < least for _, one in found) / len(found))] if found else []
 
     return share
+
+
+_MEMORY_BYTES_PER_US, _L2_BYTES_PER_US, _LAUNCH_US = 4.3e6, 5.5e6, 2.0
+"""Speeds of an H200's memory and L2 cache, and the time of an empty product."""
+_OVER_BYTES = {(128, 64): 1.6, (32, 16): 2.2}
+"""Blocks -> time of a product of few tokens over what its bytes take, at most."""
+
+
+def _over_bytes(blocks: tuple[int, ...], record: Record) -> Values:
+    """Time over that of the bytes of 16-bit elements: the weight, X and Y, or the gathered rows of X."""
+    found = []
+    for row in chosen(record["products"], (1, 256), op=_PRODUCTS, block=blocks):
+        weight, sides = 2 * row["density"] * row["m"] * row["k"], 2 * row["n"] * (row["m"] + row["k"])
+        gathered = weight * row["n"] / row["block"]
+        bytes_us = max((weight + sides) / _MEMORY_BYTES_PER_US, gathered / _L2_BYTES_PER_US)
+        found.append((cell_of(row), row["us"] / (_LAUNCH_US + bytes_us)))
+    return found
 
 
 def _cliffs(record: Record) -> Values:
@@ -226,6 +261,14 @@ RANDOM_BLOCKS = [
         for blocks, limits in _RANDOM_BLOCK_SPEED.items()
         for span, least in zip((_FEW_BLOCKS, _MANY_BLOCKS), limits, strict=True)
         for pattern in ("random", "uneven")
+    ),
+    *(
+        Bound(
+            f"{', '.join(map(str, blocks))}: few tokens over their bytes, each",
+            partial(_over_bytes, blocks),
+            most=most,
+        )
+        for blocks, most in _OVER_BYTES.items()
     ),
     Bound("n over a larger n, each", _cliffs, most=1.08),
     Bound("products", lambda record: [("all", float(len(record["products"])))], 400),

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from benchmarks import block_attention, blocks, blocks24
+from benchmarks.bound import judged
+from benchmarks.bounds import BOUNDS
 from sparse24_plans.bench import record
 from sparse24_plans.bench.steady import Steady
 
@@ -52,6 +54,20 @@ def test_bitmaps_of_attention_keep_what_they_say():
     assert kept.shape == (16, 128, 128)
     assert kept.mean() == pytest.approx(0.1, rel=0.05)
     assert (kept[0] != kept[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("direction", "density", "least"),
+    [("forward", 0.5, 1.03), ("forward", 0.1, 0.93), ("backward", 0.5, 0.83), ("backward", 0.1, 0.78)],
+)
+def test_attention_is_held_against_the_speed_of_dense_attention(direction, density, least):
+    """Time may be ``density / least`` of dense attention's."""
+    cell = block_attention.Cell(16384, 16, 128, 128, density, direction)
+    for share, expected in ((0.99, False), (1.01, True)):
+        row = {**vars(cell), "us": share * density / least, "dense_us": 1.0, "tflops": 1e3}
+        made = {"products": [], "sparse24": [], "attention": [row]}
+        found = [judged(one, made) for one in BOUNDS["blocksparse"]]
+        assert any(one.is_missed and "over dense's" in one.bound.about for one in found) == expected
 
 
 def test_each_cell_is_a_step_that_its_own_row_finishes():

@@ -159,6 +159,20 @@ def test_uneven_rows_have_their_own_bound():
     assert missed(found) == ["128, 64 uneven, N 201-8192"]
 
 
+@pytest.mark.parametrize(("block", "most"), [(128, 1.6), (64, 1.6), (32, 2.2), (16, 2.2)])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_few_tokens_are_held_against_their_bytes(block, most, gathers):
+    """Half of 32 MiB is kept. Its cells gather 2 rows of X each, or reading them takes longer."""
+    n, weight = (2 * block if gathers else 8), 16 << 20
+    us = 2 + (2 * weight / 5.5e6 if gathers else (weight + 2 * 8 * 8192) / 4.3e6)
+    about = {"op": "dds", "m": 4096, "k": 4096, "n": n, "block": block, "density": 0.5}
+    made = made_record()
+    row = {**made["products"][0], **about, "dense_us": 1e9}
+    for factor, expected in ((0.99, 0), (1.01, 1)):
+        found = {**made, "products": [*made["products"], {**row, "us": us * most * factor}]}
+        assert sum("few tokens over their bytes" in bound for bound in missed(found)) == expected
+
+
 def test_a_cliff_is_found():
     found = made_record()
     rows = sorted(

@@ -23,8 +23,8 @@ class DeepSpeedSparseSelfAttention(nn.Module):
     The arguments are those of Torch-Blocksparse's last form: ``sparsity_config``, a SparsityInfo or a
     SparsityConfig, by default unidirectional strides of 64 tokens in blocks of 16; the two modes
     ``key_padding_mask_mode`` and ``attn_mask_mode`` as in MultiheadAttention; and ``dropout``, which training
-    applies to the softmax. Its form before is taken too: ``embed_dim`` and ``num_heads``, the arguments of
-    SparsityInfo, the two modes and ``dropout``.
+    applies to the softmax. Its form before is taken too: ``embed_dim``, which does nothing, ``num_heads``,
+    the arguments of SparsityInfo, the two modes and ``dropout``.
 
     Raises InvalidProblemError naming the argument.
     """
@@ -73,6 +73,11 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.num_heads = getattr(sparsity_config, "num_heads", None)
 
+    @property
+    def sparsity_config(self) -> SparsityInfo | SparsityConfig:
+        """Torch-Blocksparse's name of ``sparsity``."""
+        return self.sparsity
+
     def forward(
         self,
         query: Tensor,
@@ -86,8 +91,8 @@ class DeepSpeedSparseSelfAttention(nn.Module):
 
         The key may also be [Z, num_heads, head_size, tokens], unless tokens and head_size are equal, because
         Torch-Blocksparse takes a square key as it is. Masks may have dimensions of 1: ``key_padding_mask``
-        [Z, 1, 1, tokens], ``attn_mask`` [1, 1, tokens, tokens]. ``rpe`` is [num_heads, tokens, tokens] for
-        the whole batch. Raises InvalidProblemError.
+        [Z, 1, 1, tokens], ``attn_mask`` [1, 1, tokens, tokens]. ``rpe`` is [Z, num_heads, tokens, tokens], or
+        [num_heads, tokens, tokens] for the whole batch. Raises InvalidProblemError.
         """
         if query.dim() != 4 or self.num_heads not in (None, query.shape[1]) or not query.shape[3]:
             wanted = f"[Z, {self.num_heads or 'num_heads'}, tokens, head_size]"

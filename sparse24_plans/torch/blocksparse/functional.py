@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...blocksparse.descriptor import FLOATS
 from ...errors import InvalidProblemError, shown
 from ...vocab import integer
+from ..elements import DTYPE_OF
 from .layout_buffers import Layout
 from .plan_dispatch import check_dims
 
 _ops: Any = torch.ops.sparse24
+_SOFTMAX_DTYPES = tuple(DTYPE_OF[element] for element in FLOATS)
 
 
 def _tables_of(layout: Layout, device: torch.device) -> Tensor:
@@ -97,7 +100,8 @@ def softmax(
     x : Tensor
         Values [Z, blocks, block, block] of float32, float16 or bfloat16.
     rpe : Tensor, optional
-        A relative position embedding [heads, rows, cols] or [1, heads, rows, cols]. It has a gradient.
+        A relative position embedding [heads, rows, cols], or [Z, heads, rows, cols] as in Torch-Blocksparse;
+        Z may be 1. It has a gradient. One for each batch is added to x in float32 before the kernel runs.
     key_padding_mask : Tensor, optional
         [Z, cols]. In mode ``add`` it is added and has a gradient. In mode ``mul`` its zeros drop cells.
     attn_mask : Tensor, optional
@@ -108,13 +112,34 @@ def softmax(
     Masks may have another dtype than x, but bool in mode ``mul`` alone. A row without a cell left is zeros.
     Raises InvalidProblemError naming the argument, UnsupportedError if no kernel serves.
     """
-    if rpe is not None and rpe.dim() == 4 and rpe.shape[0] == 1:
-        rpe = rpe[0]
+    tables, dtype = _tables_of(layout, x.device), x.dtype
+    if rpe is not None and rpe.dim() == 4:
+        if rpe.shape[0] == 1:
+            rpe = rpe[0]
+        else:
+            x, scale, rpe = _with_rpe_of_batches(x, rpe, layout, scale), 1.0, None
     key_padding = _added(key_padding_mask, "key_padding_mask", key_padding_mask_mode, x)
     added = _added(rpe, "rpe", "add", x), key_padding, _added(attn_mask, "attn_mask", attn_mask_mode, x)
     options = scale, *added, key_padding_mask_mode, attn_mask_mode, causal, preference
-    y: Tensor = _ops.blocksparse_softmax(x, _tables_of(layout, x.device), layout.sizes, *options)
-    return y
+    y: Tensor = _ops.blocksparse_softmax(x, tables, layout.sizes, *options)
+    return y.to(dtype)
+
+
+def _with_rpe_of_batches(x: Tensor, rpe: Tensor, layout: Layout, scale: float) -> Tensor:
+    """``scale * x + rpe`` in float32, because no kernel adds an embedding of each batch."""
+    check_dims(x, "x", "Z, blocks, block, block")
+    heads, rows, cols, block, blocks = layout.sizes
+    wanted, values = (len(x), heads, rows, cols), (len(x), blocks, block, block)
+    if rpe.shape != wanted or rpe.dtype == torch.bool or rpe.device != x.device:
+        raise InvalidProblemError(
+            f"rpe: expected numbers {list(wanted)} on {x.device}, got {rpe.dtype} {list(rpe.shape)} on "
+            f"{rpe.device}"
+        )
+    if x.shape != values or x.dtype not in _SOFTMAX_DTYPES:
+        raise InvalidProblemError(
+            f"x: expected float32, float16 or bfloat16 {list(values)}, got {x.dtype} {list(x.shape)}"
+        )
+    return scale * x.float() + layout.kept_blocks(rpe.float())
 
 
 def _added(mask: Tensor | None, argument: str, mode: str, x: Tensor) -> Tensor | None:

@@ -5,6 +5,8 @@ Images are [N, C, height, width]; an order such as ``CHWN`` says how they lie in
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +44,13 @@ class Permute(nn.Module):
 
 class PermuteFunction:
     """Torch-Blocksparse's ``_permute``, which is called by ``apply``."""
+
+    @staticmethod
+    def strides(N: int, C: int, H: int, W: int, order: str) -> list[int]:  # noqa: N803 - Torch-Blocksparse's
+        """The strides of images [N, C, H, W] that lie in memory in this order."""
+        dims, sides = _DIMS[checked_order("order", order)], (N, C, H, W)
+        inner = [dims[dims.index(dim) + 1 :] for dim in range(4)]
+        return [math.prod(sides[one] for one in each) for each in inner]
 
     @staticmethod
     def apply(x: Tensor, in_order: str, out_order: str) -> Tensor:

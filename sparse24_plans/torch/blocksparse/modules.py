@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...blocksparse.layout import BlockSparseLayout
-from ...errors import InvalidProblemError, UnsupportedError, check_choice, shown
+from ...errors import InvalidProblemError, check_choice, shown
 from ...vocab import checked_flag
 from ..activations import FORWARD, check_activation
 from . import conv_ops
@@ -392,19 +392,17 @@ class Conv2d(_Weighted):
         tables = one.tables_on(self.weight.device)
         return conv_ops.filter_of(self.weight[None], tables, one.sizes, self.kernel_size)
 
-    def forward(self, input: Tensor, biasa: None = None, biasb: None = None) -> Tensor:
+    def forward(self, input: Tensor, biasa: Tensor | None = None, biasb: Tensor | None = None) -> Tensor:
         """Map [N, C, height, width] to [N, K, rows, columns].
 
-        Raises UnsupportedError for a ``biasa`` or ``biasb``. Torch-Blocksparse convolves
-        ``relu(input + biasa) + biasb`` with them, which a caller can compute.
+        Torch-Blocksparse's ``biasa`` and ``biasb`` are tensors of one element. With them the convolution is
+        that of ``relu(input + biasa) + biasb``, and without ``biasa`` of ``input + biasb``. Padding stays
+        zero. Both have gradients.
         """
-        for name, given in (("biasa", biasa), ("biasb", biasb)):
-            if given is not None:
-                shifted = "input" if biasa is None else "relu(input + biasa)"
-                shifted += "" if biasb is None else " + biasb"
-                raise UnsupportedError(
-                    f"{name}: expected None, got {type(given).__name__}; add it yourself: pass {shifted}"
-                )
+        if biasa is not None:
+            input = torch.relu(input + _one_element("biasa", biasa))
+        if biasb is not None:
+            input = input + _one_element("biasb", biasb)
         walk = self.kernel_size, self.bias, self.stride, self.padding, self.dilation
         return permuted(conv2d(input, self.weight, self.layout, *walk), self.order)
 
@@ -447,6 +445,13 @@ class Conv2d(_Weighted):
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, dilation={self.dilation}, bias={self.bias is not None}"
         )
+
+
+def _one_element(name: str, given: Any) -> Tensor:
+    """A shift of images, or InvalidProblemError naming it: more elements would be broadcast over columns."""
+    if not isinstance(given, Tensor) or given.numel() != 1:
+        raise InvalidProblemError(f"{name}: expected a tensor of one element, got {shown(given)}")
+    return given.reshape(())
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -234,6 +234,18 @@ class MultiheadAttention(nn.Module):
             if one is not None:
                 nn.init.xavier_normal_(one)
 
+    @property
+    def layout(self) -> Layout | None:
+        """The given layout; None if a rule makes layouts."""
+        return self.layouts["given"] if self.sparsity is None else None  # type: ignore[return-value]
+
+    @property
+    def block(self) -> int:
+        """The blocks' size."""
+        has_block: Any = self.sparsity or self.layouts["given"].shape
+        size: int = has_block.block
+        return size
+
     def layout_for(self, tokens: int, kv_tokens: int | None = None) -> Layout:
         """The layout for this number of tokens, made on the first call.
 
@@ -300,9 +312,9 @@ class MultiheadAttention(nn.Module):
 
         ``key`` and ``value`` have kdim and vdim columns, and as many tokens as the layout has columns.
         ``key_padding_mask`` [Z, kv_tokens], ``attn_mask`` [tokens, kv_tokens] and ``rpe`` [heads, tokens,
-        kv_tokens] are arguments of ``softmax``. With ``is_causal``, ``attn_mask`` is taken for the causal
-        mask and not read. The second result is always None: no weights are returned, whatever
-        ``need_weights`` and ``average_attn_weights`` say.
+        kv_tokens] or [Z, heads, tokens, kv_tokens] are arguments of ``softmax``. With ``is_causal``,
+        ``attn_mask`` is taken for the causal mask and not read. The second result is always None: no weights
+        are returned, whatever ``need_weights`` and ``average_attn_weights`` say.
         """
         self._check_inputs(query=(query, self.embed_dim), key=(key, self.kdim), value=(value, self.vdim))
         if rpe is not None and not isinstance(rpe, Tensor):

@@ -81,6 +81,16 @@ class SparsityInfo:
             )
 
     @property
+    def attention(self) -> str:
+        """``unidirectional`` or ``bidirectional``: Torch-Blocksparse's later form of ``unidirectional``."""
+        return "unidirectional" if self.unidirectional else "bidirectional"
+
+    @attention.setter
+    def attention(self, word: str) -> None:
+        check_attention(word)
+        self.unidirectional = word == "unidirectional"
+
+    @property
     def _step(self) -> int:
         return self.stride // self.block
 
@@ -275,8 +285,8 @@ class FixedSparsityConfig(SparsityConfig):
         first = step - (1 + head % self.num_different_global_patterns) * width
         whole = side // step * step
         starts = list(range(first, whole, step))
-        if whole < side:  # the last window is short
-            starts.append(max(min(whole + first, side - width), 0))
+        if whole < side:  # the last window is short; a negative start counts from the end, as in DeepSpeed
+            starts.append(min(whole + first, side - width))
         for start in starts:
             _add_global(kept, start, start + width, self.attention, self.horizontal_global_attention)
         return kept

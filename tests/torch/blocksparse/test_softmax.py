@@ -62,6 +62,34 @@ def test_what_is_added(given, dtype):
     close(dense_of(y, layout), exact_softmax(x, layout, SCALE, **masks), dtype)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_an_embedding_of_each_batch_and_its_gradient(dtype, masked):
+    """Torch-Blocksparse's ``rpe`` has a batch dimension."""
+    layout = layout_of()
+    one, x = layout.shape, wanting(scores(layout, dtype=dtype))
+    rpe = wanting(randn(2, one.heads, one.rows, one.cols, dtype=dtype, seed=5))
+    masks = {**added(layout, dtype=dtype), "rpe": rpe} if masked else {"rpe": rpe}
+    y = Softmax(layout)(x, SCALE, **masks)
+    assert y.dtype == dtype
+    wide = [wanting(x.double()), wanting(rpe.double())]
+    exact = exact_softmax(wide[0], layout, SCALE, **{**masks, "rpe": wide[1]})
+    close(dense_of(y, layout), exact, dtype)
+    dy = randn(*y.shape, dtype=dtype, seed=3)
+    theirs = torch.autograd.grad(exact, wide, dense_of(dy, layout))
+    for found, wanted in zip(torch.autograd.grad(y, (x, rpe), dy), theirs, strict=True):
+        close(found, torch.nan_to_num(wanted), dtype)
+    assert torch.equal(softmax(x, layout, rpe=rpe[:1]), softmax(x, layout, rpe=rpe[0]))
+
+
+@pytest.mark.parametrize("change", [lambda x: x[0], lambda x: x[:, 1:], lambda x: x.to(torch.int8)])
+def test_scores_beside_an_embedding_of_each_batch_are_checked(change):
+    with pytest.raises(
+        InvalidProblemError, match=r"^x: expected .*\[.*blocks, block|^x: expected float32, .*"
+    ):
+        softmax(change(scores(layout_of())), layout_of(), rpe=randn(2, 2, 32, 48))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64, torch.bfloat16], ids=str)
 def test_masks_that_multiply_drop_cells_where_they_are_zero(dtype):
     layout = layout_of()
@@ -174,7 +202,19 @@ MISTAKES = {
     "blocks": (lambda x, layout: softmax(x[:, 1:], layout), r"x: expected shape \[2, 7, 16, 16\]"),
     "dimensions": (lambda x, layout: softmax(x[0], layout), r"x: expected \[Z, blocks, block, block\]"),
     "dtype": (lambda x, layout: softmax(x.to(torch.int8), layout), "element: expected f32 or f16 or bf16"),
-    "rpe": (lambda x, layout: softmax(x, layout, rpe=torch.ones(2, 2, 32, 48)), "rpe: expected shape"),
+    "rpe": (lambda x, layout: softmax(x, layout, rpe=torch.ones(2, 48, 32)), "rpe: expected shape"),
+    **{
+        f"rpe of batches {name}": (
+            lambda x, layout, rpe=rpe: softmax(x, layout, rpe=rpe),
+            r"rpe: expected numbers \[2, 2, 32, 48\] on cpu, got torch\.",
+        )
+        for name, rpe in {
+            "count": torch.ones(3, 2, 32, 48),
+            "sides": torch.ones(2, 2, 48, 32),
+            "bools": torch.ones(2, 2, 32, 48) > 0,
+            "device": torch.ones(2, 2, 32, 48, device="meta"),
+        }.items()
+    },
     "keys": (
         lambda x, layout: softmax(x, layout, key_padding_mask=torch.ones(2, 32)),
         r"key_padding_mask: expected shape \[2, 48\], got \[2, 32\]",

@@ -74,11 +74,10 @@ def test_fixed(data):
         whole = side // step * step
         starts = [*range(first, whole, step)]
         if whole < side:
-            starts.append(max(min(whole + first, side - width), 0))
-        for start in starts:
-            for other in range(start, min(start + width, side)):
-                kept[start if one_way else 0 :, other] = True
-                kept[other, :] |= rows_too
+            starts.append(min(whole + first, side - width))
+        for start in starts:  # DeepSpeed's slices, whose start is negative if all blocks are fewer
+            kept[start if one_way else 0 :, start : start + width] = True
+            kept[start : start + width] |= rows_too
         assert (found[head] == kept).all()
 
 
@@ -105,6 +104,20 @@ def test_variable(side, sizes, indices, way, rows_too):
     assert (bitmap(ranges, side) == kept).all()
 
 
+@pytest.mark.parametrize("way", ["bidirectional", "unidirectional"])
+def test_variable_draws_random_blocks_for_every_row(way):
+    """They may lie beyond a row's own block, as in DeepSpeed."""
+    options = {"local_window_blocks": [1], "global_block_indices": [], "attention": way}
+    found = bitmap(VariableSparsityConfig(HEADS, 16, True, 5, **options), 20)
+    others = found & ~np.eye(20, dtype=bool)
+    assert found[:, np.arange(20), np.arange(20)].all()
+    assert set(np.unique(others.sum(axis=2))) == {4, 5}  # one may be the row's own
+    assert np.triu(others, 1).any()
+    assert (found[0] != found[1]).any()
+    assert (bitmap(VariableSparsityConfig(HEADS, 16, True, 5, **options), 20) == found).all()
+    assert (bitmap(VariableSparsityConfig(HEADS, 16, True, 5, **options, seed=1), 20) != found).any()
+
+
 @few
 @given(st.integers(3, 13), st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), ways)
 def test_bigbird_and_its_random_blocks(side, random, window, most, way):
@@ -120,6 +133,8 @@ def test_bigbird_and_its_random_blocks(side, random, window, most, way):
     assert (found[:, fixed]).all()
     more = (found & ~fixed).sum(axis=2)
     assert (more <= random).all()
+    drawn_from = np.arange(1, side + 1) if one_way else side
+    assert (found.sum(axis=2) >= np.minimum(random, drawn_from)).all()
     assert not (one_way and np.triu(found, 1).any())
     assert (bitmap(config, side) == found).all(), "the same configuration gave another layout"
     if random and side > 9 and not one_way:
@@ -380,6 +395,12 @@ def test_torch_blocksparses_class_of_the_name(form):
     """Its class has no ``num_heads``; a copy of a configuration stays one."""
     assert THEIRS[form](SparsityConfig) == SparsityInfo("fixed", 32, 96, False, 2)
     assert SparsityConfig() == SparsityInfo("fixed", 16, 64, True)
+    found = SparsityConfig(attention="bidirectional")
+    assert found.attention == "bidirectional"
+    found.attention = "unidirectional"
+    assert found == SparsityConfig()
+    with pytest.raises(InvalidProblemError, match="attention: expected unidirectional or bidirectional, got"):
+        found.attention = "causal"
     with pytest.raises(InvalidProblemError, match="attention: expected unidirectional or bidirectional, got"):
         SparsityConfig("fixed", 16, 64, "causal")
     for config in (SparsityConfig(4), SparsityConfig(num_heads=4, block=32), DenseSparsityConfig(4)):
