@@ -240,6 +240,7 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         fields["x_rows"] = int(rng.integers(1, 2 * n + 2))
     if not is_dgrad and rng.random() < 0.7:
         fields |= _c_and_bounds(rng, fields)
+    fields |= _quantization(rng, element)
     if rng.random() < 0.3 and fields["out_element"] in ("f32", "f16", "bf16") and "beta" not in fields:
         top_k = int(rng.integers(1, 10))
         fields |= {"y_rows": int(rng.integers(0, 2 * n // top_k + 2)), "top_k": top_k}
