@@ -36,7 +36,10 @@ class Grouped(NamedTuple):
     weight: Tensor
     meta: Tensor | None
     offsets: Tensor
-    """int32 [G + 1]: group g has the rows from offsets[g] to below offsets[g + 1]."""
+    """int32 [G + 1]: group g has the rows from offsets[g] to below offsets[g + 1].
+
+    It is a 0 and the ``offs`` of ``torch._grouped_mm``.
+    """
     bias: Tensor | None = None
     scale_x: Tensor | None = None
     scale_w: Tensor | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..errors import MisalignedOperandError
 from ..gemm.args import GemmSparse24Args
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
@@ -34,16 +36,12 @@ class CheckedStacked(CheckedCall):
         self._fits = packed_weight_cache.fits(plan, call.weight, call.meta)
         args = GemmSparse24Args(weight=self._weight(call), y=self._empty(), **operands)
         super().__init__(plan, plan.caller(args), call.x.device)
-        self._alignment = self._caller.alignment("x")
 
     def _weight(self, call: Any) -> Any:
         found = packed_weight_cache.unconverted if self._fits else packed_weight_cache.converted
         return found(self._plan, call.weight, call.meta, *self._sizes, call.scales)
 
     def run(self, call: Any, operands: Operands) -> Tensor:
-        x, *others = operands.values()
-        if x.data_ptr() % self._alignment:
-            x = x.clone()
         y = self._empty()
         if self._fits:
             found = (call.weight, call.meta, call.scales)
@@ -51,7 +49,8 @@ class CheckedStacked(CheckedCall):
         else:
             packed = self._weight(call)  # held until the launch, because nothing else may hold it
             weight = tuple(view.address for view in packed.buffers)
-        self._launch((*weight, x.data_ptr(), y.data_ptr(), *(one.data_ptr() for one in others)))
+        x, *others = (one.data_ptr() for one in operands.values())
+        self._launch((*weight, x, y.data_ptr(), *others))
         return y
 
 
@@ -60,7 +59,25 @@ def run(
     operands_of: Callable[[Any], Operands],
     checked: Callable[[Any], CheckedStacked],
 ) -> Tensor:
-    """Run a call by the plan of its form, which ``checked`` makes at the first call of the form."""
+    """Run a call by the plan of its form, which ``checked`` makes at the first call of the form.
+
+    A misaligned x is copied. The copy has strides of its own, so its form has another plan.
+    """
+    try:
+        return _run(call, operands_of, checked)
+    except MisalignedOperandError as error:  # before anything is written
+        if error.argument.split()[0] != "x":
+            raise
+    aligned = call.x.clone(memory_format=torch.contiguous_format)
+    return _run(call._replace(x=aligned), operands_of, checked)
+
+
+def _run(
+    call: Any,
+    operands_of: Callable[[Any], Operands],
+    checked: Callable[[Any], CheckedStacked],
+) -> Tensor:
+    """:func:`run` for an aligned x. Raises MisalignedOperandError for another."""
     form = (type(call), *(about(one) if isinstance(one, Tensor) else one for one in call))
     found = plans.get(form)
     if found is None:

@@ -113,7 +113,8 @@ def _check_product(problem: Product, device: int | str) -> bool:
 def _check_grouped(problem: GroupedProduct, device: int | str) -> bool:
     if (plan := _selected(problem, device)) is None:
         return False
-    case = grouped_case(plan, problem.tokens, problem.data_seed, problem.pad, problem.routing())
+    lies = {"pad": problem.pad, "in_place": problem.in_place}
+    case = grouped_case(plan, problem.tokens, problem.data_seed, routing=problem.routing(), **lies)
     got = case.run().copy()
     if case.has_shared_rows():
         return True
@@ -125,13 +126,15 @@ def _check_grouped(problem: GroupedProduct, device: int | str) -> bool:
         case.check_the_rest(got)
         written = [np.zeros((0, got.shape[1]), got.dtype)]
         for data, (begin, end) in case.of_groups():
-            known = reference(plan, data.x, data.dense, data.bias, data.scale(), scale_y=data.scale_y)
+            known = reference(plan, data.x, data.dense, data.bias, data.scale(), data.c, data.scale_y)
             _check_numbers(plan, got[begin:end], *known)
             written.append(got[begin:end])
         if plan.descriptor.amax:
             scale_y = case.data[0].scale_y
             _check_largest(np.concatenate(written), case.largest(), scale_y, plan.descriptor.out_element)
     if plan.guarantee.deterministic:
+        if problem.in_place:
+            case.result.fill(case.data[0].c)
         assert same_bits(case.run(), got), "other bits in a second run"
     return True
 

@@ -84,6 +84,8 @@ class GroupedProduct:
     tokens: tuple[Any, ...]
     """Offsets, counts or, of each row, experts, which may be hostile."""
     pad: int
+    in_place: bool
+    """Whether c is y."""
     data_seed: tuple[int, ...] = field(repr=False)
 
     def routing(self) -> Routing:
@@ -161,10 +163,7 @@ def _product(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         fields["op"] = "dgrad"
     else:
         if rng.random() < 0.6:
-            fields["epilogue"] = pick(rng, EpilogueKind)
-            if fields["epilogue"].is_gated and fields["out_element"] == "i32":
-                fields["out_element"] = "s8"
-            fields["bias_element"] = "f32" if rng.random() < 0.5 else default_bias(fields)
+            fields |= _epilogue(rng, fields)
         for name in ("x_order", "y_order"):
             fields[name] = "column" if rng.random() < 0.15 else "row"
         for name in ("scale_x", "scale_w"):
@@ -222,10 +221,7 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
     if is_dgrad:
         fields["op"] = "dgrad"
     elif rng.random() < 0.5:
-        fields["epilogue"] = pick(rng, ("bias", "silu", "swiglu", "bias_geglu"))
-        if fields["out_element"] == "i32" and fields["epilogue"].endswith("glu"):
-            fields["out_element"] = "s8"
-        fields["bias_element"] = default_bias(fields)
+        fields |= {**_epilogue(rng, fields), "alpha": alpha_of(rng)}
     for name in ("scale_x", "scale_w"):
         plain = "op" in fields or element in ("f32", "f16", "bf16")
         fields[name] = "none" if plain else pick(rng, ("none", "tensor", "row"))
@@ -242,7 +238,10 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         tokens[rng.integers(len(tokens))] = pick(rng, (-1, -(2**31), 2**31 - 1, most + 1, 0))
     if rng.random() < 0.3:
         fields["x_rows"] = int(rng.integers(1, 2 * n + 2))
-    if rng.random() < 0.3 and fields["out_element"] in ("f32", "f16", "bf16"):
+    if not is_dgrad and rng.random() < 0.7:
+        fields |= _c_and_bounds(rng, fields)
+    fields |= _quantization(rng, element)
+    if rng.random() < 0.3 and fields["out_element"] in ("f32", "f16", "bf16") and "beta" not in fields:
         top_k = int(rng.integers(1, 10))
         fields |= {"y_rows": int(rng.integers(0, 2 * n // top_k + 2)), "top_k": top_k}
     chosen = tuple(map(int, tokens))
@@ -250,7 +249,8 @@ def _grouped(rng: np.random.Generator, limits: Limits, data_seed: tuple[int, ...
         n, chosen = _by_experts(rng, groups, n, fields)
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, groups=groups, **fields)
     pad = 16 * int(rng.integers(0, 2))
-    return GroupedProduct(desc, preference_of(rng, host=host), chosen, pad, data_seed)
+    in_place = desc.has_c and desc.c_element is desc.out_element and rng.random() < 0.4
+    return GroupedProduct(desc, preference_of(rng, host=host), chosen, pad, in_place, data_seed)
 
 
 def _by_experts(
@@ -265,6 +265,16 @@ def _by_experts(
     if rng.random() < 0.2:
         experts[rng.integers(rows)] = pick(rng, (-(2**31), 2**31 - 1, groups))
     return rows * top_k, tuple(tuple(map(int, row)) for row in experts)
+
+
+def _epilogue(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str, Any]:
+    """An epilogue, with a type of the bias and of results that gates have."""
+    kind = pick(rng, EpilogueKind)
+    found: dict[str, Any] = {"epilogue": kind}
+    if kind.is_gated and fields["out_element"] == "i32":
+        found["out_element"] = "s8"
+    found["bias_element"] = "f32" if rng.random() < 0.5 else default_bias({**fields, **found})
+    return found
 
 
 def _c_and_bounds(rng: np.random.Generator, fields: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from sparse24_plans.prepare.backends import host as prepare_host
 
 from . import __main__ as fuzz
 from . import worker
+from .batches import BatchedProduct
 from .block_problems import BlockProblem
-from .problems import Preparation, Product, draw
+from .problems import GroupedProduct, Preparation, Product, draw
 
 
 def test_a_case_follows_from_seed_and_number():
@@ -49,6 +50,22 @@ def test_every_family_element_epilogue_and_op_is_drawn():
         ("column", "row"),
         ("row", "column"),
     }
+
+
+def test_every_field_of_a_product_is_drawn_alone_in_groups_and_in_batches():
+    problems = [draw(1, case, "host") for case in range(8000)]
+    of_groups = {"groups", "group_tokens", "x_rows", "y_rows", "top_k"}
+    of_batches = {"batches", "shared_weight"}
+    for kind, fixed in (
+        (Product, of_groups | of_batches),
+        (GroupedProduct, of_batches | {"x_order", "y_order"}),
+        (BatchedProduct, of_groups),
+    ):
+        found = [one for one in problems if isinstance(one, kind)]
+        assert any(one.in_place for one in found)
+        fields = type(found[0].desc).model_fields
+        alike = {name for name in fields if len({getattr(one.desc, name) for one in found}) == 1}
+        assert alike == fixed
 
 
 @pytest.mark.parametrize("case", range(40))

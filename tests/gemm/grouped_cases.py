@@ -11,7 +11,18 @@ import numpy as np
 from sparse24_plans import DgradSparse24Args, ElementKind, GemmSparse24Args, GemmSparse24Plan
 
 from ..float64 import reference
-from ..support import Data, Guarded, dense_of, place_name, random_values, scratch, synchronize, weight_of
+from ..support import (
+    POISON,
+    Data,
+    Guarded,
+    dense_of,
+    place_name,
+    random_values,
+    same_bits,
+    scratch,
+    synchronize,
+    weight_of,
+)
 
 
 @dataclass
@@ -32,9 +43,11 @@ class GroupedCase:
     result: Guarded
     inputs: tuple[Guarded, ...]
     data: tuple[Data, ...]
-    """Operands of each group; ``x`` and ``scale_x`` are those of all rows."""
+    """Operands of each group; ``x``, ``scale_x`` and ``c`` are those of all rows."""
     workspace: Guarded | None
     routing: Routing | None = None
+    in_place: bool = False
+    """Whether c is y."""
 
     def run(self, stream: Any = None) -> np.ndarray:
         self.plan.run(self.args, workspace=self.workspace and self.workspace.view, stream=stream)
@@ -77,12 +90,13 @@ class GroupedCase:
                 scale_x = data.scale_x
                 if scale_x is not None and len(scale_x) > 1:
                     scale_x = scale_x[begin:end]
-                yield replace(data, x=data.x[begin:end], scale_x=scale_x), (begin, end)
+                c = None if data.c is None else data.c[begin:end]
+                yield replace(data, x=data.x[begin:end], scale_x=scale_x, c=c), (begin, end)
 
     def references(self) -> Iterator[tuple[tuple[int, int], np.ndarray, np.ndarray]]:
         """The rows of each group that has any, their exact results and the allowed errors."""
         for own, (begin, end) in self.of_groups():
-            known = reference(self.plan, own.x, own.dense, own.bias, own.scale(), scale_y=own.scale_y)
+            known = reference(self.plan, own.x, own.dense, own.bias, own.scale(), own.c, own.scale_y)
             yield (begin, end), *known
 
     def check(self, got: np.ndarray) -> None:
@@ -123,11 +137,15 @@ class GroupedCase:
         return inside & (at < given[group])
 
     def check_the_rest(self, got: np.ndarray) -> None:
-        """Rows in no group still have the poison."""
+        """Rows in no group still have the poison, or the C that lies there."""
         written = np.zeros(len(got), bool)
         for begin, end in self.ranges():
             written[begin:end] = True
-        assert (got[~written].view(np.uint8) == 0xFF).all(), "a row in no group was written"
+        rest = np.ascontiguousarray(got[~written])
+        if self.in_place:
+            assert same_bits(rest, np.asarray(self.data[0].c)[~written]), "a row in no group was written"
+        else:
+            assert (rest.view(np.uint8) == POISON).all(), "a row in no group was written"
 
 
 def _check_errors(got: np.ndarray, exact: np.ndarray, tolerance: np.ndarray) -> None:
@@ -147,9 +165,18 @@ def sorted_by(experts: np.ndarray, groups: int) -> tuple[np.ndarray, Routing]:
 
 
 def grouped_case(
-    plan: GemmSparse24Plan, tokens: Any, seed: Any = 0, pad: int = 0, routing: Routing | None = None
+    plan: GemmSparse24Plan,
+    tokens: Any,
+    seed: Any = 0,
+    pad: int = 0,
+    routing: Routing | None = None,
+    *,
+    in_place: bool = False,
 ) -> GroupedCase:
-    """A case with random data. ``tokens`` are offsets, counts or experts, ``pad`` elements between rows."""
+    """A case with random data. ``tokens`` are offsets, counts or experts, ``pad`` elements between rows.
+
+    ``in_place``: c is y.
+    """
     desc = plan.descriptor
     if desc.group_tokens == "experts":
         weights = None if routing is None else routing.y_weights
@@ -164,6 +191,8 @@ def grouped_case(
     for name, kind, count in (("scale_x", desc.scale_x, x_rows), ("scale_w", desc.scale_w, len(dense))):
         if kind != "none":
             found[name] = rng.uniform(0.5, 2.0, 1 if kind == "tensor" else count).astype(np.float32)
+    if desc.has_c:
+        found["c"] = random_values(rng, (desc.n, desc.outputs), desc.c_element)
     if desc.scale_y != "none":
         found["scale_y"] = rng.uniform(0.5, 2.0, 1).astype(np.float32)
     if desc.amax:
@@ -189,13 +218,16 @@ def grouped_case(
             part("bias", g),
             scale_x,
             part("scale_w", g),
-            scale_y=found.get("scale_y"),
+            found.get("c"),
+            found.get("scale_y"),
         )
         for g in range(desc.groups)
     )
     source = Guarded(x.shape, desc.x_element, device, desc.reduction + pad).fill(x)
     result = Guarded((y_rows, desc.outputs), desc.out_element, device, desc.outputs + pad)
-    elements = {"bias": desc.bias_element}
+    if in_place:
+        result.fill(found["c"])
+    elements, strides = {"bias": desc.bias_element, "c": desc.c_element}, {"c": desc.outputs + 3}
     taken = {operand.name for operand in desc.operands()}
     named = {} if routing is None else vars(routing)
     named = {name: one for name, one in named.items() if one is not None and name in taken}
@@ -205,14 +237,15 @@ def grouped_case(
         )
         for name, one in named.items()
     }
-    inputs |= {
-        name: Guarded(values.shape, elements.get(name, ElementKind.F32), device).fill(values)
-        for name, values in found.items()
-    }
+    for name, values in found.items():
+        if name != "c" or not in_place:
+            element = elements.get(name, ElementKind.F32)
+            inputs[name] = Guarded(values.shape, element, device, strides.get(name)).fill(values)
     given = np.asarray(tokens, np.int32)
     inputs[str(desc.group_tokens)] = Guarded(given.shape, ElementKind.I32, device).fill(given)
     views = {name: operand.view for name, operand in inputs.items()}
+    views |= {"c": result.view} if in_place else {}
     kind = GemmSparse24Args if desc.op == "forward" else DgradSparse24Args
     args = kind(plan.pack(weight.to(device)), source.view, result.view, **views)
     space = scratch(plan.workspace_size(), device)
-    return GroupedCase(plan, args, result, (source, *inputs.values()), data, space, routing)
+    return GroupedCase(plan, args, result, (source, *inputs.values()), data, space, routing, in_place)

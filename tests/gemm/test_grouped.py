@@ -37,17 +37,20 @@ ROWS = tuple(row.name for row in ENTRIES if row.groups and not row.on_request)
 KERNELS = tuple(name for name in ROWS if row_of(name).only_groups)
 ON_A_GPU = tuple(name for name in ROWS if not on_host(name))
 DGRAD = tuple(name for name in ROWS if GemmOp.DGRAD in row_of(name).ops)
+ADD_C = tuple(name for name in ROWS if row_of(name).adds_c)
 grouped_rows = pytest.mark.parametrize("row", [marked(name) for name in ROWS])
 PLAIN = {"m": 64, "k": 128}
 """Sizes that every kernel takes: rows of W in whole tiles, and columns of X in multiples of 16 bytes."""
 
 
-def make(row: str, tokens: Any, seed: int = 0, pad: int = 0, **problem: Any) -> GroupedCase:
+def make(
+    row: str, tokens: Any, seed: int = 0, pad: int = 0, *, in_place: bool = False, **problem: Any
+) -> GroupedCase:
     """A grouped product that this kernel runs. ``tokens`` are its offsets or counts."""
     desc = GemmSparse24Descriptor(**{**PLAIN, "element": row_of(row).elements[-1], **problem})
     plan = plan_of_row(row).select(desc, device=device_of_row(row))
     assert plan.explain().chosen == row
-    return grouped_case(plan, tokens, seed, pad)
+    return grouped_case(plan, tokens, seed, pad, in_place=in_place)
 
 
 def run_and_check(row: str, tokens: Any, **problem: Any) -> np.ndarray:
@@ -82,6 +85,34 @@ def test_each_group_has_the_product_with_its_own_weight(row, spread, epilogue):
 @grouped_rows
 def test_groups_may_be_given_by_counts_of_padded_places(row):
     run_and_check(row, [5, 0, 10, 1], n=40, groups=4, group_tokens="counts", epilogue="bias")
+
+
+@pytest.mark.parametrize("row", [marked(name) for name in ADD_C])
+@pytest.mark.parametrize("epilogue", ["identity", "bias_relu", "gelu"])
+def test_each_group_adds_its_rows_of_c(row, epilogue):
+    """C has a stride of its own, or is Y, of which rows in no group keep what they hold."""
+    fields = {"n": 40, "groups": 4, "epilogue": epilogue, "alpha": 0.75, "beta": -0.5, "bias_element": "f32"}
+    tokens = SPREADS["rows before and behind"], [5, 0, 10, 1]
+    for element in elements_of(row):
+        forms = {"offsets": {}, "counts": {"group_tokens": "counts"}, "f32": {"c_element": "f32"}}
+        for form, more in forms.items():
+            given = tokens[form == "counts"]
+            found = run_and_check(row, given, pad=16, element=element, **fields, **more)
+            if form != "f32":
+                case = make(row, given, pad=16, in_place=True, element=element, **fields, **more)
+                got = case.run()
+                case.check(got)
+                ranges = case.ranges()
+                assert all(same_bits(got[a:b].copy(), found[a:b].copy()) for a, b in ranges) or (
+                    row == "host_blas"
+                )
+
+
+@pytest.mark.parametrize("row", KERNELS)
+def test_kernels_of_tensor_cores_refuse_c_of_groups_by_name(row):
+    desc = problem_of(row).model_copy(update={"beta": 0.5})
+    with pytest.raises(UnsupportedError, match=rf"{row}: adds no C, got beta 0\.5"):
+        plan_of_row(row).select(desc, device="h200")
 
 
 @grouped_rows
@@ -233,6 +264,20 @@ def test_results_can_be_replayed(row):
     assert (found.differing, found.first.token, found.first.output) == (1, 5, 7)
     got[0] = 0  # row 0 is in no group
     assert case.plan.replay(args).differing == 1
+
+
+@pytest.mark.parametrize(
+    "row", [marked(name) for name in ROWS if row_of(name).adds_c and name != "host_blas"]
+)
+def test_a_replay_adds_each_groups_c(row):
+    out = {"out_element": "bf16"} if row_of(row).elements[-1].itemsize == 1 else {}
+    case = make(row, SPREADS["uneven"], n=40, groups=4, beta=-0.5, epilogue="relu", **out)
+    got = np.ascontiguousarray(case.run())
+    weight = Sparse24Weight.compress(np.concatenate([one.dense for one in case.data]))
+    operands = {"c": case.data[0].c, "offsets": np.array(SPREADS["uneven"], np.int32)}
+    assert case.plan.replay(GemmSparse24Args(weight, case.data[0].x, got, **operands)).equal
+    operands["c"] = np.roll(operands["c"], 1, axis=0)
+    assert not case.plan.replay(GemmSparse24Args(weight, case.data[0].x, got, **operands)).equal
 
 
 def problem_of(row: str) -> GemmSparse24Descriptor:

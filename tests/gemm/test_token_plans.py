@@ -94,6 +94,17 @@ def test_kernels_and_bound_equal_those_of_checking_every_n(name):
     assert all(plan.workspace_alignment <= plans.workspace_alignment for plan in found)
 
 
+@pytest.mark.parametrize("most", [140, 190, 224, 300])
+def test_a_kernel_of_some_numbers_between_others_is_found(most):
+    """The workspace leaves inflate_cublas 129 to 183 tokens. Fewer are mma_sp's, more are mma_sp_many's."""
+    desc, wish = problem(512, 512, epilogue="bias"), {"max_workspace_bytes": 900_000}
+    plans = GemmSparse24Plan.for_tokens(desc, most, preference=wish, device=A100)
+    served = ("mma_sp", "inflate_cublas", "mma_sp_many")[: 2 + (most > 183)]
+    assert sorted(plans.kernels) == sorted(served)
+    assert {selected(desc, n, preference=wish, device=A100).kernel for n in (1, 128)} == {"mma_sp"}
+    assert {selected(desc, n, preference=wish, device=A100).kernel for n in (129, 140)} == {"inflate_cublas"}
+
+
 @settings(max_examples=15)
 @given(
     m=st.integers(1, 40_000),

@@ -175,6 +175,10 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
                 desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, batches=batches, **kind)
                 if row.batches and serves(row, desc, preference, device):
                     found += batched_requests(row, desc, device)
+        for kind in grouped_kinds(row):
+            desc = GemmSparse24Descriptor(**{"n": 64, "m": 4096, "k": 4096, "groups": 8, **kind})
+            if serves(row, desc, preference, device):
+                row.kernel(Choice(desc, device, row, preference, {}))
         found += routed_requests(row, device)
     return found
 
@@ -206,6 +210,13 @@ def batched_kinds(row: GemmEntry, capability: tuple[int, int]) -> list[dict[str,
         kinds += [kind for kind in KINDS if "weight_element" in kind and row.quantized][::3]
         kinds += [{**COLUMNS, "beta": 0.5}] if row.column_order else []
     return kinds
+
+
+def grouped_kinds(row: GemmEntry) -> list[dict[str, object]]:
+    """Return kinds of groups of a kernel that also serves single products: with C, a gate, and backward."""
+    if not row.groups or row.only_groups:
+        return []
+    return [*with_c(row)[:1], *gated_kinds(row)[:1], {"element": row.elements[0], "op": "dgrad"}]
 
 
 def batched_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from sparse24_plans import ElementKind, EpilogueKind
+from sparse24_plans import ElementKind, EpilogueKind, GemmSparse24Descriptor, PlanPreference
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.device.jit import enum_codes
 from sparse24_plans.vocab import GemmOp
@@ -38,7 +38,7 @@ from .covering import (
     single_words_of,
 )
 from .gemm_requests import GEMM_ENTRIES, PREPARE_ENTRIES, gemm_requests, prepare_requests
-from .requests import CAPABILITIES, HOPPER, Request, device_of
+from .requests import CAPABILITIES, HOPPER, Request, device_of, serves
 
 
 def test_every_device_row_and_every_source_is_covered():
@@ -176,6 +176,25 @@ def test_every_element_and_epilogue_is_covered_on_hopper(row):
     assert {enum_codes.EPILOGUE_CODES[kind] for kind in heavy & set(row.epilogues)} <= {
         d["EPILOGUE"] for d in asked
     }
+
+
+@pytest.mark.parametrize("row", [row for row in GEMM_ENTRIES if row.groups], ids=lambda row: row.name)
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_groups_are_compiled_wherever_a_kernel_serves_them(row, capability):
+    """Those of the strict kernel with C, gates and backward, too: other GPUs than Hopper have no other."""
+    asked = [dict(request.defines) for request in gemm_requests(row, capability)]
+    grouped = [defines for defines in asked if defines.get("GROUPED")]
+    device = device_of(capability)
+    desc = GemmSparse24Descriptor(n=64, m=4096, k=4096, groups=8, element=row.elements[-1])
+    if row.missing(device) or not serves(row, desc, PlanPreference(prefer_backend=row.backend), device):
+        assert grouped == []
+        return
+    assert grouped
+    if not row.only_groups:
+        assert any(defines["C"] for defines in grouped)
+        assert {defines["DGRAD"] for defines in grouped} == {0, 1}
+        gates = {enum_codes.EPILOGUE_CODES[kind] for kind in row.epilogues if kind.is_gated}
+        assert gates & {defines["EPILOGUE"] for defines in grouped}
 
 
 @pytest.mark.parametrize("row", SOFTMAX_ENTRIES, ids=lambda row: row.name)

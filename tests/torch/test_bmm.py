@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 from sparse24_plans import InvalidProblemError, UnsupportedError
+from sparse24_plans.gemm.backends import host
+from sparse24_plans.plan import plan
+from sparse24_plans.plan.operands import Alignment
+from sparse24_plans.torch import plan_cache
 
 from .cases import same_bits
 
@@ -65,6 +69,47 @@ def test_strides_of_x_and_of_the_residual_change_no_bit(device):
     assert same_bits(S.bmm(x, values, meta, residual=residual.mT.contiguous().mT), wanted)
     shared = x[:1].expand(BATCHES, -1, -1)
     assert same_bits(S.bmm(shared, values, meta), S.bmm(shared.contiguous(), values, meta))
+
+
+@pytest.fixture
+def demanding_host(monkeypatch):
+    """Plans of the host ask for an X of aligned rows, as those of tensor cores do."""
+
+    def forget() -> None:
+        plan._select.cache_clear()
+        plan_cache.plans.clear()
+
+    monkeypatch.setattr(host.Kernel, "alignments", {"source": Alignment(16, 16)})
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("aligned_first", [False, True])
+@pytest.mark.parametrize("op", ["bmm", "bmm of rows with gaps", "grouped_mm"])
+def test_a_misaligned_x_is_copied(device, aligned_first, op, demanding_host):
+    """Its copy has no gaps between rows, whatever strides the plan of an aligned x was made for."""
+    values, meta = stacked(device)
+    x = randn(BATCHES, ROWS, IN, device=device)
+    gap = 8 * (op == "bmm of rows with gaps")
+    memory = torch.zeros(BATCHES * (ROWS + 1) * (IN + gap) + 8, device=device, dtype=x.dtype)
+
+    def product(offset: int) -> Tensor:
+        own = memory[offset:][: BATCHES * (ROWS + 1) * (IN + gap)].view(BATCHES, ROWS + 1, IN + gap)
+        own = own[:, :ROWS, :IN]
+        own.copy_(x)
+        assert own.data_ptr() % 16 == 2 * offset
+        if op != "grouped_mm":
+            return S.bmm(own, values, meta)
+        offsets = torch.tensor([0, 1, 3, ROWS], dtype=torch.int32, device=device)
+        return S.grouped_mm(own[0], values, meta, offsets)
+
+    if aligned_first:
+        assert same_bits(product(0), product(1))
+    else:
+        found = product(1)
+        assert same_bits(found, product(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

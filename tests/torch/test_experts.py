@@ -431,6 +431,15 @@ def test_each_group_is_multiplied_by_its_rows_of_the_weight(device, activation):
         assert torch.allclose(y[begin:end].float(), own.float(), rtol=2**-6, atol=2**-6)
 
 
+def test_pytorchs_offsets_behind_a_zero_are_ours():
+    """torch._grouped_mm takes the end of each group, and weights [G, K, M]."""
+    layer, x, offsets, weight, meta = operands("cpu")
+    dense = layer.dense_weight().view(4, 128, 64).transpose(1, 2)
+    wanted = torch._grouped_mm(x, dense, offs=offsets[1:])
+    got = grouped_mm(x, weight, meta, nn.functional.pad(offsets[1:], (1, 0)), m=512)
+    torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
