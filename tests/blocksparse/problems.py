@@ -70,7 +70,7 @@ class Operands:
 
 
 def recorded_launches(plan: Any) -> list[Any]:
-    """What a plan for an absent GPU would launch, with operands at made-up addresses."""
+    """The launches of a plan for an absent GPU, with operands at made-up addresses."""
     buffers, choice = buffers_of(plan.parts.operands, plan.sku.layout), plan.parts.choice
     views = {
         one.view: TensorView(at << 40, one.shape, one.element, Device("cuda", 0))
@@ -251,7 +251,7 @@ def scores(desc: BlockSparseSoftmaxDescriptor, operands: Operands, x: Array) -> 
 
 
 def softmax64(v: Array) -> tuple[Array, Array]:
-    """Over the last axis, and the largest of each row; a row of -Inf alone is zeros."""
+    """The softmax along the last axis, and the largest score of each row. A row of -Inf alone gives zeros."""
     top = v.max(axis=-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0.0, top)
     powers = np.exp(v - top)

@@ -85,7 +85,7 @@ def test_dense_and_back(layout, dtype):
 
 
 @every_edge
-def test_the_order_of_values_is_head_by_head_and_row_by_row(layout):
+def test_values_are_ordered_by_head_then_by_row(layout):
     values = random_values(layout, batch=1)
     dense, b = layout.to_dense(values), layout.shape.block
     for at, (head, row, col) in enumerate(layout.to_coo().T):

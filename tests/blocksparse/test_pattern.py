@@ -82,7 +82,7 @@ def test_metadata_are_the_fragments_of_the_instruction(block):
     assert np.array_equal(metadata_of(codes[None, None]), metadata)
 
 
-def test_metadata_of_a_block_of_128_are_those_of_a_packed_weight():
+def test_metadata_of_block_of_128_are_those_of_packed_weight():
     blocks = two_of_four((1, 1, 128, 128), "columns")
     packed = pack(Sparse24Weight.compress(blocks[0, 0])).buffers[0].array()
     _, metadata = compress_blocks(BlockSparseLayout([[1]], 128), blocks, along="columns")

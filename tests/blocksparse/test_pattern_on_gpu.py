@@ -74,8 +74,8 @@ def test_raster_groups_are_equal_and_fit_the_l2_cache(rows, cols, batch):
 
 
 @pytest.mark.parametrize("batch", [10**9 + 7, 2**31 - 1])
-def test_raster_groups_of_a_prime_number_of_tiles_are_found_at_once(batch):
-    """Their equal groups have one tile each. Trying every number of groups would take minutes."""
+def test_raster_groups_of_prime_tile_counts_are_found_at_once(batch):
+    """Equal groups then have one tile each. Trying every number of groups would take minutes."""
     shape = BlockSparseShape(heads=1, rows=128 * 200, cols=128, block=128, blocks=200)
     desc = BlockSparseMatmulDescriptor(
         op="dsd", layout=shape, n=1, batch=batch, element="bf16", inner="sparse24"

@@ -346,7 +346,7 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, transposed, monkeyp
 
 @gpu
 @pytest.mark.parametrize("transposed", TRANSPOSITIONS)
-def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(transposed, monkeypatch):
+def test_schedules_change_no_bits_of_sdd_with_many_panels(transposed, monkeypatch):
     """A warp's lanes search more panels than it has lanes for those with a further work tile; many tie."""
     rng, panels, lines = np.random.default_rng(8), 41, 161
     kept = np.zeros((2, lines, 65), bool)  # the last panel has one block row

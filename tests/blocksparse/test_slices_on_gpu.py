@@ -190,7 +190,7 @@ def test_epilogues_follow_the_last_slice(op, epilogue):
 @gpu
 @every_op
 @every_block
-def test_a_plan_that_need_not_be_invariant_cuts_for_little_work(op, block):
+def test_plan_that_need_not_be_invariant_cuts_for_little_work(op, block):
     layout = uneven(op, block)
     plan = select(op=op, layout=layout)
     assert "long panels are cut, and summed by several CTAs" in plan.explain().details

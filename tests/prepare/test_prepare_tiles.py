@@ -40,7 +40,7 @@ def test_tiles(element, rule, mood, device):
 
 
 @every_rule
-def test_no_row_and_no_column_of_a_tile_keeps_more_than_two(rule, device):
+def test_rows_and_columns_of_a_tile_keep_two_at_most(rule, device):
     m = k = 64
     dense = matrix(np.random.default_rng(1), (m, k), ElementKind.F32, "normal")
     case = PrepareCase(
@@ -66,7 +66,7 @@ def test_there_are_90_ways():
     assert [mask_of(pattern) for pattern in PATTERNS] == want
 
 
-def test_a_row_of_the_causal_rule_depends_on_no_later_one(device):
+def test_row_of_causal_rule_depends_on_no_later_one(device):
     rng = np.random.default_rng(2)
     dense = matrix(rng, (8, 64), ElementKind.F32, "normal")
     desc = TilePruneSparse24Descriptor(m=8, k=64, element="f32", rule="causal_1122")

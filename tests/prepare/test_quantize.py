@@ -261,7 +261,7 @@ def test_every_float16_divided_by_many_scales(out):
 
 @pytest.mark.gpu
 def test_overlapping_launches_keep_the_order_of_their_stream():
-    """It may start before the kernel in front of it has ended, and the next before it has."""
+    """A launch may start before the preceding kernel has ended, and the next one before this one has."""
     import cupy
 
     desc = QuantizeSparse24Descriptor(m=4096, k=4096, element="f32", out_element="s8")

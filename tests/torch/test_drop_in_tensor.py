@@ -51,7 +51,7 @@ def test_values_and_indices_are_what_pytorchs_cutlass_functions_take(dtype):
 
 
 @served
-def test_groups_of_fewer_non_zeros_are_read_back_by_pytorch_too(dtype):
+def test_pytorch_reads_groups_of_fewer_non_zeros_back(dtype):
     """Implementations put spare values in different places, so that dense matrices are compared."""
     dense = matrix(dtype)
     dense[:, ::3] = 0
@@ -143,7 +143,7 @@ def test_cutting_keeps_requires_grad_and_refuses_what_ours_refuses():
 # PyTorch's functions --------------------------------------------------------------------------------
 
 
-def test_functions_stand_in_torch_as_long_as_they_are_asked_to():
+def test_functions_replace_pytorchs_only_while_asked_to():
     before = torch._sparse_semi_structured_linear
     with use_as_default():
         assert torch._sparse_semi_structured_linear is before

@@ -189,10 +189,10 @@ static int has_sha256(const uint8_t *bytes, uint64_t length, const uint8_t expec
 /* A launch that lacks only its stream, and its own numbers where kernels want numbers that no two launches share. */
 typedef struct {
     void *function;
-    uint64_t address, nbytes; /* Of a fill. */
+    uint64_t address, nbytes; /* The memory that a fill writes. */
     LaunchConfig config;
     uint32_t numbered; /* Whether its parameters hold such numbers. */
-    uint8_t parameters[] __attribute__((aligned(64))); /* As cuTensorMapEncodeTiled wants its maps. */
+    uint8_t parameters[] __attribute__((aligned(64))); /* cuTensorMapEncodeTiled needs maps at multiples of 64 bytes. */
 } Prepared;
 typedef union { Prepared prepared; uint8_t room[sizeof(Prepared) + MOST_PARAMETERS]; } Block;
 

@@ -148,7 +148,7 @@ class CostInputs:
 def _facts_of_schedules(schedules: tuple[WgmmaSpSchedule, ...]) -> Array:
     """Return an array with a row for each fact; many problems are tried with the same schedules."""
     facts = np.array([_facts_of_schedule(one) for one in schedules], dtype=np.float64).T
-    facts.flags.writeable = False  # all who ask share it
+    facts.flags.writeable = False  # all callers share it
     return facts
 
 

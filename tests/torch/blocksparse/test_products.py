@@ -170,7 +170,7 @@ def test_gradients_of_an_epilogues_gradients(mode, name):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_activations_have_gradients(name):
-    """They are functions of the result's gradient and of the argument, whose rows a gate halves."""
+    """A gradient is a function of the result's gradient and of the argument, whose rows a gate halves."""
     v = wanting(torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     dy = wanting(randn(3, 16 if is_gated(name) else 32).double())
     assert torch.autograd.gradcheck(GRADIENTS[name], (dy, v))
@@ -360,7 +360,7 @@ def test_tables_that_are_not_the_layouts_are_refused():
 
 
 def two_of_four(layout: Layout, along: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole blocks, and what is kept of them."""
+    """Random blocks, and the same blocks pruned to 2:4."""
     one = layout.shape
     cells = randn(2, one.blocks, one.block, one.block, dtype=torch.float16)
     quads = cells if along == "columns" else cells.mT
