@@ -199,7 +199,10 @@ def _matmul(plan: BlockSparseMatmulPlan, operands: Operands) -> Expected:
         a = dense_of(layout, a)
     if desc.op == "dds":
         b = dense_of(layout, b)
-    a, b = (one.swapaxes(-1, -2) if turn else one for one, turn in ((a, desc.trans_a), (b, desc.trans_b)))
+    a, b = (
+        one.swapaxes(-1, -2) if is_transposed else one
+        for one, is_transposed in ((a, desc.trans_a), (b, desc.trans_b))
+    )
     exact, abs_sum = desc.alpha * (a @ b), np.abs(a) @ np.abs(b)
     if desc.op == "sdd":
         exact, abs_sum = kept_of(layout, exact), kept_of(layout, abs_sum)

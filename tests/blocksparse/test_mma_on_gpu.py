@@ -104,7 +104,7 @@ def test_it_replaces_no_kernel_where_others_are_refused():
     assert chosen(n=65, device=A100, preference={"tier": "tensor_core"}) == "blocks_mma_any"
 
 
-def test_why_not():
+def test_refusals_say_why():
     def refused(words: str, **fields: Any) -> None:
         desc = {"op": "dsd", "layout": SHAPE, "n": 12, "element": "bf16", **fields}
         with pytest.raises(UnsupportedError, match=words):
@@ -231,7 +231,7 @@ def test_any_n_with_every_result(op):
 @pytest.mark.parametrize("op", OPS)
 @shared.every_epilogue
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_epilogues(op, epilogue, element):
+def test_every_epilogue_is_right(op, epilogue, element):
     shared.epilogues(plan_of, op, epilogue, element)
 
 
@@ -287,11 +287,11 @@ def test_sdd_multiplies_its_own_cells_alone(transposed, block, n):
     layout = random_layout(seed=n, heads=2, rows=4, cols=5, block=block)
     plan = plan_of(layout=layout, op="sdd", n=n, trans_a=transposed[0], trans_b=transposed[1])
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
-    for name, turn, line in (
+    for name, swaps, line in (
         ("a", transposed[0], np.s_[:, :, 1::2]),
         ("b", not transposed[1], np.s_[:, :, ::3]),
     ):
-        (operands[name].swapaxes(-1, -2) if turn else operands[name])[line] = np.nan
+        (operands[name].swapaxes(-1, -2) if swaps else operands[name])[line] = np.nan
         operands[name][-1, -1] = np.nan
     rows, columns = np.arange(layout.shape.rows) % 2 == 0, np.arange(layout.shape.cols) % 3 > 0
     wanted = np.zeros((2, 2, layout.shape.rows, layout.shape.cols), bool)
@@ -323,7 +323,7 @@ def test_bits_of_sdd_do_not_depend_on_schedule_or_transposition(block, n, monkey
         monkeypatch.setattr(SddMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
         transposed = {"a": a_transposed, "b": b_transposed}
         stored = {
-            name: plain[name].swapaxes(-1, -2) if turn else plain[name] for name, turn in transposed.items()
+            name: plain[name].swapaxes(-1, -2) if swaps else plain[name] for name, swaps in transposed.items()
         }
         plan = BlockSparseMatmulPlan.select(
             desc.model_copy(update={"trans_a": a_transposed, "trans_b": b_transposed}),

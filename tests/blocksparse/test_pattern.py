@@ -276,14 +276,18 @@ def test_layouts_and_sizes_at_their_edges(row, op, name):
 
 
 @every_row
-def test_an_epilogue(row):
+def test_epilogues_apply_to_2_4_blocks(row):
     random_check(row, random_layout(block=64), op="dsd", epilogue="bias_silu", alpha=-0.5, n=5, element="f16")
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 99), op=st.sampled_from(["dsd", "dds"]), turn=st.booleans(), n=st.integers(0, 9))
-def test_any_product(seed, op, turn, n):
-    random_check("host_blas", random_layout(seed=seed, block=64), op=op, trans_a=turn, trans_b=turn, n=n)
+@given(
+    seed=st.integers(0, 99), op=st.sampled_from(["dsd", "dds"]), transposes=st.booleans(), n=st.integers(0, 9)
+)
+def test_any_product(seed, op, transposes, n):
+    random_check(
+        "host_blas", random_layout(seed=seed, block=64), op=op, trans_a=transposes, trans_b=transposes, n=n
+    )
 
 
 @pytest.mark.parametrize("op", ["dsd", "dds"])

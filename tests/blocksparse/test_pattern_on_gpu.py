@@ -51,7 +51,7 @@ def test_what_is_chosen():
     assert chosen(device=older) is None
 
 
-def test_why_not():
+def test_refusals_say_why():
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16", inner="sparse24")
     with pytest.raises(UnsupportedError, match=r"blocks_wgmma_sp: needs a workspace of 34078720 bytes"):
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"max_workspace_bytes": 0})
@@ -144,7 +144,7 @@ def test_any_n_with_every_result(op):
 @pytest.mark.parametrize("op", OPS)
 @shared.every_epilogue
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_epilogues(op, epilogue, element):
+def test_every_epilogue_is_right(op, epilogue, element):
     shared.epilogues(plan_of, op, epilogue, element)
 
 

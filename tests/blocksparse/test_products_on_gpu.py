@@ -138,7 +138,7 @@ def test_sums_of_s8_that_may_exceed_int32():
     assert chosen(element="s8", layout=wide, n=16, **K_LAST) == "blocks_wgmma"
 
 
-def test_why_not():
+def test_refusals_say_why():
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=SHAPE, n=4097, element="s8", trans_a=True)
     with pytest.raises(UnsupportedError, match=r"needs rows of a in multiples of 16 bytes, got n = 4097"):
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"prefer_backend": "blocks_wgmma"})
@@ -202,7 +202,7 @@ def test_any_n_with_every_result(op):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("op", ["dsd", "dds"])
 @shared.every_epilogue
-def test_epilogues(row, op, epilogue):
+def test_every_epilogue_is_right(row, op, epilogue):
     for element in ROWS[row]:
         shared.epilogues(partial(plan_of, row), op, epilogue, element)
 

@@ -20,7 +20,7 @@ M, K = 16, 24
 @every_mood
 @every_rule
 @every_element
-def test_tiles(element, rule, mood, device):
+def test_tiles_are_pruned_by_their_rule(element, rule, mood, device):
     dense = matrix(np.random.default_rng(0), (M, K), element, mood)
     keep = kept_cells(dense, element, rule)
     case = PrepareCase(
@@ -86,7 +86,7 @@ def test_whole_squares_only(m, k):
 
 
 @pytest.mark.parametrize(("m", "k"), [(0, 8), (8, 0)])
-def test_empty(m, k, device):
+def test_empty_matrices_have_empty_results(m, k, device):
     dense = np.zeros((m, k), np.uint16)
     found = run(TilePruneSparse24Descriptor(m=m, k=k, element="f16"), device, dense=dense)
     assert all(bits.size == 0 for bits in found.values())

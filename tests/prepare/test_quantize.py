@@ -269,8 +269,8 @@ def test_overlapping_launches_keep_the_order_of_their_stream():
     source = cupy.random.default_rng(0).standard_normal((4096, 4096), dtype=cupy.float32)
     x, scale = cupy.empty_like(source), cupy.empty(4096, cupy.float32)
     results = [cupy.empty((4096, 4096), cupy.int8) for _ in range(4)]
-    for turn, result in enumerate(results):
-        cupy.multiply(source, turn + 1, out=x)
+    for number, result in enumerate(results):
+        cupy.multiply(source, number + 1, out=x)
         plan.run(QuantizeSparse24Args(x, result, scale))
         again = cupy.multiply(result, scale[:, None])
         assert float(cupy.abs(again - x).max()) <= float(scale.max()) * 0.5001

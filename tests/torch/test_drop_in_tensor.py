@@ -80,8 +80,8 @@ def test_parts_of_pytorchs_cutlass_class_are_taken(dtype):
     parts = sparse_semi_structured_from_dense_cutlass(dense)
     one = Sparse24Tensor(dense.shape, *parts, None, None, None)
     assert torch.equal(one.to_dense(), dense)
-    turned = Sparse24Tensor(dense.t().shape, None, None, *parts, None)
-    assert torch.equal(turned.to_dense(), dense.t())
+    transposed = Sparse24Tensor(dense.t().shape, None, None, *parts, None)
+    assert torch.equal(transposed.to_dense(), dense.t())
     x = integers(128, 5) if dtype == torch.int8 else randn(128, 5, dtype=dtype)
     close((one @ x).float(), (dense.double() @ x.double()).clamp(-128, 127), torch.bfloat16)
 
@@ -211,13 +211,13 @@ def test_linear_of_int8_parts_is_exact(activation, out, with_bias, functions):
     assert torch.equal(y.cpu().long(), wanted.clamp(limits.min, limits.max))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @served
-def test_mm_and_addmm_of_parts(dtype, turned, functions):
+def test_mm_and_addmm_of_parts(dtype, transposed, functions):
     dense, whole = matrix(dtype), dtype == torch.int8
     tensor = Sparse24Tensor.from_dense(dense)
     b = (integers(16, 128) if whole else randn(16, 128, dtype=dtype)).t()
-    b = b if turned else b.contiguous()
+    b = b if transposed else b.contiguous()
     out = torch.int32 if whole else dtype
     added = torch.arange(64, device=DEVICE).to(out)
     y = torch._sparse_semi_structured_mm(tensor.values(), tensor.indices(), b, out_dtype=out)

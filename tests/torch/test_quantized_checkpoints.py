@@ -175,8 +175,8 @@ def test_quantized_matrices_of_in_by_out_are_refused(quantized_file):
     """The scales of a matrix stored [in, out] would belong to inputs."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     _, file, tensors = quantized_file
-    turned = {key: one.T.contiguous() if key == "down.weight" else one for key, one in tensors.items()}
-    save_file({**turned, "down.bias": torch.zeros(40), "down.weight_scale": torch.ones(64)}, file)
+    transposed = {key: one.T.contiguous() if key == "down.weight" else one for key, one in tensors.items()}
+    save_file({**transposed, "down.bias": torch.zeros(40), "down.weight_scale": torch.ones(64)}, file)
     block = _Block()
     block.down = conv1d(40, 64)
     with pytest.raises(UnsupportedError, match=r"down.weight: expected \[out, in\]"):

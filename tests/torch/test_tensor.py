@@ -116,10 +116,10 @@ def test_parts_must_be_there():
 
 
 @floats
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("other_turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("other_transposed", [False, True])
 @pytest.mark.parametrize("made", ["from_dense", "tiles"])
-def test_mm_on_either_side(dtype, turned, other_turned, made):
+def test_mm_on_either_side(dtype, transposed, other_transposed, made):
     """Products of the tensor and of its transpose, with a row-major or column-major dense operand."""
     a = (
         sparse(dtype=dtype)
@@ -127,11 +127,11 @@ def test_mm_on_either_side(dtype, turned, other_turned, made):
         else Sparse24Tensor.prune_dense_static_sort(dense(dtype=dtype))
     )
     w = a.to_dense().double()
-    if turned:
+    if transposed:
         a, w = a.t(), w.t()
     m, k = a.shape
-    right = randn(5, k, dtype=dtype).t() if other_turned else randn(k, 5, dtype=dtype)
-    left = randn(m, 5, dtype=dtype).t() if other_turned else randn(5, m, dtype=dtype)
+    right = randn(5, k, dtype=dtype).t() if other_transposed else randn(k, 5, dtype=dtype)
+    left = randn(m, 5, dtype=dtype).t() if other_transposed else randn(5, m, dtype=dtype)
     close(torch.mm(a, right), w @ right.double())
     close(torch.mm(left, a), left.double() @ w)
     close(a @ right, w @ right.double())
@@ -503,8 +503,8 @@ def test_to_and_from_pytorchs_own_tensors(backend, dtype, shape, capability):
     assert torch.equal(back.to_dense(), ours.to_dense())
     if backend == "cutlass":
         assert torch.equal(theirs.to_dense(), ours.to_dense())
-    turned = from_semi_structured(theirs.t(), capability=capability)
-    assert torch.equal(turned.to_dense(), ours.to_dense().t())
+    transposed = from_semi_structured(theirs.t(), capability=capability)
+    assert torch.equal(transposed.to_dense(), ours.to_dense().t())
 
 
 def test_pytorchs_own_compression_is_read():

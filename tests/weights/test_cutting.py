@@ -339,7 +339,7 @@ def test_what_isnt_a_weight():
 
 
 @pytest.mark.parametrize("axis", [2, -1, None, "M", True, 0.0])
-def test_axes(axis):
+def test_wrong_axes_are_refused(axis):
     for call, usual in (
         (slice_weight, (WEIGHT, 0, 8)),
         (split_weight, (WEIGHT, 2)),
@@ -348,7 +348,7 @@ def test_axes(axis):
         refused("axis: expected 0 (M, out features) or 1 (K, in features), got", call, *usual, axis=axis)
 
 
-def test_sizes():
+def test_wrong_sizes_are_refused():
     for start, stop, words in (
         (5, 4, "start, stop: expected 0 <= start <= stop <= M = 8, got 5, 4"),
         (0, 9, "start, stop: expected 0 <= start <= stop <= M = 8, got 0, 9"),
@@ -358,7 +358,14 @@ def test_sizes():
         (True, 4, "start: expected an integer from 0, got True"),
     ):
         refused(words, slice_weight, WEIGHT, start, stop)
-    refused("start: expected cuts along K at multiples of 4, the size of a group", slice_weight, WEIGHT, 2, 10, axis=1)
+    refused(
+        "start: expected cuts along K at multiples of 4, the size of a group",
+        slice_weight,
+        WEIGHT,
+        2,
+        10,
+        axis=1,
+    )
     refused("stop: expected a K that is a multiple of 8, got 12", slice_weight, WEIGHT, 4, 16, axis=1)
     refused("sizes: expected a sum of M = 8, got 7", split_weight, WEIGHT, [3, 4])
     refused("sizes: expected a number of parts that divides M = 8, got 3", split_weight, WEIGHT, 3)

@@ -887,7 +887,7 @@ static Held find_entry(const Call *call, uint64_t hash) {
     return held;
 }
 
-/* An entry to put the call's launches in: a free one, or else the next in turn. */
+/* An entry to put the call's launches in: a free one, or if there is none the next one in order. */
 static Held take_entry(const Call *call, uint64_t hash) {
     s24_library *library = call->plan.library;
     uint64_t first = first_of_set(hash), at = first + __atomic_fetch_add(&library->turn, 1, __ATOMIC_RELAXED) % WAYS;
