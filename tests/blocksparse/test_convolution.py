@@ -248,7 +248,7 @@ GOOD = {"layout": LAYOUT, "height": 8, "width": 8, "kernel": 3, "element": "bf16
         ),
         ({"layout": random_layout(heads=2, rows=2, cols=18)}, "layout: expected one head, got 2"),
         ({"width": 2}, "width: expected at least 3 for this kernel and padding, got 2"),
-        ({"height": 5, "dilation": (4, 1), "padding": 1}, "height: expected at least 7, .* got 5"),
+        ({"height": 5, "dilation": (4, 1), "padding": 1}, "height: expected at least 7 .* got 5"),
         ({"element": "s8"}, "element: expected f32 or f16 or bf16, got s8"),
         ({"out_element": "f16"}, "out_element: expected bf16 or f32, got f16"),
         ({"bias_element": "f16"}, "bias_element: expected bf16 or f32, got f16"),
