@@ -11,7 +11,7 @@ from typing import Any
 
 from sparse24_plans.bench.record import Record
 
-from .bound import ALL, Bound, Row, Values, cell_of, chosen, figure, least_mean, ratios
+from .judging import ALL, Bound, Row, Values, cell_of, chosen, figure, least_mean, ratios
 
 DENSITIES, BLOCKS = (0.5, 0.2, 0.1, 0.05), (128, 64, 32, 16)
 _PRODUCTS = ("dsd", "dds")

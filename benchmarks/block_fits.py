@@ -13,7 +13,6 @@ from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSpar
 from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS, PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import MULTIPROCESSORS as SMS
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import Cut, tiles_of_large_blocks
 from sparse24_plans.blocksparse.schedules.predicted_times import (
     BLOCKS,
@@ -25,6 +24,7 @@ from sparse24_plans.blocksparse.schedules.predicted_times import (
     cut_work,
 )
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
+from sparse24_plans.plan.schedule_choice import REFERENCE_SMS
 
 from . import random_blocks
 from .blocks import Cell
@@ -227,7 +227,7 @@ def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], l
 def chosen_us(problem: Any) -> float:
     """The measured time of the schedule that the package chooses."""
     tried, times = measured_of(problem)
-    return times[tried.index(blocks_wgmma.Cut.of(problem[0], SMS).schedule)]
+    return times[tried.index(blocks_wgmma.Cut.of(problem[0], REFERENCE_SMS).schedule)]
 
 
 def block_choices(problems: Sequence[Any], predict: Callable[[Array], Array]) -> Choices:
@@ -244,7 +244,7 @@ def small_choices(problems: Sequence[Any]) -> Choices:
     whole, begun = (
         np.concatenate(
             [
-                blocks_wgmma.small_time(some, one[0], SMS, {**ones, "partial_wave": part})
+                blocks_wgmma.small_time(some, one[0], REFERENCE_SMS, {**ones, "partial_wave": part})
                 for some, one in zip(tried, problems, strict=True)
             ]
         )
@@ -283,7 +283,9 @@ def sdd_choices(problems: Sequence[Any]) -> Choices:
     tried = measured_of(problems[0])[0]
     loads = [
         np.stack(each, axis=1)
-        for each in zip(*(blocks_wgmma.sdd_loads(tried, one[0], SMS) for one in problems), strict=True)
+        for each in zip(
+            *(blocks_wgmma.sdd_loads(tried, one[0], REFERENCE_SMS) for one in problems), strict=True
+        )
     ]
 
     def predict(constants: Array) -> Array:
@@ -389,7 +391,7 @@ def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tup
     if way is not FEW:
         return [(way.work(desc), us)]
     tried = BlocksMmaSchedule.candidates(desc)
-    return [(one.work(desc, SMS), us[one.name]) for one in tried if one.name in us]
+    return [(one.work(desc, REFERENCE_SMS), us[one.name]) for one in tried if one.name in us]
 
 
 def sampled_problems(model: str, gpu: str) -> list[Any]:

@@ -226,7 +226,7 @@ class Problem:
         return a.t() if self.cell.trans_a else a, b.t() if self.cell.trans_b else b
 
     def _bsr_us(self) -> float | None:
-        """PyTorch's BSR in Triton, in a CUDA graph of its own; None where it isn't asked or can't."""
+        """PyTorch's BSR in Triton, in a CUDA graph of its own; None if it isn't wanted, or doesn't serve."""
         cell = self.cell
         if cell.op is not BlockSparseOp.DSD or cell.pattern == "banded" or cell.trans_a or cell.trans_b:
             return None

@@ -14,7 +14,7 @@ from typing import Any
 from sparse24_plans.bench.record import Record
 
 from .block_bounds import BLOCKSPARSE, RANDOM_BLOCKS
-from .bound import (
+from .judging import (
     FEW,
     MANY,
     MIDDLE,
@@ -95,7 +95,7 @@ def _peer_of_tiles(record: Record) -> Values:
 
 
 def host(name: str, over: str | None = None) -> Callable[[Record], Values]:
-    """A host figure of a record, or how often another one goes into it."""
+    """A host figure of a record, or its ratio to another one."""
 
     def values(record: Record) -> Values:
         figures = record["host"]

@@ -17,8 +17,8 @@ from typing import Any
 from sparse24_plans.bench.record import GRID, Lists, Record, is_current, kernel_files
 from sparse24_plans.plan.families import backends
 
-from .bound import Verdict, judged
 from .bounds import BOUNDS
+from .judging import Verdict, judged
 from .kinds import SEEDED, kind_of
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,7 +2,7 @@
 
 Every row of the tables that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
 for each of its elements, for few and for many tokens, with the lightest and the heaviest epilogue, and for
-an X in columns that has to be turned first. The compiler is loaded before the clock starts. ``cached_ms`` is
+a column-major X that is transposed first. The compiler is loaded before the clock starts. ``cached_ms`` is
 what finding and checking the kernel in the cache takes. One process, one kernel at a time; a minute or two.
 Needs a GPU, whose architecture is compiled for.
 """

@@ -151,7 +151,7 @@ def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _modules(layer: Layer, device: torch.device) -> tuple[Sparse24Experts, DenseExperts]:
-    """Our layer of random weights, and the dense one of the same."""
+    """Our layer with random weights, and a dense layer with the same weights."""
     torch.manual_seed(0)
     _, count, hidden, features, _ = layer
     shapes = (count, 2 * features, hidden), (count, hidden, features)

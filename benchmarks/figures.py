@@ -18,11 +18,11 @@ from sparse24_plans.bench.additions import ADDITIONS, ELEMENTS
 from sparse24_plans.bench.additions import TOKENS as ADDED_TOKENS
 from sparse24_plans.bench.record import Record, load
 from sparse24_plans.bench.scope import PREPARE_SHAPES, TOKENS
-from sparse24_plans.weights.quantized import STORED
+from sparse24_plans.weights.quantized_weight import STORED
 
 from .block_figures import fixed_blocks, patterned_blocks, random_blocks
-from .bound import FEW, MANY, MIDDLE, Row, chosen, expert_ratios
 from .guarantee_table import guarantee_table
+from .judging import FEW, MANY, MIDDLE, Row, chosen, expert_ratios
 from .random_figures import random_summary, with_worst
 from .table_format import mean, ratio, table, with_range
 

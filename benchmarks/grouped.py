@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
     "DeepSeek-V3": (256, ((4096, 7168), (7168, 2048))),
     "Llama-4-Scout": (16, ((16384, 5120), (5120, 8192))),
 }
-"""Number of experts, and (M, K) of an expert's gate and up in one and of its down, as models have it."""
+"""Number of experts; (M, K) of an expert's joined gate and up projection, and of its down projection."""
 TOKENS = ((64, 4096), (1, 1024), (16, 16384), (4, 256))
 """Rows after routing, in passes over all layers, so that a part of a record has few and many of each."""
 SPREADS = ("even", "zipf")

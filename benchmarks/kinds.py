@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sparse24_plans.bench.record import GRID, Lists, Step
 from sparse24_plans.bench.scope import ELEMENTS, PARTS, SHAPES, TOKENS, Scope
 from sparse24_plans.vocab import ElementKind
-from sparse24_plans.weights.quantized import STORED
+from sparse24_plans.weights.quantized_weight import STORED
 
 _FLOAT32_SHAPES = 4
 """float32 is measured on the first shapes alone: its dense products take long."""

@@ -59,7 +59,6 @@ from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     APART,
     LONG_FIRST,
-    MULTIPROCESSORS,
     Cut,
     schedules_by_density,
     tiles_of_large_blocks,
@@ -78,6 +77,7 @@ from sparse24_plans.gemm.schedules.wgmma_sp import (
     widths,
 )
 from sparse24_plans.plan.kernel import Choice, align_up
+from sparse24_plans.plan.schedule_choice import REFERENCE_SMS
 from sparse24_plans.tuning.data import Matrix, free_memory
 from sparse24_plans.tuning.timing import Contender, time_contenders
 from sparse24_plans.vocab import DeviceProperties, ElementKind
@@ -401,7 +401,7 @@ def packed_times(problem: blocks.Problem) -> dict[str, Any]:
     times = {name: round(us, 2) for name, us in time_contenders(contenders, rounds=5, round_ms=0.7).items()}
     us: Any = times.pop("us")
     if problem.desc.layout.block >= NARROW_PANEL_ROWS:
-        us = {Cut.of(problem.desc, MULTIPROCESSORS).name: us}
+        us = {Cut.of(problem.desc, REFERENCE_SMS).name: us}
     return {"us": us, "mma_us": times} if times else {"us": us}
 
 

@@ -11,7 +11,7 @@ from sparse24_plans.bench.record import Lists, Record, Step
 from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.vocab import ElementKind
 from sparse24_plans.weights.packed_layouts import Quantization
-from sparse24_plans.weights.quantized import STORED
+from sparse24_plans.weights.quantized_weight import STORED
 
 _FIELDS = ("m", "k", "n", "element", "weight_element", "group", "backend")
 LISTS: Lists = {"gemm": _FIELDS, "random": _FIELDS}

@@ -126,7 +126,7 @@ from .weights.cutting import slice_weight as slice_weight
 from .weights.cutting import split_weight as split_weight
 from .weights.cutting import take_rows as take_rows
 from .weights.gates import gated_rows as gated_rows
-from .weights.quantized import Sparse24QuantizedWeight as Sparse24QuantizedWeight
+from .weights.quantized_weight import Sparse24QuantizedWeight as Sparse24QuantizedWeight
 from .weights.weight import PackedWeight as PackedWeight
 from .weights.weight import Sparse24Weight as Sparse24Weight
 from .weights.weight import prune as prune

@@ -29,7 +29,7 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 
 
 def code_of(page: Path) -> str:
-    """The Python of a page, what needs a GPU as well, on the lines where the page has it."""
+    """The Python of a page on the page's own lines, including blocks that need a GPU."""
     lines: list[str] = []
     for first, mark, body in blocks(page):
         if mark.startswith("python"):

@@ -210,7 +210,7 @@ def test_unknown_fields_are_answered_with_the_known_ones():
         GuaranteeRequirement(batchinvariant=True)
 
 
-def test_an_error_names_the_model_and_the_path_of_the_field():
+def test_error_names_model_and_path_of_field():
     with pytest.raises(InvalidProblemError) as caught:
         PlanPreference(require={"typo\x1b[31m": 1, "deterministic": "no"})
     message = str(caught.value)

@@ -114,7 +114,7 @@ def test_the_root_holds_few_modules():
 
 ELSEWHERE = {"sys.path", "os.getcwd", "Path.cwd", "runpy.run_path"}
 LOADERS = {"__init__.py", "cli/app.py", "plan/families.py", "plan/kernel_table.py", "torch/late_import.py"}
-"""They load public names, commands, families, kernels and integrations by names relative to the package."""
+"""Modules that load public names, commands, families, kernels or integrations by relative names."""
 
 
 @every_module

@@ -118,7 +118,7 @@ def test_rounding_is_as_coarse_as_they_say(kind):
 
 @pytest.mark.parametrize("kind", EpilogueKind)
 def test_the_epilogues_that_take_a_bias_say_so(kind):
-    """There the bias matters: the same operands with another bias give another result."""
+    """With these epilogues the bias matters: the same operands with another bias give another result."""
     desc = GemmSparse24Descriptor(n=1, m=16, k=8, element="f32", epilogue=kind)
     plan = GemmSparse24Plan.select(desc, device="host")
     weight, x = Sparse24Weight.prune_compress(np.ones((16, 8), np.float32)), np.ones((1, 8), np.float32)

@@ -55,7 +55,7 @@ struct RasterPosition {
   }
 };
 
-// Number of a batch's `cells` of a head, rows or keys, that are valid.
+// Number of valid rows or keys of a head in this batch element, at most `cells`.
 template <class Config> __device__ __forceinline__ int valid_cells(u32 cells, const int* lengths, u32 batch) {
   if constexpr (!Config::kLengths) return (int)cells;
   else return max(0, min((int)cells, lengths[batch]));

@@ -363,7 +363,7 @@ struct ConsumerMainloop {
     }
   }
 
-  // What a thread has of a tile.
+  // A thread's registers for a tile.
   struct Tile {
     float scores[Config::kCells], cells[Config::kCells];  // S, then exponentials; G, then dS
     float of_columns[Config::kTile / 4];                  // bases, then deltas

@@ -113,7 +113,7 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, Sto
       const int left = (int)(columns - first) - step * kStep;
       if (left <= 0) break;
       const bool last = step + 1 == Config::kWarpgroupN / kStep || left <= kStep;
-      // The compiler keeps the places of pieces for all steps where registers are left, and else computes them anew.
+      // The compiler keeps the places of pieces for all steps if registers are left, and otherwise recomputes them.
       if constexpr (!kIsShort || !kAreHeld<Sums>) asm volatile("" : "+l"(to));
       const Rows mine(to, pitch, staging + warp_row() * Rows::kPitch);
       u32 rest[4];

@@ -106,7 +106,7 @@ template <int kBytes, int kStepBytes> struct UnalignedRows {
     }
     store_results<Bits>(before, [&](int skew) { return tail_begin(skew, first, end); }, [&](int) { return end; });
   }
-  // Stores the results of each row from begin(skew) to end(skew), fewer than those of a piece, by the row's lanes.
+  // The row's lanes store the results of each row from begin(skew) to end(skew), which are fewer than a piece has.
   template <class Bits, class Begin, class End>
   __device__ __forceinline__ void store_results(int before, Begin begin, End end) const {
     const int lane = threadIdx.x % 32;

@@ -45,7 +45,8 @@ template <ElementKind kStored, ElementKind kElement, int kPart> __device__ __for
   } else if constexpr (kStored == ElementKind::S8) {
     const u32 bytes = word >> 8 * kPart;
     if constexpr (kIsF16) return subtract_pairs<kElement>(masked_or<0x00ff00ff, 0x64006400>(bytes), 0x64806480);
-    // bf16 has seven bits: 128 + the low bits of q + 128, less 128 if its high bit is set and else 256.
+    // A bf16 stores seven bits of mantissa: 128 + the low seven bits of q + 128, minus 128 if its high bit is set,
+    // otherwise minus 256.
     return subtract_pairs<kElement>(masked_or<0x007f007f, 0x43004300>(bytes), (bytes & 0x00800080) ^ 0x43804380);
   } else {
     static_assert(kStored == ElementKind::FP8_E4M3);

@@ -200,7 +200,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
             if axis.results < 1:
                 least = self.dilation[at] * (self.kernel[at] - 1) + 1 - 2 * self.padding[at]
                 raise ValueError(
-                    f"{name}: expected at least {least}, as kernel and padding have it, got {axis.size}"
+                    f"{name}: expected at least {least} for this kernel and padding, got {axis.size}"
                 )
         largest = max(one.rows, one.cols) * max(self.height * self.width, self.forward.pixels)
         self._check_largest(max(one.blocks * one.block**2, self.batch * largest))

@@ -17,7 +17,7 @@ from .shape import BlockSparseShape
 SOURCE = "blocksparse/tables.cu"
 _THREADS = 1024
 _MOST_SHARED_BYTES = 96 << 10
-"""Shared memory of a CTA, for every shape: each device from compute capability 8.0 on has as much."""
+"""Most shared-memory bytes of a CTA, which every device from compute capability 8.0 on has."""
 
 
 @kernel_params("blocksparse/params/tables.cuh")

@@ -156,7 +156,7 @@ class KernelProblem:
 
     @property
     def product_element(self) -> ElementKind:
-        """Element of a dense product: an epilogue sees float32 sums, and else cuBLAS rounds them."""
+        """Element of a dense product: an epilogue reads float32 sums; without one cuBLAS rounds them."""
         desc = self.desc
         return desc.out_element if desc.epilogue is EpilogueKind.IDENTITY else ElementKind.F32
 

@@ -54,7 +54,7 @@ class MatmulEntry(BlockSparseEntry):
     packed: tuple[bool, ...] = (False, True)
     """Whether the kernel serves operands that plans have not packed, and those that they have."""
     code: str = ""
-    """The module of ``backends/`` that has the kernel, if not that of the backend's name."""
+    """The module of ``backends/`` that has the kernel, if its name isn't the backend's."""
     invariant: bool = False
     """Whether the kernel takes the same order of sums for every ``n``, if it has several."""
 

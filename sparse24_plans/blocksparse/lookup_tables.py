@@ -345,7 +345,7 @@ def _fill(tables: LookUp, kept: Any, shape: BlockSparseShape) -> None:
 def _fill_side(
     tables: LookUp, shape: BlockSparseShape, names: tuple[str, str], kept: Any, places: Array
 ) -> None:
-    """Fill the tables of one side but its pointers. ``names`` are that of the side and that of the other."""
+    """Fill the tables of one side except its pointers. ``names``: the side's, then the other's."""
     (side, other), found = names, tables._asdict()
     _fill_bits(kept, found[f"{side}_bits"])
     found[f"{side}s_by_length"][...] = _by_length(found[f"{side}_pointers"], shape.heads)

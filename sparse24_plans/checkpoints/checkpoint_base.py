@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import FormatError
 from ..formats.base import Format
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .folder import ELEMENTS, ModelReader
 from .layers import Layer, broken, read_dense

@@ -20,7 +20,7 @@ from ..formats.base import VALUES, ForeignFormat, WeightShape
 from ..formats.convert import from_foreign, to_foreign
 from ..formats.table import BUILT_IN, QUANTIZED_FORMATS, find_format, format_names
 from ..weights import canonical
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .checkpoint_base import NUMPY_TYPES, CheckpointFormat, array_of, checked, dense_weight, parts_in
 from .folder import CONFIG_NAME, DTYPES, ELEMENTS, ModelReader
@@ -238,7 +238,7 @@ class ForeignCheckpoint(CheckpointFormat):
         return self._known.shape_of(layer.m, layer.k, layer.element, **options)
 
     def _layer(self, model: ModelReader, prefix: str) -> Layer:
-        """The weight whose parts have this prefix, described by its note or else by its values."""
+        """The weight whose parts have this prefix, described by its note, or without one by its values."""
         known = self._known
         names = parts_in(model, prefix, known)
         shard = model.shard_of(names[known.parts[0]])

@@ -18,7 +18,7 @@ from ..errors import InvalidProblemError, UnsupportedError
 from ..prepare.descriptor import PruneCompressSparse24Descriptor
 from ..prepare.plan import PruneCompressSparse24Plan
 from ..vocab import ElementKind, ElementLike, ScaleRule, checked_flag
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .compressed_form import CompressedForm, compressed_form
 from .folder import DTYPES, ModelReader, check_destination

@@ -13,8 +13,8 @@ from ..vocab import ElementKind, ElementLike, ScaleRule, element_kind
 from ..weights.calibrated import Rounding
 from ..weights.packed_layouts import Quantization
 from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
-from ..weights.quantized import ELEMENTS as QUANTIZABLE
-from ..weights.quantized import Sparse24QuantizedWeight, quantization_of, scale_rule_of
+from ..weights.quantized_weight import ELEMENTS as QUANTIZABLE
+from ..weights.quantized_weight import Sparse24QuantizedWeight, quantization_of, scale_rule_of
 from ..weights.weight import Sparse24Weight
 from .checkpoint_format import Sparse24Checkpoint
 from .folder import DTYPES

@@ -5,7 +5,7 @@ A compressed tensor ``NAME`` [M, K] is stored as two tensors:
 - ``NAME.values24`` [M, K/2], in the element's safetensors type (``F32``, ``F16``, ``BF16``, ...);
 - ``NAME.meta24`` [M, K/8], ``U16``: the canonical metadata (docs/formats.md).
 
-A quantized weight (:mod:`sparse24_plans.weights.quantized`) has three:
+A quantized weight (:mod:`sparse24_plans.weights.quantized_weight`) has three:
 
 - ``NAME.values24``: ``U8`` [M, K/4], two values of ``s4`` each, or ``I8`` or ``F8_E4M3`` [M, K/2];
 - ``NAME.meta24``, as above;
@@ -35,7 +35,7 @@ import numpy as np
 from ..errors import FormatError, InvalidProblemError, Sparse24Error
 from ..vocab import ElementKind
 from ..weights.packed_layouts import Quantization, memory_element, stored_width
-from ..weights.quantized import GROUPS, Sparse24QuantizedWeight, quantization_of
+from ..weights.quantized_weight import GROUPS, Sparse24QuantizedWeight, quantization_of
 from ..weights.weight import CanonicalWeight, Sparse24Weight
 from .folder import DTYPES, ELEMENTS, ModelReader, Shard, row_blocks
 from .safetensors_file import SafetensorsWriter, TensorInfo, shown

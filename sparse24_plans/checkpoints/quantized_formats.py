@@ -14,7 +14,7 @@ from ..errors import Sparse24Error, UnsupportedError
 from ..formats.convert import from_foreign
 from ..formats.quantized import QuantizedFormat
 from ..vocab import ElementKind
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .checkpoint_base import CheckpointFormat, array_of, checked, parts_in
 from .folder import ModelReader

@@ -24,7 +24,7 @@ from ..gemm.replay import OnBlock, Replay, check_c_is_kept
 from ..plan.operands import Operand, Role, reinterpretable
 from ..vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, MatrixOrder
 from ..weights.packing import unpack
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .folder import DTYPES
 from .layers import FORMAT_KEY, FORMAT_VERSION, Layer, stored_tensors, write_note, write_weight

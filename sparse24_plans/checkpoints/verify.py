@@ -22,7 +22,7 @@ from ..vocab import ElementKind, ScaleRule
 from ..weights.cutting import slice_weight
 from ..weights.dense import widened
 from ..weights.quantize import LARGEST, SCALE_SUFFIX, quantized_rows
-from ..weights.quantized import Sparse24QuantizedWeight, scale_rule_of
+from ..weights.quantized_weight import Sparse24QuantizedWeight, scale_rule_of
 from ..weights.weight import Sparse24Weight, prune
 from .compress import COMPRESSED_DTYPES
 from .compressed_form import multiplied_as, quantized_weight
@@ -251,7 +251,7 @@ def _compare_rest(ours: ModelReader, theirs: ModelReader, layers: list[Layer]) -
 
 
 def _is_widened(theirs: ModelReader, ours: ModelReader, name: str) -> bool:
-    """Whether our bias is theirs as float32. Layers that quantize their input hold it so, and save it so."""
+    """Whether our bias is theirs in float32, in which layers that quantize their input hold and save it."""
     given, own = theirs.tensors[name], ours.tensors[name]
     if given.dtype not in COMPRESSED_DTYPES or (own.dtype, own.shape) != ("F32", given.shape):
         return False

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from ..device.files import StrPath, path_of
 from ..device.tensors import wrong
 from ..errors import check_type
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .folder import ModelReader
 from .layers import (

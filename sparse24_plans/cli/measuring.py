@@ -81,7 +81,7 @@ def bench(
 
     And preparing weights beside a device copy. Needs a GPU.
 
-    Of a record of this machine and of the same kernels that is there already, only what it lacks is measured.
+    If a record of this machine and of the same kernels exists, only what it lacks is measured.
     PyTorch, where it is installed, gives the times of cuBLAS.
     """
     scope = _scope(n, shapes, element, backend, only)

@@ -18,7 +18,7 @@ from ..gemm.kernel_table import ENTRIES
 from ..plan.guarantee import GuaranteeRequirement
 from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, EpilogueKind, ScaleRule
-from ..weights.quantized import GROUPS, STORED
+from ..weights.quantized_weight import GROUPS, STORED
 
 ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ENTRIES))
 """The elements that some kernel multiplies."""

@@ -40,7 +40,7 @@ class Exported(NamedTuple):
     folder: str
     """Path of the folder."""
     problems: tuple[str, ...]
-    """The names by which ``s24_find`` finds them."""
+    """Names of the exported problems, by which ``s24_find`` finds them."""
     plans: int
     """Number of plans: kernels with a recipe of their launches."""
     cubins: int

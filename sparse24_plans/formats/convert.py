@@ -17,7 +17,7 @@ from ..device.tensors import HOST, TensorView
 from ..errors import InvalidProblemError, UnsupportedError, shown
 from ..vocab import ElementLike
 from ..weights import canonical
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import Sparse24Weight
 from .base import ForeignFormat, Format, Incoming, Outgoing, WeightShape
 from .positions import canonical_weight
@@ -165,7 +165,7 @@ def to_foreign(name: str, weight: Sparse24Weight | Sparse24QuantizedWeight, **op
 
 
 def _refuse(options: Mapping[str, Any], *names: str) -> None:
-    """Raise InvalidProblemError for options that a weight itself tells."""
+    """Raise InvalidProblemError for options that the weight itself determines."""
     for name in names:
         if options.get(name) is not None:
             raise InvalidProblemError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._vendor import packed_integers
 from ..errors import FormatError
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from .base import integer_option
 from .quantized import (
     BITS,

@@ -10,7 +10,7 @@ from .._vendor import marlin_24
 from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind
 from ..weights import canonical
-from ..weights.quantized import Sparse24QuantizedWeight, nibbles_of, signed_nibbles
+from ..weights.quantized_weight import Sparse24QuantizedWeight, nibbles_of, signed_nibbles
 from .base import Parts
 from .positions import packed_nibbles, unpacked_nibbles
 from .quantized import BITS, GROUP, Array, QuantizedFormat, Scales, Stored, middle_of, unpacked, wrong_shape

@@ -10,7 +10,7 @@ from .._vendor import packed_integers
 from ..device.tensors import wrong
 from ..errors import InvalidProblemError
 from ..vocab import ElementKind
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from .base import two_sizes
 from .quantized import (
     BITS,

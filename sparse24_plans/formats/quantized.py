@@ -13,7 +13,7 @@ from ..device.tensors import HOST, TensorView, wrong
 from ..errors import FormatError, InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ElementLike, element_kind, integer
 from ..weights import canonical, dense, threads
-from ..weights.quantized import ELEMENTS, GROUPS, Sparse24QuantizedWeight, nibbles_of
+from ..weights.quantized_weight import ELEMENTS, GROUPS, Sparse24QuantizedWeight, nibbles_of
 from .base import Format, Option, Parts, integer_option
 from .positions import unpacked_nibbles
 

@@ -27,7 +27,7 @@ from ..vocab import (
     ScaleKind,
     Size,
 )
-from ..weights import quantized
+from ..weights import quantized_weight
 from ..weights.gates import GATE_GROUP
 from ..weights.packed_layouts import Quantization
 from .group_checks import check_groups
@@ -263,9 +263,9 @@ class GemmSparse24Descriptor(ProductDescriptor):
                         f"got {getattr(self, name)}"
                     )
             return
-        quantizable = self.element in quantized.ELEMENTS
-        self._expect("weight_element", (self.element, *(quantized.STORED if quantizable else ())))
-        self._expect("weight_group", quantized.GROUPS)
+        quantizable = self.element in quantized_weight.ELEMENTS
+        self._expect("weight_element", (self.element, *(quantized_weight.STORED if quantizable else ())))
+        self._expect("weight_group", quantized_weight.GROUPS)
         self._expect("weight_scale_element", (self.element, ElementKind.F32))
 
     def _expect_gates(self) -> None:

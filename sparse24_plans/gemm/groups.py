@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..device.tensors import TensorView
 from ..plan.operands import Views
 from ..vocab import ElementKind, GroupTokens, ScaleKind
-from ..weights.quantized import write_dequantized
+from ..weights.quantized_weight import write_dequantized
 from .descriptor import GemmSparse24Descriptor
 
 _OF_WEIGHT = ("values", "metadata", "scales")

@@ -12,7 +12,7 @@ from ..vocab import CANONICAL_LAYOUT, GroupTokens, ScaleKind
 from ..weights import packing
 from ..weights.packed_layouts import TileLayout, layout_called
 from ..weights.packing_quantized import pack_quantized
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .descriptor import GemmSparse24Descriptor
 from .kernel_table import GemmEntry

@@ -27,8 +27,6 @@ WITH_FP8 = 8, 9
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
 SPLIT_CTA_ELEMENTS = 2048
 """Elements of X that one CTA of the pre-pass kernel splits."""
-_PRODUCER_SPLIT_TOKENS, _PRODUCER_SPLIT_CELLS = 24, 2**23
-"""Most tokens, and cells of W, with which a launch less is worth more than producers that only load."""
 SPLIT_CHUNK_BYTES, _LEAST_CHUNK = 512 << 20, 128
 """Most bytes of bf16 terms of X that the workspace holds at once, and tokens whose terms it always holds."""
 DIRECT_TOKENS, _SECTOR = 64, 32
@@ -172,8 +170,12 @@ def most_chunk(terms: int, problem: GemmSparse24Descriptor, room: int = SPLIT_CH
 
 
 def producers_split(m: int, k: int, tokens: int) -> bool:
-    """Return whether producers split X, in tiles of so many tokens. Else a pre-pass kernel does."""
-    return tokens <= _PRODUCER_SPLIT_TOKENS and m * k <= _PRODUCER_SPLIT_CELLS
+    """Return whether producers split X, in tiles of so many tokens. Otherwise a pre-pass kernel does.
+
+    A launch less is then worth more than producers that only load.
+    """
+    limits = constants("f32_producer_split")
+    return bool(tokens <= limits["max_tokens"] and m * k <= limits["max_weight"])
 
 
 def split_bytes(terms: int, problem: GemmSparse24Descriptor) -> int:

@@ -15,6 +15,7 @@ from ..device.streams import Launch
 from ..device.tensors import TensorView
 from ..plan.kernel import Choice, align_up
 from ..plan.operands import Alignment, Views, address_of, leading_dimension
+from ..plan.schedule_choice import REFERENCE_SMS
 from ..vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..weights.packed_layouts import TILE_M, TILES_16BIT
 from .arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
@@ -30,7 +31,6 @@ from .kernel import (
     product_defines,
     scale_defines,
 )
-from .schedules.mma_sp import H200_MULTIPROCESSORS
 from .schedules.wgmma_sp import WIDEST, OperandLayouts, WgmmaSpSchedule, pitch_of
 
 SOURCE = "gemm/wgmma_sp.cu"
@@ -169,7 +169,7 @@ def possible_schedules(choice: Choice, chunks: set[int]) -> Iterator[WgmmaSpSche
     sizes = itertools.product((1, 2, 3), (1, 2), range(8, WIDEST + 1, 8), (1, 2), chunks, (False, True))
     for warpgroups, m_tiles, tokens, cluster_m, k_chunks, stream_k in sizes:
         one = WgmmaSpSchedule(warpgroups, m_tiles, tokens, cluster_m, k_chunks=k_chunks)
-        clusters = H200_MULTIPROCESSORS // cluster_m
+        clusters = REFERENCE_SMS // cluster_m
         if stream_k and one.work_tiles(desc.n, desc.m) > clusters:
             one = one._replace(stream_k=clusters)
         if one.fits():

@@ -327,7 +327,7 @@ class Sparse24HfQuantizer(HfQuantizer):  # type: ignore[misc]
         self._model, self._files, self._originals = None, [], {}
         model.is_quantized = False  # otherwise transformers refuses half(), float() and training
         for module in model.modules():
-            if isinstance(module, PreTrainedModel):  # some compute otherwise where a configuration has it
+            if isinstance(module, PreTrainedModel):  # some models compute otherwise if this field is set
                 vars(module.config).pop("_is_quantized", None)
         return model
 

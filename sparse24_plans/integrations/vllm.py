@@ -46,7 +46,7 @@ from ..torch.quantized_linear import INPUT_SCALE, LARGEST, WEIGHT_SCALE, Sparse2
 from ..torch.saved_form import SavedForm, SavedLayer
 from ..torch.weight_only_linear import SCALES_KEY, Sparse24WeightOnlyLinear
 from ..vocab import ElementKind
-from ..weights.quantized import GROUPS
+from ..weights.quantized_weight import GROUPS
 
 _WEIGHT = ".weight"
 _VALUES, _META, _SCALES = "values24", "meta24", "scales24"

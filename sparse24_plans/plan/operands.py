@@ -14,7 +14,7 @@ from ..device.tensors import Device, TensorView, contiguous_strides, honest_view
 from ..errors import InvalidProblemError, MisalignedOperandError
 from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
 from ..weights.packed_layouts import Quantization
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .overlap import lie_apart, overlap, spans_of
 
@@ -147,7 +147,7 @@ class OperandChecks:
         for name in self._unknown:
             if (given := getattr(args, name)) is not None:
                 raise InvalidProblemError(
-                    f"{name}: expected None, as the descriptor has it, got {type(given).__name__}"
+                    f"{name}: expected None for this descriptor, got {type(given).__name__}"
                 )
         views: Views = {}
         for check in self._checks:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 FOLDER = Path(__file__).parent.parent / "tuning" / "models"
-REFERENCE_GPU = "nvidia_h200"
+REFERENCE_GPU, REFERENCE_SMS = "nvidia_h200", 132
+"""The GPU by which every device chooses what fixes bits, and its number of SMs."""
 
 S = TypeVar("S")
 

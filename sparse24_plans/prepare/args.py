@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan.operands import Args
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import PackedWeight, Sparse24Weight
 
 

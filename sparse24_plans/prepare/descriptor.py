@@ -24,7 +24,7 @@ from ..vocab import (
     Size,
     TileRule,
 )
-from ..weights import quantized
+from ..weights import quantized_weight
 from ..weights.packed_layouts import Quantization, layout_of, memory_element, stored_width
 from ..weights.quantize import LARGEST
 
@@ -342,9 +342,9 @@ class _Quantized(PrepareDescriptor):
 
     @model_validator(mode="after")
     def _quantization(self) -> _Quantized:
-        self._expect("element", quantized.ELEMENTS)
-        self._expect("stored", quantized.STORED)
-        self._expect("group", quantized.GROUPS)
+        self._expect("element", quantized_weight.ELEMENTS)
+        self._expect("stored", quantized_weight.STORED)
+        self._expect("group", quantized_weight.GROUPS)
         self._expect("scale_element", (self.element, ElementKind.F32))
         return self
 
@@ -407,7 +407,7 @@ class PruneQuantizeSparse24Descriptor(_Quantized, _Scored):
 
     @model_validator(mode="after")
     def _source(self) -> PruneQuantizeSparse24Descriptor:
-        self._expect("dense_element", quantized.DENSE_ELEMENTS)
+        self._expect("dense_element", quantized_weight.DENSE_ELEMENTS)
         if self.sparse and self.scores is not None:
             raise ValueError(f"scores: expected None where W is 2:4 already, got {self.scores}")
         return self

@@ -17,7 +17,7 @@ from ..plan.operands import Views
 from ..plan.plan import Plan
 from ..vocab import PrepareOp
 from ..weights import canonical
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import PackedWeight, Sparse24Weight
 from .args import (
     CompressSparse24Args,

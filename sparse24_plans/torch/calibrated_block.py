@@ -25,7 +25,7 @@ from ..device.files import storage_errors
 from ..errors import InvalidProblemError
 from ..weights.calibrated import output_error, pruned_together, quantized_together
 from ..weights.cutting import concat_weights
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from .calibrated_experts import Routed, prune_experts
 from .calibration_inputs import Calls, Enough, Moment
 from .conv1d import is_linear, linear_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..weights.calibrated import output_energy, relative_error
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from .calibration_inputs import Moment
 from .experts import STACKS
 

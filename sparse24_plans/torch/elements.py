@@ -20,7 +20,7 @@ from ..device.tensors import TensorView
 from ..errors import InvalidProblemError, UnsupportedError, shown
 from ..vocab import ElementKind
 from ..weights.packed_layouts import Quantization, TileLayout, layout_of, quantized_tiles
-from ..weights.quantized import Sparse24QuantizedWeight
+from ..weights.quantized_weight import Sparse24QuantizedWeight
 from ..weights.weight import PackedWeight, Sparse24Weight
 
 DTYPE_OF = {
@@ -174,7 +174,7 @@ def weight_sizes(
         raise InvalidProblemError(f"meta: expected a tensor on {weight.device}, got {meta.device}")
     for name, given, found in (("m", m, rows), ("k", k, columns)):
         if given is not None and given != found:
-            raise InvalidProblemError(f"{name}: expected {found}, as the weight has it, got {given}")
+            raise InvalidProblemError(f"{name}: expected {found}, like the weight, got {given}")
     return rows, columns
 
 

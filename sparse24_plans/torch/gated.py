@@ -199,7 +199,7 @@ def _parts_of(block: nn.Module) -> tuple[str, ...]:
 
 
 def _joined(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
-    """One layer with the rows of both. Raises InvalidProblemError if they don't fit together."""
+    """One layer with the rows of both layers. Raises InvalidProblemError if they don't fit together."""
     wanted, got = (
         {"sizes": tuple(one.weight.shape), "dtype": one.weight.dtype, "bias": one.bias is not None}
         for one in (up, gate)

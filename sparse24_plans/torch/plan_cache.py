@@ -45,7 +45,7 @@ plans = PlanCache()
 
 
 class CheckedCall:
-    """The plan of one form of operands. It launches on any addresses, workspace and stream included."""
+    """The plan for operands of one form, which launches with any addresses, workspace and stream."""
 
     def __init__(self, plan: Any, caller: Caller, device: torch.device) -> None:
         self._caller, self._device = caller, device

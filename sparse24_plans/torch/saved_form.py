@@ -193,7 +193,7 @@ class _PartsOnHost(OrderedDict[str, Tensor]):
 
 
 def _saved(layer: Sparse24Linear) -> SavedLayer:
-    """Properties of a layer besides its weight. Results have its dtype if nothing else is said."""
+    """Properties of a layer besides its weight. Without ``out_dtype`` results have the weight's dtype."""
     out_dtype: Any = None
     if layer.out_dtype not in (None, layer.weight.dtype):
         out_dtype = str(layer.out_dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ..checkpoints.selection import check_callback, patterns_of, reason_to_leave
 from ..errors import FormatError, InvalidProblemError, check_choice
 from ..vocab import ElementKind, TileRule
-from ..weights.quantized import quantization_of
+from ..weights.quantized_weight import quantization_of
 from .activations import check_activation, check_rows
 from .conv1d import is_conv1d, is_linear, is_swappable, linear_of
 from .experts import (
@@ -344,7 +344,7 @@ class Choice:
         self.skipped |= dict.fromkeys([name] if len(weights) == 1 else weights, reason)
 
     def _names_of(self, name: str) -> list[str]:
-        """A layer's names and its weight's, which checkpoints have; experts' and those of their stacks."""
+        """The names of a layer or of experts, and of their weights or stacks, as checkpoints name them."""
         names = self.aliases[name]
         return [*names, *(f"{one}.{own}".lstrip(".") for one in names for own in self._weights[name])]
 

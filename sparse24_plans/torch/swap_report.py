@@ -58,7 +58,7 @@ class SwapReport:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """The reasons why matrices stay dense, by the names of their layers, or else of their parameters."""
+        """The reasons why matrices stay dense, by the names of their layers, or of lone parameters."""
         return {one.name: one.reason for one in self.left_dense}
 
     @property

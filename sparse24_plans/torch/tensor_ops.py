@@ -78,8 +78,8 @@ def _clone(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
 def _t(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
     (tensor,) = args
     packed, meta, packed_t, meta_t, mask = _parts(tensor)
-    turned = packed_t, meta_t, packed, meta, None if mask is None else mask.transpose(0, 1)
-    return _view_of(tensor, torch.Size([tensor.shape[1], tensor.shape[0]]), turned)
+    parts = packed_t, meta_t, packed, meta, None if mask is None else mask.transpose(0, 1)
+    return _view_of(tensor, torch.Size([tensor.shape[1], tensor.shape[0]]), parts)
 
 
 def _permute(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
@@ -89,8 +89,8 @@ def _permute(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
     order = [one + 2 if one < 0 else one for one in given]
     if any(one not in (0, 1) for one in order) or (len(dims) == 1 and sorted(order) != [0, 1]):
         raise SemiStructuredError(f"dims: expected the dimensions 0 and 1 of a matrix, got {given}")
-    turns = order == [1, 0] if len(dims) == 1 else order[0] != order[1]
-    return (_t if turns else _detach)(func, types, (tensor,), kwargs)
+    transposes = order == [1, 0] if len(dims) == 1 else order[0] != order[1]
+    return (_t if transposes else _detach)(func, types, (tensor,), kwargs)
 
 
 def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:

@@ -12,7 +12,7 @@ from ..errors import InvalidProblemError, UnsupportedError, check_choice
 from ..vocab import ElementKind, ScaleRule, TileRule, element_kind
 from ..weights.packed_layouts import QUANTIZED_LAYOUTS, Quantization, stored_width
 from ..weights.packing_quantized import unpack_quantized
-from ..weights.quantized import GROUPS, STORED, Sparse24QuantizedWeight
+from ..weights.quantized_weight import GROUPS, STORED, Sparse24QuantizedWeight
 from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, packed_weight, tensor_of
 from .gemm_dispatch import run, weight_only_call
 from .layer_state import VALUES_KEY, words_of

@@ -15,7 +15,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from ..vocab import FP8, ElementKind, MatrixOrder
 from ..weights.packed_layouts import Quantization, memory_element, stored_width
-from ..weights.quantized import Sparse24QuantizedWeight, signed_nibbles
+from ..weights.quantized_weight import Sparse24QuantizedWeight, signed_nibbles
 from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .timing import copies_beyond_l2
 

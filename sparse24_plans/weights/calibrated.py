@@ -30,7 +30,7 @@ from . import canonical, threads
 from .cutting import split_weight
 from .packed_layouts import Quantization
 from .quantize import LARGEST_STORED, quantized_groups
-from .quantized import Sparse24QuantizedWeight, nibbles_of
+from .quantized_weight import Sparse24QuantizedWeight, nibbles_of
 from .weight import Sparse24Weight
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
@@ -241,7 +241,7 @@ def _scales_of_rows(chosen: np.ndarray[Any, Any], to: Rounding) -> np.ndarray[An
 
 
 def _cast(array: Any, element: ElementKind) -> Any:
-    """An array rounded to an element, in its own type."""
+    """An array rounded to an element, as an array of the given type."""
     xp = _namespace(array)
     dtype = element.dtype if xp is np else getattr(xp, element.dtype.name)
     return xp.asarray(xp.asarray(array, dtype=dtype), dtype=array.dtype)

@@ -22,7 +22,7 @@ from ..vocab import CANONICAL_LAYOUT, DENSE_F32_LAYOUT, ElementKind
 from ..vocab.fields import checked_integer
 from . import canonical
 from .packed_layouts import TILE_LAYOUTS, TILE_M, canonical_forms
-from .quantized import Sparse24QuantizedWeight
+from .quantized_weight import Sparse24QuantizedWeight
 from .weight import CanonicalWeight, PackedWeight, Sparse24Weight
 
 W = TypeVar("W", Sparse24Weight, Sparse24QuantizedWeight, PackedWeight)
@@ -321,8 +321,9 @@ def _slice(
     for name, at in zip(names, cells, strict=True):
         if at % unit and at != size:
             raise InvalidProblemError(
-                f"{name}: expected cuts along {_AXES[axis]} at multiples of {unit}, as a {grid.block} of "
-                f"layout {packed.layout_id!r} has it, or at the end {size}, got {at}{_remedy(packed)}"
+                f"{name}: expected cuts along {_AXES[axis]} at multiples of {unit}, the size of a "
+                f"{grid.block} of layout {packed.layout_id!r}, or at the end {size}, "
+                f"got {at}{_remedy(packed)}"
             )
     width = cells[1] - cells[0]
     if axis == 1 and width % _LEAST_K:
@@ -389,14 +390,14 @@ def _check_fits(first: _Grid, grid: _Grid, at: int, axis: int, *, last: bool, sa
         ("memory on", like.device, one.device),
     ):
         if wanted != got:
-            raise InvalidProblemError(f"{name}: expected {what} {wanted}, as weights[0] has it, got {got}")
+            raise InvalidProblemError(f"{name}: expected {what} {wanted}, like weights[0], got {got}")
     if not same:
         raise InvalidProblemError(f"{name}: expected weights of one type, got a canonical and a packed one")
     unit, size = (grid.rows, grid.columns)[axis], (one.m, one.k)[axis]
     if not last and size % unit:
         raise InvalidProblemError(
-            f"{name}: expected {_AXES[axis]} a multiple of {unit} where another weight follows, as a "
-            f"{grid.block} of layout {one.layout_id!r} has it, got {size}{_remedy(one)}"
+            f"{name}: expected {_AXES[axis]} a multiple of {unit} where another weight follows, the size "
+            f"of a {grid.block} of layout {one.layout_id!r}, got {size}{_remedy(one)}"
         )
 
 

@@ -100,7 +100,7 @@ class TileLayout(NamedTuple):
     itemsize: int
     elements: tuple[ElementKind, ...]
     swizzled: bool = True
-    """Whether values are swizzled, for tensor cores that read shared memory, or else in fragment order."""
+    """Whether values are swizzled, for tensor cores that read shared memory, or in fragment order."""
     quantization: Quantization | None = None
     """How the weights store their values, if they are quantized."""
 

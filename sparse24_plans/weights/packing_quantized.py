@@ -38,7 +38,7 @@ from .packed_layouts import (
     stored_width,
 )
 from .packing import metadata_fragments, plain_metadata
-from .quantized import Sparse24QuantizedWeight, nibbles_of, signed_nibbles
+from .quantized_weight import Sparse24QuantizedWeight, nibbles_of, signed_nibbles
 from .weight import PackedWeight
 
 Array = np.ndarray[Any, Any]

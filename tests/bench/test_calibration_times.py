@@ -19,12 +19,12 @@ ABOUT = {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "versions": {}
 
 @pytest.fixture
 def found(capsys) -> tuple[dict, list[str]]:
-    """The record of a small decoder, and what was said."""
+    """The record of a small decoder, and the lines that the run printed."""
     steps = calibration.steps(SMALL, "cpu", sequences=8, length=16)
     return record.take(steps, ABOUT, calibration.LISTS), capsys.readouterr().err.splitlines()
 
 
-def test_a_record_has_a_row_of_each_method_and_keeps_its_bound(found):
+def test_record_has_row_of_each_method_and_keeps_its_bound(found):
     rows = found[0]["calibration"]
     sizes = {"layers": 3, "hidden": 64, "ffn": 96, "tokens": 128, "peak_gb": None}
     assert [row["method"] for row in rows] == ["sparsegpt", "wanda"]

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from benchmarks import check
-from benchmarks.bound import Bound, judged, ratios
 from benchmarks.bounds import BOUNDS
+from benchmarks.judging import Bound, judged, ratios
 from sparse24_plans.bench import record
 
 from .records import RESULTS
@@ -45,7 +45,7 @@ def test_a_mean_stands_beside_its_worst_cell():
     ],
     ids=str,
 )
-def test_each_cell_or_the_mean_is_bounded_from_below_or_above(limits, missed):
+def test_each_cell_or_mean_is_bounded_from_below_or_above(limits, missed):
     assert judged(Bound("over dense", OVER_DENSE, **limits), ROWS).is_missed is missed
 
 

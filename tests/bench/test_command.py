@@ -141,7 +141,7 @@ def test_what_the_file_has_is_not_measured_again(played, tmp_path):
     assert [one["n"] for one in record.load(out)["gemm"]] == [16, 8]
 
 
-def test_a_run_without_time_measures_nothing_and_says_what_there_is(played, tmp_path):
+def test_run_without_time_measures_nothing_and_says_what_there_is(played, tmp_path):
     out = tmp_path / "r.json"
     result = invoke("-o", str(out), "--shapes", "1", "--only", "gemm", "--n", "16", "--seconds", "0")
     assert result.exit_code == 0, result.output
@@ -166,7 +166,7 @@ def test_maintainers_take_the_grid_in_parts(played, tmp_path, capsys):
     assert check.faults("grid", found) == []
 
 
-def test_several_gpus_share_a_run_and_their_rows_are_one_record(played, tmp_path, monkeypatch):
+def test_several_gpus_share_run_and_their_rows_are_one_record(played, tmp_path, monkeypatch):
     """Each GPU's process is this one here, one after the other. A share that was interrupted counts."""
     out = tmp_path / "r.json"
     words = ["grid", str(out), "--element", "bf16", "--part", "gemm"]

@@ -43,7 +43,7 @@ def compilations(monkeypatch) -> list[tuple]:
     return calls
 
 
-def test_every_kernel_is_measured_and_the_callers_cache_is_left_alone(compilations, tmp_path, monkeypatch):
+def test_every_kernel_is_measured_and_callers_cache_is_left_alone(compilations, tmp_path, monkeypatch):
     cache, out = tmp_path / "cache", tmp_path / "r.json"
     monkeypatch.setenv("SPARSE24_CACHE_DIR", str(cache))
     compile_times.main(str(out))

@@ -130,7 +130,7 @@ def test_steps_of_a_decoder_are_over_dense():
     ]
 
 
-def test_the_host_time_in_pytorch_is_over_the_dense_call_of_its_kind():
+def test_pytorch_host_time_is_over_dense_call_of_its_kind():
     assert torch_tables(host=HOST)["torch_host"][2:] == [
         "| `F.linear`, dense | 10.0 us | 1.00 |",
         "| `Sparse24Linear` | 12.5 us | 1.25 |",
@@ -177,7 +177,7 @@ def test_energy_is_power_times_time():
     ]
 
 
-def test_a_cell_of_a_table_has_the_geometric_mean_and_the_range():
+def test_cell_of_table_has_geometric_mean_and_range():
     assert table_format.with_range([2.0, 8.0]) == "4.00 (2.00-8.00)"
     assert table_format.with_range([]) == table_format.mean([]) == table_format.ratio(None) == "-"
 

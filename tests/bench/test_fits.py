@@ -61,7 +61,7 @@ def test_the_script_writes_what_is_committed(model):
 
 
 @pytest.mark.parametrize("model", fit.GEMM_MODELS)
-def test_choices_among_schedules_of_wgmma_sp_lose_what_the_file_says(model):
+def test_choices_among_schedules_of_wgmma_sp_lose_what_file_says(model):
     lost = []
     for desc, times in fit.gemm_fit(model, GPU).problems:
         free = schedules_for(desc.n, desc.m, quantized=desc.quantization is not None)
@@ -72,7 +72,7 @@ def test_choices_among_schedules_of_wgmma_sp_lose_what_the_file_says(model):
 
 
 @pytest.mark.parametrize("model", [*block_fits.SMALL_MODELS, *block_fits.SDD_MODELS])
-def test_choices_among_schedules_of_blocks_wgmma_lose_what_the_file_says(model):
+def test_choices_among_schedules_of_blocks_wgmma_lose_what_file_says(model):
     lost = []
     for problem in block_fits.block_fit(model, GPU).problems:
         lost.append(block_fits.chosen_us(problem) / min(block_fits.measured_of(problem)[1]))

@@ -20,7 +20,7 @@ def axes():
     return axes
 
 
-def test_each_record_has_axes_of_its_own_and_all_share_a_legend():
+def test_each_record_has_its_axes_and_all_share_a_legend():
     first = record("h200.json")
     figure = plot.drawn(first, {**first, "gpu": "NVIDIA Other"})
     assert [axes.get_title() for axes in figure.axes] == ["NVIDIA H200", "NVIDIA Other"]

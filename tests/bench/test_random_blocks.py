@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import blocks, random_blocks
-from benchmarks.bound import judged
 from benchmarks.bounds import BOUNDS
 from benchmarks.check import faults
+from benchmarks.judging import judged
 from benchmarks.random_blocks import LISTS, attentions, drawn, steps, swept, uneven_counts
 from benchmarks.random_figures import block_summary, is_aligned
 from sparse24_plans.bench import record
@@ -202,7 +202,7 @@ def test_cells_for_which_a_dense_product_is_fast(op, transposed, n, expected):
     assert is_aligned({"op": op, "transposed": transposed, "n": n, **about}) is expected
 
 
-def test_a_summary_has_the_mean_and_the_worst_of_each_class():
+def test_summary_has_mean_and_worst_of_each_class():
     found = made_record()
     first = next(row for row in found["products"] if (row["block"], row["pattern"]) == (64, "uneven"))
     first["us"] = 2 * first["dense_us"]

@@ -29,7 +29,7 @@ def test_no_matrix_of_a_model_is_the_records():
 
 
 @pytest.mark.parametrize("seed", [1, 20260101])
-def test_shapes_are_of_many_models_and_ragged_and_n_is_anything(seed):
+def test_shapes_are_ragged_and_of_many_models_n_is_anything(seed):
     some = [one for one in drawn(seed) if one.element == "bf16"]
     models = {one.shape.rsplit(" ", 1)[0] for one in some} - {"ragged"}
     tokens = [n for one in some for n in one.tokens]
@@ -44,7 +44,7 @@ def test_shapes_are_of_many_models_and_ragged_and_n_is_anything(seed):
 # Summaries of records -----------------------------------------------------------------------------
 
 
-def test_each_range_of_n_has_its_means_and_its_worst_cells():
+def test_each_range_of_n_has_means_and_worst_cells():
     cell = {"shape": "ragged", "m": 600, "k": 64, "element": "bf16", "dense_us": 3.0}
     chosen = [{"n": 1, "us": 2.0, "best_us": 1.0}, {"n": 64, "us": 2.0, "best_us": 2.0}, {"n": 65, "us": 4.0}]
     auto = [{**cell, "best_us": None, **one, "backend": "auto"} for one in chosen]
@@ -57,7 +57,7 @@ def test_each_range_of_n_has_its_means_and_its_worst_cells():
     assert (many["cells"], many["mean"], many["at"]) == (0, None, None)
 
 
-def test_each_matrix_and_n_is_a_step_that_its_own_rows_finish():
+def test_rows_of_each_matrix_and_n_finish_a_step():
     made = {"gemm": [dict(step.fields) for step in steps(7)]}
     assert all(step.is_done(made) for step in steps(7))
     assert not all(step.is_done(made) for step in steps(8))

@@ -43,7 +43,7 @@ def made(*sources: str, **parts: object) -> dict:
 CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
-def test_the_hash_is_over_the_path_and_code_of_every_kernel_file():
+def test_hash_is_over_path_and_code_of_every_kernel_file():
     digest = hashlib.sha256()
     paths = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels_cu").rglob("*") if path.is_file())
     for path in paths:
@@ -78,7 +78,7 @@ def kernels(monkeypatch, tmp_path):
     return folder
 
 
-def test_a_comment_in_any_kernel_makes_no_record_stale_and_a_token_does(kernels):
+def test_comments_make_no_record_stale_and_tokens_do(kernels):
     one = made("gemm/mma_sp.cu")
     everything = record.kernels_sha256(record.kernel_files())
     for path in kernels.rglob("*.cu*"):
@@ -230,7 +230,7 @@ def test_a_run_measures_what_the_file_lacks(tmp_path):
     assert record.is_current(found)
 
 
-def test_no_step_begins_after_the_time_is_over_and_the_next_run_goes_on(tmp_path, monkeypatch):
+def test_no_step_begins_late_and_next_run_goes_on(tmp_path, monkeypatch):
     path, ran, now = tmp_path / "r.json", [], iter(range(100))
     monkeypatch.setattr(record.time, "monotonic", lambda: next(now))
     found = record.take(steps_of(1, 8, 16, 32, ran=ran), ABOUT, path=path, seconds=3)

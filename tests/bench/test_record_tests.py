@@ -27,7 +27,7 @@ REPORT = """<testsuites><testsuite tests="4" failures="1" errors="0" skipped="1"
 
 
 @pytest.mark.parametrize("runs", [1, 2], ids=["in one", "and those that run alone"])
-def test_the_record_adds_up_what_tests_count_and_keeps_the_largest_share_of_a_bound(monkeypatch, runs):
+def test_record_adds_up_counts_and_keeps_largest_share_of_bound(monkeypatch, runs):
     suite = next(ElementTree.fromstring(REPORT).iter("testsuite"))
     monkeypatch.setattr(record_tests, "_tests", lambda *given: [suite])
     monkeypatch.setattr(record_tests.importlib.util, "find_spec", lambda name: runs == 2 or None)
@@ -185,7 +185,7 @@ def test_kernels_differ_by_their_machine_code_alone():
     assert changed_kernels.differing(old, new, {}) == {"gemm/a.cu": (1, 1)}
 
 
-def test_a_renamed_file_is_found_by_its_code_or_by_what_is_said():
+def test_renamed_file_is_found_by_code_or_by_option():
     old, new = [compilation("gemm/a.cu", "1")], [compilation("gemm/b.cu", "1")]
     assert changed_kernels.differing(old, new, {}) == {}
     new.append(compilation("gemm/b.cu", "2"))
@@ -203,7 +203,7 @@ def test_only_tests_without_changed_kernels_are_left_out():
     assert all((ROOT / one.removeprefix("--ignore=")).is_dir() for one in named)
 
 
-def test_macros_and_comments_leave_machine_code_alone_and_instructions_do_not():
+def test_only_instructions_change_machine_code_not_macros_or_comments():
     """A small kernel is compiled with other macros, comments and instructions."""
     source = """extern "C" __global__ void NAME(float* p) { p[threadIdx.x] = CODE; }"""
     codes = {

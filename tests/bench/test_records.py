@@ -28,12 +28,12 @@ def test_the_records_of_a_release_are_there():
     ("name", "kind"),
     [("h200.json", "grid"), ("h100.json", "grid"), ("h100-random.json", "random"), ("a-b-c.json", "b-c")],
 )
-def test_a_files_name_says_its_kind_and_no_gpu_is_special(name, kind):
+def test_files_name_says_its_kind_and_no_gpu_is_special(name, kind):
     assert kind_of(name) == kind
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FIELDS[kind_of(name)]])
-def test_rows_without_a_field_or_with_a_wrong_one_are_named(name):
+def test_rows_without_field_or_with_wrong_one_are_named(name):
     kind = kind_of(name)
     short = {**record(name), **{part: record(name)[part][:1] for part in FIELDS[kind]}}
     known = faults(kind, short)

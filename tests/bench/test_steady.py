@@ -95,7 +95,7 @@ def test_blocks_are_short_where_every_product_is(us, length):
     assert length <= longest <= 1.5 * length
 
 
-def test_a_product_longer_than_a_block_runs_once_for_each_half():
+def test_product_longer_than_block_runs_once_for_each_half():
     device = Device()
     found = steady.steady({"a": device.work("a", 5 * BLOCK_US)}, device)
     assert found["a"].us == 5 * BLOCK_US
@@ -224,7 +224,7 @@ def test_a_launch_is_timed_alone_over_all_copies(gpu):
     assert {gpu.launched.count(f"a{copy}") for copy in range(3)} == {gpu.launched.count("a0")}
 
 
-def test_bursts_take_turns_and_give_the_same_times_on_a_gpu_without_limits(gpu):
+def test_bursts_alternate_and_agree_on_a_gpu_without_limits(gpu):
     times = timing.time_contenders([gpu.contender("a", 70.0, 3), gpu.contender("b", 9000.0, 2)], rounds=3)
     assert times == {"a": pytest.approx(70.0), "b": 9000.0}
 
@@ -234,7 +234,7 @@ def test_nothing_to_time(gpu):
     assert timing.time_contenders([]) == {}
 
 
-def test_names_of_one_kernel_share_a_time_and_others_are_scaled_by_auto(gpu, monkeypatch):
+def test_names_of_one_kernel_share_a_time(gpu, monkeypatch):
     """A whole cell with played kernels: dense and what was selected alone, the rest in bursts."""
     made = {
         "auto": ("k1", 10.0),

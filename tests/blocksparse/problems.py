@@ -70,7 +70,7 @@ class Operands:
 
 
 def recorded_launches(plan: Any) -> list[Any]:
-    """What a plan for an absent GPU would launch, with operands at made-up addresses."""
+    """The launches of a plan for an absent GPU, with operands at made-up addresses."""
     buffers, choice = buffers_of(plan.parts.operands, plan.sku.layout), plan.parts.choice
     views = {
         one.view: TensorView(at << 40, one.shape, one.element, Device("cuda", 0))
@@ -199,7 +199,10 @@ def _matmul(plan: BlockSparseMatmulPlan, operands: Operands) -> Expected:
         a = dense_of(layout, a)
     if desc.op == "dds":
         b = dense_of(layout, b)
-    a, b = (one.swapaxes(-1, -2) if turn else one for one, turn in ((a, desc.trans_a), (b, desc.trans_b)))
+    a, b = (
+        one.swapaxes(-1, -2) if is_transposed else one
+        for one, is_transposed in ((a, desc.trans_a), (b, desc.trans_b))
+    )
     exact, abs_sum = desc.alpha * (a @ b), np.abs(a) @ np.abs(b)
     if desc.op == "sdd":
         exact, abs_sum = kept_of(layout, exact), kept_of(layout, abs_sum)
@@ -251,7 +254,7 @@ def scores(desc: BlockSparseSoftmaxDescriptor, operands: Operands, x: Array) -> 
 
 
 def softmax64(v: Array) -> tuple[Array, Array]:
-    """Over the last axis, and the largest of each row; a row of -Inf alone is zeros."""
+    """The softmax along the last axis, and the largest score of each row. A row of -Inf alone gives zeros."""
     top = v.max(axis=-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0.0, top)
     powers = np.exp(v - top)

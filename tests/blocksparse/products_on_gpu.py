@@ -77,7 +77,7 @@ def edges_of_tiles(plan_of: PlanOf, op: str, n: int, block: int) -> None:
 
 
 def block_rows_of_many_bit_words(plan_of: PlanOf, op: str, block: int, density: float) -> None:
-    """There are more block columns than a word of the tables has bits, and block rows differ in length."""
+    """A layout has more block columns than a word of the tables has bits, and block rows differ in length."""
     layout = random_layout(seed=1, heads=1, rows=11, cols=75, block=block, density=density)
     kept = layout.bitmap.copy()
     kept[:, 3], kept[:, 4, 5:], kept[:, 7] = True, False, False

@@ -266,7 +266,7 @@ def test_a_cell_depends_on_seed_offset_and_its_place_alone():
 @every_op
 @pytest.mark.parametrize("device", ["host", H200], ids=["host", "h200"])
 def test_dropout_is_not_batch_invariant(op, device):
-    """Because it drops other cells of another batch element."""
+    """Dropout drops other cells of another batch element."""
     one = BlockSparseShape(heads=1, rows=128, cols=128, block=64, blocks=1)
     fields = {"layout": one, "element": "bf16", "head_size": 64, "op": op}
     for p, count in ((0.0, 1), (0.1, 0)):
@@ -276,7 +276,7 @@ def test_dropout_is_not_batch_invariant(op, device):
 
 
 def test_dropout_keeps_the_mean():
-    """Over many batches and offsets, and the logarithm of sums is that of all cells."""
+    """The mean is taken over many batches and offsets. The logarithm of sums counts dropped cells, too."""
     layout, batch = random_layout(rows=2, cols=2, density=1.0), 40
     plan, whole = (plan_of("host_blas", layout, dropout=p, batch=batch) for p in (0.25, 0.0))
     drawn = random_operands(plan.descriptor, layout, np.random.default_rng(0))
@@ -295,7 +295,7 @@ def test_dropout_keeps_the_mean():
 
 
 @every_op
-def test_strict_results_are_the_same_again_and_of_a_batch_alone(op):
+def test_strict_results_are_same_again_and_of_batch_alone(op):
     layout = random_layout()
     plan = plan_of("host_strict", layout, op=op, element="bf16", batch=3, lengths=True)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
@@ -310,7 +310,7 @@ def test_strict_results_are_the_same_again_and_of_a_batch_alone(op):
         assert np.array_equal(last[name][0], bits[-1])
 
 
-def test_another_mask_of_the_same_shape_takes_an_update_of_the_tables():
+def test_another_mask_of_same_shape_takes_update_of_tables():
     layout = random_layout(rows=3, cols=3)
     other = BlockSparseLayout(layout.bitmap[:, ::-1], 16)
     plan = plan_of("host_strict", layout)

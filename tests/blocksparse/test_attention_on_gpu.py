@@ -146,7 +146,7 @@ def test_gradients_of_scores_are_stored_where_the_workspace_has_room(block):
         plan_of(**fields, most=least.workspace_size() - 1)
 
 
-def test_gradients_of_scores_take_4_gib_at_most_unless_more_is_allowed():
+def test_gradients_of_scores_take_4_gib_unless_more_is_allowed():
     blocks = (4 << 30) // (2 * 128 * 128)
     for count, stored in ((blocks, True), (blocks + 1, False)):
         shape = BlockSparseShape(heads=1, rows=1 << 16, cols=1 << 16, block=128, blocks=count)

@@ -85,7 +85,7 @@ def test_dense_and_back(layout, dtype):
 
 
 @every_edge
-def test_the_order_of_values_is_head_by_head_and_row_by_row(layout):
+def test_values_are_ordered_by_head_then_by_row(layout):
     values = random_values(layout, batch=1)
     dense, b = layout.to_dense(values), layout.shape.block
     for at, (head, row, col) in enumerate(layout.to_coo().T):
@@ -140,7 +140,7 @@ def test_from_torch_bsr(heads):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_torch_itself():
+def test_from_bsr_takes_pytorchs_own_tensors():
     torch = pytest.importorskip("torch")
     layout = random_layout(heads=1)
     dense = torch.from_numpy(layout.to_dense(random_values(layout, batch=1))[0, 0])
@@ -171,7 +171,7 @@ def test_torch_itself():
         (np.broadcast_to(np.zeros(1, bool), (1, 1 << 27, 1)), 16, "rows: Input should be less than"),
     ],
 )
-def test_bad_bitmaps(bitmap, block, words):
+def test_bad_bitmaps_are_refused(bitmap, block, words):
     with pytest.raises(InvalidProblemError, match=words):
         BlockSparseLayout(bitmap, block)
 
@@ -186,7 +186,7 @@ def test_bad_bitmaps(bitmap, block, words):
         ({"block": 256}, "block: expected one of"),
     ],
 )
-def test_bad_shapes(fields, words):
+def test_bad_shapes_are_refused(fields, words):
     good = {"heads": 1, "rows": 32, "cols": 32, "block": 16, "blocks": 4}
     BlockSparseShape(**good)
     with pytest.raises(InvalidProblemError, match=words):
@@ -218,7 +218,7 @@ def test_bad_shapes(fields, words):
         ([], [], 48, "crow_indices: expected"),
     ],
 )
-def test_bad_bsr(crow, col, cols, words):
+def test_bad_bsr_is_refused(crow, col, cols, words):
     with pytest.raises(InvalidProblemError, match=words):
         BlockSparseLayout.from_bsr(crow, col, cols, 16)
 
@@ -250,7 +250,7 @@ def test_unsorted_unsigned_columns_are_refused(dtype):
         ([[0], [0], [0]], (1, 33, 48), "rows: expected a multiple of block 16"),
     ],
 )
-def test_bad_coo(indices, shape, words):
+def test_bad_coo_is_refused(indices, shape, words):
     with pytest.raises(InvalidProblemError, match=words):
         BlockSparseLayout.from_coo(indices, shape, 16)
 
@@ -287,7 +287,7 @@ def test_sizes_that_disagree():
         {"bitmap": 3},
     ],
 )
-def test_bad_headers(change):
+def test_bad_headers_are_refused(change):
     header = json.loads(random_layout().to_json())
     with pytest.raises(FormatError, match="text: expected the header of a layout"):
         BlockSparseLayout.from_json(json.dumps({**header, **change}))

@@ -88,7 +88,7 @@ def test_a_preference_names_it_for_any_n_with_every_promise(device, n):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_it_replaces_wgmma_for_few_tokens_where_there_is_none(op, packed):
-    """It is compared with a dense product alone."""
+    """On a GPU without wgmma, the kernel is compared with a dense product alone."""
     few = SHAPE.model_copy(update={"blocks": 300})
     for n in (2, 24, 64):
         on_a100, on_h200 = (chosen(op=op, n=n, packed=packed, layout=few, device=one) for one in (A100, H200))
@@ -104,7 +104,7 @@ def test_it_replaces_no_kernel_where_others_are_refused():
     assert chosen(n=65, device=A100, preference={"tier": "tensor_core"}) == "blocks_mma_any"
 
 
-def test_why_not():
+def test_refusals_say_why():
     def refused(words: str, **fields: Any) -> None:
         desc = {"op": "dsd", "layout": SHAPE, "n": 12, "element": "bf16", **fields}
         with pytest.raises(UnsupportedError, match=words):
@@ -117,7 +117,7 @@ def test_why_not():
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=str)
-def test_it_serves_short_sums_of_sdd_up_to_the_measured_number(device, monkeypatch):
+def test_it_serves_short_sums_of_sdd_up_to_measured_number(device, monkeypatch):
     half = {
         "op": "sdd",
         "layout": SHAPE.model_copy(update={"block": 16, "blocks": 1 << 15}),
@@ -149,7 +149,7 @@ def test_x_is_copied_only_if_lanes_cannot_load_neighbouring_tokens(block, n, cop
 
 
 @pytest.mark.parametrize("block", [32, 64])
-def test_x_is_not_copied_if_a_cta_of_fewer_tokens_is_faster(block):
+def test_x_is_not_copied_if_narrower_ctas_are_faster(block):
     layout = SHAPE.model_copy(update={"block": block})
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=9, element="bf16")
     found = explain(desc, preference=FORCED, device=H200)
@@ -231,7 +231,7 @@ def test_any_n_with_every_result(op):
 @pytest.mark.parametrize("op", OPS)
 @shared.every_epilogue
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_epilogues(op, epilogue, element):
+def test_every_epilogue_is_right(op, epilogue, element):
     shared.epilogues(plan_of, op, epilogue, element)
 
 
@@ -287,11 +287,11 @@ def test_sdd_multiplies_its_own_cells_alone(transposed, block, n):
     layout = random_layout(seed=n, heads=2, rows=4, cols=5, block=block)
     plan = plan_of(layout=layout, op="sdd", n=n, trans_a=transposed[0], trans_b=transposed[1])
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
-    for name, turn, line in (
+    for name, swaps, line in (
         ("a", transposed[0], np.s_[:, :, 1::2]),
         ("b", not transposed[1], np.s_[:, :, ::3]),
     ):
-        (operands[name].swapaxes(-1, -2) if turn else operands[name])[line] = np.nan
+        (operands[name].swapaxes(-1, -2) if swaps else operands[name])[line] = np.nan
         operands[name][-1, -1] = np.nan
     rows, columns = np.arange(layout.shape.rows) % 2 == 0, np.arange(layout.shape.cols) % 3 > 0
     wanted = np.zeros((2, 2, layout.shape.rows, layout.shape.cols), bool)
@@ -323,7 +323,7 @@ def test_bits_of_sdd_do_not_depend_on_schedule_or_transposition(block, n, monkey
         monkeypatch.setattr(SddMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
         transposed = {"a": a_transposed, "b": b_transposed}
         stored = {
-            name: plain[name].swapaxes(-1, -2) if turn else plain[name] for name, turn in transposed.items()
+            name: plain[name].swapaxes(-1, -2) if swaps else plain[name] for name, swaps in transposed.items()
         }
         plan = BlockSparseMatmulPlan.select(
             desc.model_copy(update={"trans_a": a_transposed, "trans_b": b_transposed}),
@@ -436,8 +436,8 @@ def test_bits_of_a_row_depend_on_its_own_blocks_alone(block):
 
 @gpu
 @pytest.mark.parametrize("block", BLOCKS)
-def test_more_warps_share_the_rows_of_a_packed_operand_with_a_long_one(block):
-    """Its bits are those of a plan that knows of no long row."""
+def test_more_warps_share_rows_of_an_operand_with_long_ones(block):
+    """The result has the bits of a plan that knows of no long row."""
     import cupy
 
     kept = np.random.default_rng(block).random((1, 600, 16384 // block)) < 0.01

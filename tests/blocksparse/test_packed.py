@@ -71,7 +71,7 @@ def test_many_small_blocks_become_dense(op):
     assert unpacked.workspace_size > found.workspace_size
 
 
-def test_a_long_row_of_blocks_makes_a_dense_copy_the_faster():
+def test_long_row_of_blocks_makes_dense_copy_faster():
     """All else is equal: one block row keeps every column."""
     assert chosen(density=0.3, block=32, n=2048).chosen == "blocks_wgmma"
     assert chosen(density=0.3, block=32, n=2048, longest_panel=128).chosen == "blocks_wgmma"
@@ -100,7 +100,7 @@ def test_the_longest_panel_is_the_layouts(op, transposed):
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("n", [64, 256, 2048])
 def test_a_long_row_of_blocks_gets_narrower_tiles(block, n):
-    """It is the longest work of one CTA, which a narrow tile shortens; rows that are alike keep theirs."""
+    """A long row is the longest work of a CTA, which a narrow tile shortens. Equal rows keep wide tiles."""
     shape = BlockSparseShape(heads=1, rows=8192, cols=8192, block=block, blocks=(8192 // block) ** 2 // 20)
     across = 8192 // block
     alike = described(layout=shape, element="bf16", n=n)
@@ -320,7 +320,7 @@ def test_a_dense_copy_has_the_bits_of_inflating(op):
 
 
 @gpu
-def test_a_dense_copy_is_new_memory_and_kept_blocks_are_not():
+def test_dense_copy_is_new_memory_and_kept_blocks_are_not():
     import cupy
 
     layout = random_layout(seed=2, heads=1, rows=20, cols=24, block=32, density=0.5)

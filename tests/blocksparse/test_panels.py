@@ -144,7 +144,7 @@ def claiming() -> dict[str, int]:
     return defines(desc, best_schedule(desc, 132), (), LONG_FIRST)
 
 
-def test_a_claim_is_released_by_an_arrival_that_waits_for_it():
+def test_claim_is_released_by_arrival_that_waits_for_it():
     """The arrival's address depends on the claim, since an arrival waits for no load."""
     text = ptx_of("blocksparse/blocks_wgmma.cu", claiming())
     claims = re.findall(r"shfl\.sync\.idx\.b32\s+(%r\d+)", text)
@@ -167,7 +167,7 @@ def test_the_kernel_takes_work_tiles_in_the_models_order():
     check_tables("blocksparse/blocks_wgmma/tile_scheduler.cuh", claiming(), *tables)
 
 
-def test_rows_past_a_head_read_no_bias_behind_its_last_row():
+def test_rows_past_head_read_no_bias_behind_its_last_row():
     """The last panel of small blocks may end within a tile of 64 rows, behind which a bias may end, too."""
     ends, row = np.arange(16, 144, 16), np.arange(72)
     inside = np.minimum(row[:, None], ends - 1)

@@ -82,7 +82,7 @@ def test_metadata_are_the_fragments_of_the_instruction(block):
     assert np.array_equal(metadata_of(codes[None, None]), metadata)
 
 
-def test_metadata_of_a_block_of_128_are_those_of_a_packed_weight():
+def test_metadata_of_block_of_128_are_those_of_packed_weight():
     blocks = two_of_four((1, 1, 128, 128), "columns")
     packed = pack(Sparse24Weight.compress(blocks[0, 0])).buffers[0].array()
     _, metadata = compress_blocks(BlockSparseLayout([[1]], 128), blocks, along="columns")
@@ -276,14 +276,18 @@ def test_layouts_and_sizes_at_their_edges(row, op, name):
 
 
 @every_row
-def test_an_epilogue(row):
+def test_epilogues_apply_to_2_4_blocks(row):
     random_check(row, random_layout(block=64), op="dsd", epilogue="bias_silu", alpha=-0.5, n=5, element="f16")
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 99), op=st.sampled_from(["dsd", "dds"]), turn=st.booleans(), n=st.integers(0, 9))
-def test_any_product(seed, op, turn, n):
-    random_check("host_blas", random_layout(seed=seed, block=64), op=op, trans_a=turn, trans_b=turn, n=n)
+@given(
+    seed=st.integers(0, 99), op=st.sampled_from(["dsd", "dds"]), transposes=st.booleans(), n=st.integers(0, 9)
+)
+def test_any_product(seed, op, transposes, n):
+    random_check(
+        "host_blas", random_layout(seed=seed, block=64), op=op, trans_a=transposes, trans_b=transposes, n=n
+    )
 
 
 @pytest.mark.parametrize("op", ["dsd", "dds"])

@@ -51,7 +51,7 @@ def test_what_is_chosen():
     assert chosen(device=older) is None
 
 
-def test_why_not():
+def test_refusals_say_why():
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=4097, element="bf16", inner="sparse24")
     with pytest.raises(UnsupportedError, match=r"blocks_wgmma_sp: needs a workspace of 34078720 bytes"):
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"max_workspace_bytes": 0})
@@ -74,8 +74,8 @@ def test_raster_groups_are_equal_and_fit_the_l2_cache(rows, cols, batch):
 
 
 @pytest.mark.parametrize("batch", [10**9 + 7, 2**31 - 1])
-def test_raster_groups_of_a_prime_number_of_tiles_are_found_at_once(batch):
-    """Their equal groups have one tile each. Trying every number of groups would take minutes."""
+def test_raster_groups_of_prime_tile_counts_are_found_at_once(batch):
+    """Equal groups then have one tile each. Trying every number of groups would take minutes."""
     shape = BlockSparseShape(heads=1, rows=128 * 200, cols=128, block=128, blocks=200)
     desc = BlockSparseMatmulDescriptor(
         op="dsd", layout=shape, n=1, batch=batch, element="bf16", inner="sparse24"
@@ -144,7 +144,7 @@ def test_any_n_with_every_result(op):
 @pytest.mark.parametrize("op", OPS)
 @shared.every_epilogue
 @pytest.mark.parametrize("element", ["f16", "bf16"])
-def test_epilogues(op, epilogue, element):
+def test_every_epilogue_is_right(op, epilogue, element):
     shared.epilogues(plan_of, op, epilogue, element)
 
 

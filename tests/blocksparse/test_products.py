@@ -78,7 +78,7 @@ def test_layouts_and_sizes_at_their_edges(row, op, layout):
     transposed: list[dict[str, bool]] = [{}, {"trans_a": True, "trans_b": True}]
     check_each(
         partial(random_check, row, layout, op=op),
-        ({**size, **turn} for size, turn in itertools.product(sizes, transposed)),
+        ({**size, **flags} for size, flags in itertools.product(sizes, transposed)),
     )
 
 

@@ -138,7 +138,7 @@ def test_sums_of_s8_that_may_exceed_int32():
     assert chosen(element="s8", layout=wide, n=16, **K_LAST) == "blocks_wgmma"
 
 
-def test_why_not():
+def test_refusals_say_why():
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=SHAPE, n=4097, element="s8", trans_a=True)
     with pytest.raises(UnsupportedError, match=r"needs rows of a in multiples of 16 bytes, got n = 4097"):
         BlockSparseMatmulPlan.compile(desc, device=H200, preference={"prefer_backend": "blocks_wgmma"})
@@ -202,7 +202,7 @@ def test_any_n_with_every_result(op):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("op", ["dsd", "dds"])
 @shared.every_epilogue
-def test_epilogues(row, op, epilogue):
+def test_every_epilogue_is_right(row, op, epilogue):
     for element in ROWS[row]:
         shared.epilogues(partial(plan_of, row), op, epilogue, element)
 
@@ -346,7 +346,7 @@ def test_bits_of_an_sdd_do_not_depend_on_its_schedule(block, transposed, monkeyp
 
 @gpu
 @pytest.mark.parametrize("transposed", TRANSPOSITIONS)
-def test_bits_of_sdd_with_many_panels_do_not_depend_on_its_schedule(transposed, monkeypatch):
+def test_schedules_change_no_bits_of_sdd_with_many_panels(transposed, monkeypatch):
     """A warp's lanes search more panels than it has lanes for those with a further work tile; many tie."""
     rng, panels, lines = np.random.default_rng(8), 41, 161
     kept = np.zeros((2, lines, 65), bool)  # the last panel has one block row

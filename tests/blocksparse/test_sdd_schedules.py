@@ -54,7 +54,7 @@ class Deal(NamedTuple):
     def clusters(self, columns: list[int], clusters: int) -> list[list[tuple[int, int]]]:
         """Return the work tiles of each cluster: the row panel and the pieces of each CTA."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(clusters)]
-        order = (index for turn in itertools.count() for index in work_tiles(clusters, turn).argsort())
+        order = (index for visit in itertools.count() for index in work_tiles(clusters, visit).argsort())
         group = 0
         while having := sum(count * self.pieces_per_block > group * self.most for count in columns):
             for panel in range(having):
@@ -63,10 +63,10 @@ class Deal(NamedTuple):
         return found
 
 
-def work_tiles(clusters: int, turn: int) -> np.ndarray:
+def work_tiles(clusters: int, visit: int) -> np.ndarray:
     """Return the work tile of each cluster in one round: rounds go through the clusters to and fro."""
     order = np.arange(clusters)
-    return turn * clusters + (order[::-1] if turn % 2 else order)
+    return visit * clusters + (order[::-1] if visit % 2 else order)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_kernel_divides_work_as_the_model_does(block, which):
 
 @pytest.mark.parametrize("clusters", [1, 2, 7, 132])
 def test_clusters_take_work_tiles_to_and_fro(clusters):
-    want = np.stack([work_tiles(clusters, turn) for turn in range(6)])
+    want = np.stack([work_tiles(clusters, visit) for visit in range(6)])
     table = Table(f"work_tile_of(i0, i1, {clusters})", want)
     check_tables("blocksparse/pipeline.cuh", {}, table)
 

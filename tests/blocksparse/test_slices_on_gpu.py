@@ -73,7 +73,7 @@ def in_turn(**fields: Any) -> BlockSparseMatmulPlan:
 @every_op
 @every_block
 @pytest.mark.parametrize("transposed", TRANSPOSITIONS)
-def test_results(op, block, transposed):
+def test_products_of_cut_panels_are_right(op, block, transposed):
     layout = uneven(op, block, transposed=transposed[0 if op == "dsd" else 1], heads=2)
     plan = plan_of(op=op, layout=layout, trans_a=transposed[0], trans_b=transposed[1])
     assert plan.workspace_size() > 0
@@ -170,7 +170,7 @@ def test_masks_that_a_gpu_makes_are_cut_too(block):
 @gpu
 @pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize(("element", "make"), [("s8", plan_of), ("fp8_e4m3", plan_of), ("fp8_e4m3", in_turn)])
-def test_8_bits(block, element, make):
+def test_8_bit_products_of_cut_panels_are_right(block, element, make):
     """No plan of s8 sums in turn, because no order of its sums changes a bit."""
     layout = uneven("dsd", block)
     for out in ("f32", "bf16"):
@@ -190,7 +190,7 @@ def test_epilogues_follow_the_last_slice(op, epilogue):
 @gpu
 @every_op
 @every_block
-def test_a_plan_that_need_not_be_invariant_cuts_for_little_work(op, block):
+def test_plan_that_need_not_be_invariant_cuts_for_little_work(op, block):
     layout = uneven(op, block)
     plan = select(op=op, layout=layout)
     assert "long panels are cut, and summed by several CTAs" in plan.explain().details

@@ -109,7 +109,7 @@ def test_a_row_that_is_masked_as_a_whole_is_zeros(by, kind):
     check_masked_rows(plan_of(layout, **{by: kind}), layout, by, kind)
 
 
-def test_a_mask_of_zeros_and_ones_drops_cells_and_leaves_the_others():
+def test_mask_of_zeros_and_ones_drops_cells_and_leaves_others():
     layout = random_layout(rows=1, cols=2, density=1.0, heads=1)
     plan = plan_of(layout, attn_mask="mul", batch=1)
     operands = random_operands(plan.descriptor, layout, np.random.default_rng(0))
@@ -226,7 +226,7 @@ def test_masks_that_were_not_asked_for_or_do_not_fit():
     x = np.zeros((2, layout.shape.blocks, 16, 16), np.float32)
     args = BlockSparseSoftmaxArgs(layout=plan.pack(layout), x=x, y=x.copy())
     plan.run(args)
-    with pytest.raises(InvalidProblemError, match="rpe: expected None, as the descriptor has it"):
+    with pytest.raises(InvalidProblemError, match="rpe: expected None for this descriptor"):
         plan.run(replace(args, rpe=np.zeros((2, 48, 64), np.float32)))
     masked = plan_of(layout, key_padding_mask="add")
     with pytest.raises(

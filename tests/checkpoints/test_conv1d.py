@@ -56,7 +56,7 @@ def test_biases_tell_also_about_square_matrices_of_the_same_name(files):
     assert verify_checkpoint(out, source, device="host").passed
 
 
-def test_config_json_tells_if_every_matrix_of_a_name_is_square(tmp_path):
+def test_config_json_tells_if_every_matrix_of_name_is_square(tmp_path):
     arrays = gpt(inner=16)
     out, guess = tmp_path / "out", tmp_path / "llama out"
     compress_checkpoint(gpt_folder(tmp_path / "gpt2", arrays), out)

@@ -194,7 +194,7 @@ def test_hostile_indexes(tmp_path, change, kind, complaint):
 
 @pytest.mark.parametrize("value", [3, "text", [1], True, 0])
 def test_a_configuration_that_is_no_object(tmp_path, value):
-    """It is refused where it would have to be changed, and left alone elsewhere."""
+    """The configuration is refused where it would have to be changed, and left alone elsewhere."""
     model = tmp_path / "model"
     model.mkdir()
     dense_file(model / "model.safetensors", {"w.weight": tiled((16, 32), "f16")})

@@ -94,7 +94,7 @@ def test_verification_passes_and_sees_each_defect(dense, tmp_path, element):
 
 @pytest.mark.parametrize(("change", "passes"), [(0, True), (1, False)])
 def test_a_bias_may_be_the_dense_one_in_float32(tmp_path, change, passes):
-    """Layers that quantize their input hold their bias in float32, and a saved model has it so."""
+    """Layers that quantize their input hold their bias in float32, and so does a saved model."""
     weight = random_array((M, K), "bf16")
     dense = {"up.weight": weight, "up.bias": weight[:, 0].copy(), "norm.bias": weight[0].copy()}
     dense_file(tmp_path / "dense.safetensors", dense)

@@ -131,7 +131,7 @@ def test_they_are_read_alone(tmp_path, format):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_part_and_one_that_is_not_2_4_are_named(tmp_path):
+def test_missing_parts_and_those_not_2_4_are_named(tmp_path):
     tensors = {f"{NAMES[0]}.{part}": array for part, array in parts_of("gptq", 0).items()}
     lost = {name: array for name, array in tensors.items() if not name.endswith("scales")}
     save_file(lost, tmp_path / "lost.safetensors")

@@ -72,7 +72,7 @@ def test_a_gradient_and_integers_of_32_bits_are_saved_too(tmp_path):
         assert load_run(tmp_path / element).replay().equal
 
 
-def test_operands_in_columns_and_with_rows_apart_are_saved_by_value(tmp_path):
+def test_column_major_and_strided_operands_are_saved_by_value(tmp_path):
     desc = GemmSparse24Descriptor(n=6, m=16, k=40, element="f16", x_order="column", y_order="column")
     case = make_case(desc, row="host_strict", pad=3)
     want = case.run()
@@ -98,7 +98,7 @@ def test_routed_runs_are_saved_with_and_without_weights(tmp_path, weights):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", ["wgmma_sp", "mma_sp", "inflate_strict"])
-def test_a_run_on_a_gpu_is_saved_with_its_weight_unpacked(tmp_path, row):
+def test_run_on_gpu_is_saved_with_its_weight_unpacked(tmp_path, row):
     case = make_case(GemmSparse24Descriptor(n=16, m=200, k=520, element="bf16", epilogue="bias"), row=row)
     case.run()
     save_run(tmp_path / "run", case.plan, case.args)

@@ -193,7 +193,7 @@ SOUND = encode(
 
 @fuzzed
 @given(data=st.data())
-def test_a_damaged_file_is_refused_or_read_as_the_library_reads_it(tmp_path, data):
+def test_damaged_file_is_refused_or_read_as_library_reads_it(tmp_path, data):
     damaged = bytearray(SOUND)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(damaged) - 1))

@@ -112,7 +112,7 @@ def test_a_broken_layer_is_refused_by_name(compressed, change, complaint):
 
 @settings(quick, max_examples=100)
 @given(data=st.data())
-def test_a_damaged_header_gives_a_format_error_or_a_sound_weight(tmp_path, data):
+def test_damaged_header_gives_format_error_or_sound_weight(tmp_path, data):
     path = tmp_path / "w"
     if not path.exists():
         save_weights(path, {"w": Sparse24Weight.prune_compress(random_array((4, 16)))})

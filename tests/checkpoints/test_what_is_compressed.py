@@ -229,7 +229,7 @@ def test_patterns_that_cannot_be_meant(files, options, complaint):
 # The report ---------------------------------------------------------------------------------------
 
 
-def test_the_report_says_the_share_and_names_every_matrix_left_dense(files):
+def test_report_says_share_and_names_every_matrix_left_dense(files):
     source, out = files
     arrays = dense_file(
         source,
@@ -254,7 +254,7 @@ def test_the_report_says_the_share_and_names_every_matrix_left_dense(files):
     )
 
 
-def test_a_weight_that_is_2_4_already_is_found_and_not_pruned(files):
+def test_a_2_4_weight_is_found_and_not_pruned(files):
     source, out = files
     dense = random_array((24, 16))
     sparse = prune(random_array((24, 16), seed=1))

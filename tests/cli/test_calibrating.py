@@ -308,7 +308,7 @@ def test_a_file_of_weights_alone_is_no_model(bert, samples, tmp_path):
     assert "transformers can't load" in json.loads(run(*words, exit_code=1).stdout)["error"]["message"]
 
 
-def test_a_folder_that_is_not_empty_is_refused_before_the_calibration(bert, samples, tmp_path):
+def test_folder_that_is_not_empty_is_refused_before_calibration(bert, samples, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "kept").touch()

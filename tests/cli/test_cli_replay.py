@@ -28,7 +28,7 @@ def record(tmp_path):
     return written
 
 
-def test_equal_bits(record):
+def test_equal_bits_are_reported(record):
     said = run("replay", record()).stdout
     assert "forward: n=5 m=24 k=520, bf16 to f32, epilogue identity" in said
     assert "recorded: host_tensor_core on host, version " in said
@@ -36,7 +36,7 @@ def test_equal_bits(record):
     assert "120 of 120 results computed again: all bits are equal" in said
 
 
-def test_a_difference(record):
+def test_a_difference_is_named_by_its_place(record):
     said = run("replay", record((3, 11)), exit_code=1).stdout
     assert "120 of 120 results computed again: 1 differ" in said
     assert "the first: token 3, output 11" in said
@@ -44,7 +44,7 @@ def test_a_difference(record):
         assert f"\n  {word}" in said
 
 
-def test_as_json(record):
+def test_json_has_the_counts_and_the_difference(record):
     answer = run_json("replay", record(), "--samples", 50, "--seed", 2)
     assert (answer["equal"], answer["compared"], answer["results"]) == (True, 50, 120)
     answer = run_json("replay", record((0, 0)), exit_code=1)

@@ -111,7 +111,7 @@ def test_an_export_is_for_one_number_of_tokens(tmp_path, n):
 
 
 @pytest.mark.parametrize("tokens", [0, MAX_TOKENS + 1, 10**14, "9" * 5000, "eight"])
-def test_tokens_of_no_use_are_refused_before_a_file_is_read(tokens):
+def test_tokens_of_no_use_are_refused_before_file_is_read(tokens):
     for command in (("verify", "missing", "--against", "missing"), ("demo",)):
         result = run(*command, "--tokens", tokens, exit_code=2)
         assert "--tokens" in result.stderr

@@ -40,7 +40,7 @@ NOTHING_RIGHT = {**TRIALS, "chosen": None, "fatal": []}
 
 
 @pytest.mark.parametrize("width", [80, None])
-def test_a_record(width):
+def test_a_record_is_shown_at_any_width(width):
     with stdout(width) as stream:
         show_benchmark(RECORD)
     lines = stream.getvalue().splitlines()
@@ -65,7 +65,7 @@ def test_a_record(width):
 
 
 @pytest.mark.parametrize("width", [80, None])
-def test_a_search(width):
+def test_a_search_is_shown_at_any_width(width):
     with stdout(width) as stream:
         show_tuning({"results": [TRIALS, NOTHING_RIGHT]})
     text = stream.getvalue()

@@ -88,7 +88,7 @@ def test_what_is_compiled_is_what_the_chosen_kernel_loads(compilations, problem,
 
 
 def test_cublaslt_is_not_asked(compilations, monkeypatch):
-    """Its kernels are the same for every n; the library itself needs a GPU."""
+    """cuBLASLt needs a GPU, and the kernels that run before it are the same for every n."""
     monkeypatch.setattr("sparse24_plans._vendor.cublaslt_abi.load", None)
     desc = GemmSparse24Descriptor(n=64, m=512, k=1024, element="f32", epilogue="bias")
     preference = {"prefer_backend": "inflate_cublas"}
@@ -205,7 +205,7 @@ def test_the_table_says_what_was_compiled_and_the_total(compilations, folder):
     )
 
 
-def test_a_problem_that_nothing_serves_is_named_and_the_others_are_compiled(compilations):
+def test_problem_that_nothing_serves_is_named_and_others_are_compiled(compilations):
     words = (
         "--n",
         "1",

@@ -106,7 +106,7 @@ CARRIERS = {1: ("u1", "i1", "V1"), 2: ("u2", "i2", "V2"), 4: ("u4", "i4", "V4")}
 
 
 @every_element
-def test_integers_and_opaque_bytes_of_the_same_size_pass_as_the_element(element):
+def test_integers_and_opaque_bytes_of_same_size_pass_as_element(element):
     array = numbers((4, 8), element)
     for carrier in CARRIERS[element.itemsize]:
         view = TensorView.of(array.view(carrier), element=element)
@@ -188,7 +188,7 @@ def test_data_ptr_knows_every_element():
 
 
 @pytest.mark.parametrize(("kind", "index", "device"), [("cuda", 3, "cuda:3"), ("cuda", None, "cuda:0")])
-def test_data_ptr_on_a_gpu_needs_no_gpu_to_be_described(kind, index, device):
+def test_data_ptr_on_gpu_needs_no_gpu_to_be_described(kind, index, device):
     view = TensorView.of(Torchlike(numbers((2, 8), BF16), "torch.bfloat16", kind, index))
     assert str(view.device) == device
 

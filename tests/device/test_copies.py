@@ -30,7 +30,7 @@ def test_a_vector_keeps_the_bytes_of_its_row(element):
 
 
 def copied(launch_to, source: np.ndarray, shape: tuple[int, ...], element: ElementKind) -> np.ndarray:
-    """What a launch writes to a poisoned matrix of a shape."""
+    """The result of a launch that writes to a poisoned matrix of a shape."""
     import cupy
 
     given, out = (Guarded(one, element, 0) for one in (source.shape, shape))

@@ -1,4 +1,4 @@
-"""Tensors that show the DLPack protocol and nothing else, of today or of before DLPack 1.0."""
+"""Tensors that implement the DLPack protocol alone, in the form of DLPack 1.0 or the one before it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_file_larger_than_allowed_is_a_format_error(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="no /proc")
-def test_a_file_that_does_not_tell_its_size_is_bounded_too():
+def test_file_that_does_not_tell_its_size_is_bounded_too():
     assert os.stat("/proc/self/smaps").st_size == 0
     with pytest.raises(FormatError, match="expected at most 100 bytes"):
         read_whole("/proc/self/smaps", 100)

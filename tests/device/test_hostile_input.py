@@ -222,7 +222,7 @@ def test_null_memory_of_other_protocols():
 # Addresses and strides ----------------------------------------------------------------------------
 
 
-def test_operands_that_cannot_say_where_they_lie_are_left_to_the_checks():
+def test_operands_without_addresses_are_left_to_the_checks():
     tensor = Torchlike(ARRAY, "torch.float32")
     TensorView.of(tensor)
     cache = LaunchCache(None, {})

@@ -38,7 +38,7 @@ def test_the_libraries_of_both_cuda_versions_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize("requires", [None, []], ids=["unknown", "without extras"])
-def test_in_a_tree_that_is_not_installed_the_tree_is_named(monkeypatch, requires):
+def test_in_tree_that_is_not_installed_tree_is_named(monkeypatch, requires):
     def answer(name: str) -> list[str] | None:
         if requires is None:
             raise metadata.PackageNotFoundError(name)
@@ -49,7 +49,7 @@ def test_in_a_tree_that_is_not_installed_the_tree_is_named(monkeypatch, requires
 
 
 def test_nothing_tells_to_fetch_the_package_from_an_index():
-    """No index has it, or not this one."""
+    """No index has the package; another one may have taken its name."""
     texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*")]
     texts += [*(ROOT / "sparse24_plans").rglob("*.py"), *(ROOT / "vendor").rglob("*.py")]
     wrong = re.compile(r"pip install [^`|\n]*\bsparse24[_-]plans\b")

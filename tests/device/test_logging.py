@@ -79,7 +79,7 @@ def test_a_file_that_is_not_loaded_is_a_warning(folder, said, spoil, words):
 # Selection ----------------------------------------------------------------------------------------
 
 
-def test_a_selection_says_what_was_chosen_and_why_not_the_others(said):
+def test_selection_says_what_was_chosen_and_why_not_others(said):
     GemmSparse24Plan.select(problem(3), device="host", preference={"require": {"deterministic": True}})
     (chosen, *others) = said()
     assert chosen[:2] == ("select", "INFO")

@@ -198,7 +198,7 @@ def test_a_copy_is_another_view_that_keeps_the_memory_alive():
     ids=["deepcopy", "pickle", "pickle0"],
 )
 def test_no_copy_outlives_what_it_views(take, made, wrap):
-    """It would be an address in memory that nobody keeps, or of another process."""
+    """A copy would hold an address in memory that nobody keeps, or in another process."""
     with pytest.raises(InvalidProblemError, match=f"{type(made).__name__}: expected no deep copy"):
         take(wrap(made))
 

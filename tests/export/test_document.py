@@ -49,7 +49,7 @@ def test_the_example_runs_what_the_command_exports(c, tmp_path, named_cubins):
 
 
 @pytest.mark.parametrize("name", ["gpu.json", "gpu"])
-def test_the_command_takes_the_properties_of_a_gpu_from_a_file(c, tmp_path, named_cubins, name):
+def test_command_takes_properties_of_gpu_from_file(c, tmp_path, named_cubins, name):
     properties = absent_gpu("h100").model_copy(update={"multiprocessors": 114})
     (tmp_path / name).write_text(properties.model_dump_json())
     words = ["export", "-o", str(tmp_path / "plans"), "--shape", "64x64", "--n", "1"]

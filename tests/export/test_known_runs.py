@@ -110,7 +110,7 @@ class Folder:
         return self.contents(case, calls)
 
     def outcome_anew(self, c: C, case: Case) -> Any:
-        """That of a library that has run nothing before."""
+        """The outcome of a library that has run nothing before."""
         opened = c.open(self.path)
         try:
             return self.outcome(c, opened, case)

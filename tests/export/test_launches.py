@@ -136,7 +136,7 @@ def test_products_launch_what_python_launches(c, tmp_path, named_cubins, kind, r
 
 @pytest.mark.parametrize("beta", [0, 1])
 def test_chunks_of_tokens_begin_as_in_python(c, tmp_path, named_cubins, beta):
-    """Their rows begin at multiples of the operands' strides, which the program chooses."""
+    """The rows of chunks begin at multiples of the operands' strides, which the program chooses."""
     seed = random.Random()
     descriptor = GemmSparse24Descriptor(n=145, m=144, k=1040, element="f32", beta=beta)
     preference = {"prefer_backend": "f32_split6", "max_workspace_bytes": 6 * 130 * 1040}

@@ -59,7 +59,7 @@ def refused(complaint: str) -> Any:
     ],
     ids=kind,
 )
-def test_names(name, got):
+def test_unknown_format_names_are_refused(name, got):
     with refused(f"name: expected one of baracuda, .*, got {got}"):
         from_foreign(name, PARTS["baracuda"])
     with refused(f"name: expected one of baracuda, .*, got {got}"):
@@ -76,7 +76,7 @@ def test_parts_that_arent_a_mapping(parts):
 
 @pytest.mark.parametrize("key", [1, None, b"packed", ("packed",), HUGE, 2.5, "extra"], ids=kind)
 @pytest.mark.parametrize("other", ["another", 7])
-def test_part_names(key, other):
+def test_wrong_part_names_are_refused(key, other):
     """Names may have any types, which need no order."""
     parts = PARTS["torch_cutlass"]
     with refused("parts: expected packed, meta, got"):
@@ -103,7 +103,7 @@ def test_masked_arrays(name):
     [3, True, ["f16"], {}, b"f16", HUGE, (HUGE,), float, np.float64, np.array(["f16", "f16"])],
     ids=kind,
 )
-def test_elements(element):
+def test_unknown_elements_are_refused(element):
     with refused("element: expected one of f32, .*, got "):
         from_foreign("baracuda", PARTS["baracuda"], element=element)
     with refused("element: expected one of f32, .*, got "):
@@ -213,7 +213,7 @@ def test_sizes_out_of_range(where, name, sizes):
     "sizes",
     [(128, 128), [128, 128], np.array([128, 128]), np.array([[128], [128]], np.int64), (np.int32(128), 128)],
 )
-def test_two_sizes(where, name, sizes):
+def test_any_two_integers_are_sizes(where, name, sizes):
     back = with_sizes(where, name, sizes)
     assert same_bits(back.values, SQUARES[name].values)
     assert same_bits(back.metadata, SQUARES[name].metadata)

@@ -82,7 +82,7 @@ def test_what_tilelangs_compressor_writes(element, word_bytes):
     assert same_bits(weight.decompress(), dense)
 
 
-def test_of_a_zero_and_a_value_at_one_position_the_value_stays():
+def test_of_zero_and_value_at_one_position_value_stays():
     for values in ((0x8000, 5), (5, 0x8000)):
         weight = from_foreign("baracuda", baracuda([values, (0, 0)], [0b1010, 0x4]))
         assert weight.decompress().view(np.uint16)[0].tolist() == [0, 0, 5, 0, 0, 0, 0, 0]

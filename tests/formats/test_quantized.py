@@ -209,7 +209,7 @@ def test_a_crowded_group_is_named_by_row_and_group(name):
     assert (caught.value.row, caught.value.group) == (11, 5)
 
 
-def test_a_value_beyond_8_bits_is_named_by_row_and_group():
+def test_value_beyond_8_bits_is_named_by_row_and_group():
     matrix = Matrix(8, 64, 8, shifted=True)
     matrix.zeros[3, 1], matrix.unsigned[3, 32:] = 10, 10
     matrix.unsigned[3, 45] = 255

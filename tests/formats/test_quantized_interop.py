@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparse24_plans import Sparse24QuantizedWeight, from_foreign, to_foreign
-from sparse24_plans.weights.quantized import signed_nibbles
+from sparse24_plans.weights.quantized_weight import signed_nibbles
 
 from ..support import same_bits
 from .test_interop import fixture

@@ -80,7 +80,7 @@ class Plain(ForeignFormat):
         return {"values": out.typed(out.values), "codes": out.codes + np.uint8(out.shape.options["step"])}
 
 
-def test_a_new_format_is_a_class_and_a_line_of_the_table(monkeypatch):
+def test_new_format_is_class_and_line_of_table(monkeypatch):
     """Checks, options, messages and normalising come with the base class."""
     weight = f16_weight()
     monkeypatch.setitem(FORMATS, "plain", Plain())

@@ -69,7 +69,7 @@ def check(problem: Problem, device: int | str) -> bool:
 
 
 _REPLAYED = 200
-"""Results of a product that are computed again, at most."""
+"""Most results of a product that are recomputed."""
 
 # Products -----------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class GroupedProduct:
     desc: GemmSparse24Descriptor
     preference: PlanPreference
     tokens: tuple[Any, ...]
-    """Offsets, counts or, of each row, experts, which may be hostile."""
+    """Offsets or counts of the groups, or the experts of each row. They may be hostile."""
     pad: int
     in_place: bool
     """Whether c is y."""

@@ -154,7 +154,7 @@ def played(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "_SILENCE_S", 1.0)
 
 
-def test_cases_that_die_or_hang_are_failures_and_the_rest_goes_on(played, capsys):
+def test_cases_that_die_or_hang_fail_and_others_go_on(played, capsys):
     assert fuzz.main(["--seconds", "3", "--seed", "3", "--processes", "2", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [one["case"] for one in found["failures"]] == [5, 8]

@@ -28,7 +28,7 @@ REFUSED_HERE = {
     "PruneQuantizeSparse24Plan.check(prune_quantize_sparse24)",
     *(f"BlockSparse{one}Plan.update" for one in ("Matmul", "Softmax", "Attention", "Conv2d")),
 }
-"""There is no GPU to tune for or to update on; random cells are not 2:4."""
+"""Calls that need a GPU, to tune for or to update on, or cells that are 2:4, which random cells are not."""
 WITHOUT_ARGUMENTS = {
     *(
         "Bound",

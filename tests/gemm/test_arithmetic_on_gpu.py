@@ -151,7 +151,7 @@ SHAPES = [
 ]
 """N, M, K: one token and many, K that no tile divides, weights of all numbers of slices."""
 PRODUCTS = 24_000_000
-"""That the host computes again for one of them, in about two seconds: a long K has fewer samples."""
+"""Products that the host recomputes for one shape, in about two seconds: a long K has fewer samples."""
 
 
 def _shapes_of(row: str, element: str) -> list[tuple[int, int, int]]:

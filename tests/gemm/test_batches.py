@@ -256,7 +256,7 @@ def test_kernels_without_batches_are_refused_by_name():
     assert explain(ragged, device=H200).chosen == "inflate_strict"
 
 
-def test_every_kernel_with_its_own_code_serves_batches_or_says_why():
+def test_every_own_kernel_serves_batches_or_says_why_not():
     for entry in ENTRIES:
         if entry.on_host or entry.only_groups:
             continue
@@ -268,7 +268,7 @@ def test_every_kernel_with_its_own_code_serves_batches_or_says_why():
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("element", ["bf16", "s8", "fp8_e4m3"])
 def test_batches_have_the_arithmetic_of_their_product(element, shared):
-    """That holds even if many batches would be faster without split-K."""
+    """The arithmetic is the same even if many batches would be faster without split-K."""
     rng = np.random.default_rng(1)
     for _ in range(8):
         n, m, k = (

@@ -247,7 +247,7 @@ def test_an_empty_sum_is_the_epilogue_of_c(row):
 @pytest.mark.parametrize("n", [5, 200])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_sums_that_are_recomputed_add_c_once(row, n, in_place):
-    """Values near 2^128 split into NaN: their sums are made again behind the store, when Y has been C."""
+    """Values near 2^128 split into NaN. Their sums are recomputed after the store has replaced C."""
     plan = plan_of(row, n=n, m=336, k=512, element="f32", beta=0.5, epilogue="bias")
     data = random_data(np.random.default_rng(0), plan.descriptor)
     data.x[3], data.dense[:, 8:] = 3.39e38, 0
@@ -261,7 +261,7 @@ def test_sums_that_are_recomputed_add_c_once(row, n, in_place):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "m", "k"), [(9, 4096, 1032), (64, 8448, 520), (200, 4096, 2048)])
 def test_both_tensor_core_kernels_have_the_same_bits(monkeypatch, n, m, k):
-    """They have them where wgmma_sp cuts K into as many slices as mma_sp."""
+    """The bits are the same where wgmma_sp cuts K into as many slices as mma_sp."""
     slices = split_k_of(m)
     schedule = next(one for one in schedules_in(slices, n) if one.split_k * one.k_chunks == slices)
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: schedule)

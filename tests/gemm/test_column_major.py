@@ -382,7 +382,7 @@ def test_one_plan_serves_what_lies_elsewhere_with_other_strides():
     assert all(same_bits(np.ascontiguousarray(one), np.ascontiguousarray(results[0])) for one in results)
 
 
-def test_the_macros_of_both_kernels_say_how_x_and_y_lie():
+def test_macros_of_both_kernels_say_how_x_and_y_lie():
     for order in ORDERS:
         desc = GemmSparse24Descriptor(n=64, m=4096, k=4096, element="bf16", **order)
         made = [

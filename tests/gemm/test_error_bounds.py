@@ -18,10 +18,10 @@ Terms = tuple[np.ndarray, np.ndarray]
 """The source [n, r] and the weight [outputs, r]: products of their columns are summed over r."""
 
 HALF_RANGE = {"f16": 12, "fp8_e4m3": 8, "fp8_e5m2": 12, "bf16": 40, "f32": 40}
-"""Products of 2^this twice over are far from overflow."""
+"""Exponents e for which the product 2^e * 2^e is far from overflow."""
 LEAST = {"f16": -12, "fp8_e4m3": -5, "fp8_e5m2": -12, "bf16": -40, "f32": -40}
 STEPS = {"fp8_e4m3": 13, "fp8_e5m2": 13}
-"""Bits below the largest addend that an accumulator keeps, about; 24 where nothing is said."""
+"""Approximate number of bits below the largest addend that an accumulator keeps; 24 for other elements."""
 LARGE = {"f16": 15, "bf16": 75, "fp8_e4m3": 8, "fp8_e5m2": 15, "f32": 75}
 """Exponents of operands that meet subnormal ones. Sums with operands of any other kind stay finite."""
 
@@ -103,8 +103,8 @@ def alternating(rng, n, outputs, r, element) -> Terms:
 
 
 def subnormal_first(rng, n, outputs, r, element) -> Terms:
-    """Its product is small, but tensor cores align to it as to that of the smallest normal number; then many
-    that they cut away, the largest that they do."""
+    """Terms that begin with a subnormal one. Its product is small, but tensor cores align to it as if it were
+    the product of the smallest normal number. Many terms follow, the largest ones that are then cut away."""
     kind = ElementKind(element)
     a, b = np.empty((n, r)), np.empty((outputs, r))
     least = LARGE[element] + int(np.log2(kind.smallest_normal)) - STEPS.get(element, 25)

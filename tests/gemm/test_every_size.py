@@ -36,7 +36,7 @@ def refusals(desc: GemmSparse24Descriptor) -> dict[str, str | None]:
 
 
 @given(k=st.integers(1, 4096).map(lambda groups: 8 * groups), n=st.integers(1, 300))
-def test_select_refuses_8_bit_rows_that_are_not_16_byte_multiples(k, n):
+def test_select_refuses_misaligned_8_bit_rows(k, n):
     for element, row in (("s8", "wgmma_sp_s8"), ("fp8_e4m3", "wgmma_sp_fp8")):
         desc = GemmSparse24Descriptor(n=n, m=256, k=k, element=element)
         reason = refusals(desc)[row]

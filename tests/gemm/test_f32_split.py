@@ -160,7 +160,7 @@ def test_inf_and_nan_are_where_float32_has_them():
     tokens=st.lists(st.integers(1, 9000) | st.sampled_from([64, 128, 8192]), min_size=2, max_size=4),
     shards=st.integers(1, 8),
 )
-def test_invariant_kernels_split_k_independently_of_n_and_slices_of_w(m, k, tokens, shards):
+def test_split_k_of_invariant_kernels_ignores_n_and_slices(m, k, tokens, shards):
     for name in ("f32_split3_invariant", "f32_split6_invariant"):
         row, part = row_of(name), -(-m // shards)
         named = set()
@@ -302,8 +302,8 @@ def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
 
 @pytest.mark.parametrize("row", ["f32_split3_invariant", "f32_split6_invariant"])
 @pytest.mark.parametrize("n", [17, 64])
-def test_invariant_kernels_of_few_tokens_take_stream_k_for_a_partial_wave(row, n):
-    """Its split-K is 1 for every n, and whole work tiles would leave 72 of 132 SMs idle in the last wave."""
+def test_invariant_kernels_take_stream_k_for_a_partial_wave(row, n):
+    """Split-K is 1 for every n, and whole work tiles would leave 72 of 132 SMs idle in the last wave."""
     desc = GemmSparse24Descriptor(n=n, m=24576, k=4096, element="f32")
     cut, _ = f32_split_heuristics.best_chunking(desc, row_of(row), HOPPER)
     assert (cut.split_k, cut.stream_k) == (1, 132)
@@ -332,7 +332,7 @@ def test_stream_k_for_few_tokens_moves_no_invariant_split(m, k, terms, split):
 @settings(max_examples=60)
 @given(name=st.sampled_from(ROWS), n=st.integers(1, 3000), m=st.integers(1, 60000))
 def test_tiles_of_x_begin_where_a_swizzles_pattern_does(name, n, m):
-    """In shared memory, behind those of W, whatever the schedule."""
+    """With every schedule, tiles of X lie behind those of W in shared memory."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=1040, element="f32")
     layout = layout_called(row.layout)
     for one in f32_split_heuristics.allowed_schedules(desc, row):

@@ -75,7 +75,7 @@ def test_errors_stay_within_tolerance_for_any_hardware_functions(activation, pow
         check(activation, v, FAST[activation](v, power * APPROXIMATE, inverse * APPROXIMATE))
 
 
-def test_exact_functions_leave_the_error_of_the_approximation_and_of_roundings():
+def test_exact_functions_leave_error_of_approximation_and_of_roundings():
     v = np.linspace(-4, 4, 100_001, dtype=np.float32)
     exact = activate(v.astype(np.float64), "gelu")
     assert (

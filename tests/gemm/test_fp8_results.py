@@ -186,7 +186,7 @@ def test_libraries_and_older_devices_are_refused_by_name():
 
 @pytest.mark.parametrize("n", [1, 2, 300])
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
-def test_rows_between_multiples_of_16_bytes_are_served_at_every_n_or_at_none(n, capability):
+def test_misaligned_rows_are_served_at_every_n_or_at_none(n, capability):
     fields = {"n": n, "m": 64, "k": 24}
     device = gpu_of(*capability)
     assert explain(GemmSparse24Descriptor(element="fp8_e4m3", **fields), device=device).chosen == (

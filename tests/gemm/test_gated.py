@@ -386,7 +386,7 @@ def test_a_replay_finds_what_was_changed(epilogue, element, tmp_path):
         plan.replay(args, [(0, 24)])
 
 
-def test_a_replay_says_which_step_after_the_sum_was_left_out():
+def test_replay_says_which_step_after_sum_was_left_out():
     desc = GemmSparse24Descriptor(
         n=2, m=16, k=64, element="f32", epilogue="bias_swiglu", scale_w="row", alpha=0.5
     )
@@ -406,7 +406,7 @@ def test_a_replay_says_which_step_after_the_sum_was_left_out():
 
 @pytest.mark.parametrize("row", [marked(name) for name in INVARIANT if name != "mma_sp"])
 @gated
-def test_a_part_of_a_weight_has_the_bits_of_the_whole(row, epilogue):
+def test_part_of_weight_has_bits_of_whole(row, epilogue):
     """Cut along M at a multiple of 16; and a row of Y has the same bits alone."""
     device = device_of_row(row)
     m, k, first, last, n = (96, 64, 16, 80, 5) if device == "host" else (4096, 2048, 528, 3104, 130)

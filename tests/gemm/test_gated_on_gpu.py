@@ -112,7 +112,7 @@ def test_strict_has_the_hosts_bits(element, epilogue, n, m):
 
 @gpu
 @gated
-def test_strict_has_the_hosts_bits_on_the_whole_range_of_an_activation(epilogue):
+def test_strict_has_hosts_bits_on_whole_range_of_activation(epilogue):
     """Sums are zeros, so that the bias is what is gated."""
     rng = np.random.default_rng(5)
     m = 1 << 20

@@ -116,7 +116,7 @@ def test_kernels_of_tensor_cores_refuse_c_of_groups_by_name(row):
 
 
 @grouped_rows
-def test_scales_are_those_of_the_tokens_and_of_each_groups_rows(row):
+def test_scales_are_those_of_tokens_and_of_each_groups_rows(row):
     if not row_of(row).scales:
         with pytest.raises(UnsupportedError, match="takes no scale_x or scale_w"):
             make(row, SPREADS["uneven"], n=40, groups=4, scale_x="row", scale_w="row")
@@ -170,7 +170,7 @@ def test_each_group_has_the_gradient_of_its_own_product(row, spread):
 @pytest.mark.parametrize("row", [marked(name) for name in DGRAD if name != "host_blas"])
 @pytest.mark.parametrize("op", ["forward", "dgrad"])
 def test_strict_groups_have_the_same_bits_everywhere(row, op):
-    """They are those of the host, and of one product after the other."""
+    """Groups have the bits of the host, and of one product after the other."""
     n, k, groups = (90, 136, 13) if row_of(row).on_host else (400, 264, 37)
     offsets = np.sort(np.random.default_rng().integers(0, n, groups + 1))
     for element in elements_of(row):
@@ -214,7 +214,7 @@ def test_hostile_counts_are_clamped_to_the_places(row, counts):
 
 
 @grouped_rows
-def test_a_rows_bits_depend_on_neither_its_group_nor_its_neighbours(row):
+def test_rows_bits_depend_on_neither_its_group_nor_its_neighbours(row):
     """One plan multiplies a row by the same weight alone, among other rows, and in another group."""
     if row == "host_blas":
         pytest.skip("BLAS promises no bits")
@@ -357,7 +357,7 @@ def test_kernels_of_groups_leave_single_products_to_others():
     m=st.integers(1, 90),
     k=st.integers(1, 250),
 )
-def test_k_is_split_only_where_all_work_tiles_run_at_once(row, n, groups, m, k):
+def test_k_is_split_only_if_all_tiles_run_at_once(row, n, groups, m, k):
     """Kernels that are batch-invariant never split it, whatever n is."""
     element = row_of(row).elements[0]
     desc = GemmSparse24Descriptor(n=n, m=64 * m, k=64 * k, element=element, groups=groups)

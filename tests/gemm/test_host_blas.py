@@ -100,7 +100,7 @@ def test_one_packed_weight_serves_every_n_both_directions_and_orders():
 
 
 def test_the_strict_plan_refuses_the_packed_one():
-    """Its values are rounded by no one, but it reads positions, which a dense matrix doesn't have."""
+    """The packed form rounds no value, but the strict plan reads positions, which a dense matrix lacks."""
     problem = {"n": 2, "m": 8, "k": 16, "element": "f32"}
     strict = GemmSparse24Plan.select(
         GemmSparse24Descriptor(**problem), device="host", preference={"require": {"deterministic": True}}

@@ -74,7 +74,7 @@ def test_on_the_host(row, element):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
 def test_other_tensor_cores_name_none(capability):
-    """They add in other steps."""
+    """Tensor cores other than Hopper's add in other steps."""
     for row in ("mma_sp", "mma_sp_many"):
         assert named(row, gpu_of(*capability), element="bf16") is None
     assert named("mma_sp_fp8", gpu_of(*capability), element="fp8_e4m3") is None
@@ -239,7 +239,7 @@ def test_the_row_on_request_keeps_its_promises(element, name):
     ("name", "exponent", "want"), [("f32x6", -149, np.inf), ("f32x3", -133, np.inf), ("f32x3", -135, np.nan)]
 )
 def test_two_terms_hold_no_weight_below_the_least_bf16(name, exponent, want):
-    """An Inf in X meets W as the kernel has it."""
+    """An Inf in X is multiplied by the two terms of W, not by W itself."""
     desc = GemmSparse24Descriptor(n=1, m=1, k=8, element="f32")
     plan = GemmSparse24Plan.select(desc, preference=requiring(f"hopper_tc_{name}/slices=1"), device="host")
     dense = np.array([[2.0**exponent, *[0] * 7]], np.float32)

@@ -53,7 +53,7 @@ def elements_only(problem: dict[str, object]) -> dict[str, object]:
 
 @pytest.mark.parametrize("n", [1, 24, 130, 700])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-def test_a_product_has_the_bits_of_the_product_of_its_elements(kind, n):
+def test_product_has_bits_of_product_of_its_elements(kind, n):
     """The invariant kernel sums K in as many slices for both. Sizes are ragged, Y has gaps."""
     at = KINDS.index(kind)
     orders = {"x_order": "column", "y_order": "column"} if at % 3 == 2 and n % 8 == 0 else {}

@@ -81,7 +81,7 @@ def says(error: BaseException, kernel: str, reason: str) -> bool:
     return re.search(rf"\b{kernel}(, \w+)*: {re.escape(reason)}", str(error)) is not None
 
 
-def test_the_reasons_of_kernels_of_the_device_and_element_come_first():
+def test_reasons_of_kernels_of_device_and_element_come_first():
     problem = GemmSparse24Descriptor(n=2, m=8, k=24, element="s8")
     first = r"problem\. wgmma_sp_s8: .*rows of X.*; cusparselt: needs n "
     with pytest.raises(UnsupportedError, match=first):
@@ -191,7 +191,7 @@ MOST_TILES = 2**31 - 1
         ({"n": 0, "m": 2**40, "k": 2**20}, True),
     ],
 )
-def test_a_strict_problem_with_more_tiles_than_a_grid_holds_is_unsupported(problem, serves):
+def test_strict_problems_with_tiles_beyond_a_grid_are_unsupported(problem, serves):
     desc = GemmSparse24Descriptor(element="f32", **problem)
     kernel = chosen(HOPPER, desc, prefer_backend="inflate_strict")
     assert kernel == ("inflate_strict" if serves else None)
@@ -211,7 +211,7 @@ def test_a_dimension_beyond_cublas_is_unsupported(name):
 
 
 @pytest.mark.parametrize(("k", "serves"), [(4096, True), (4104, False)])
-def test_a_weight_that_overflows_the_grid_of_the_inflate_kernel_is_unsupported(k, serves):
+def test_weights_beyond_the_inflate_kernels_grid_are_unsupported(k, serves):
     """A block of it makes 16384 bytes: here a row of 4096 float32."""
     desc = GemmSparse24Descriptor(n=8, m=MOST_TILES, k=k, element="f32")
     assert (chosen(HOPPER, desc, prefer_backend="inflate_cublas") is not None) == serves

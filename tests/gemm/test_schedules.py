@@ -81,7 +81,7 @@ def test_the_slices_of_mma_sp_are_those_of_the_shape(desc):
 @pytest.mark.parametrize("row", MMA_ENTRIES)
 @settings(max_examples=20)
 @given(desc=shapes)
-def test_the_kernel_of_mma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
+def test_kernel_of_mma_sp_is_compiled_for_same_slices_everywhere(row, desc):
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, mma_sp)
         slices = {compiled.of(desc, row, hopper(count))["SPLIT_K"] for count in MULTIPROCESSORS}
@@ -94,7 +94,7 @@ def test_the_kernel_of_mma_sp_is_compiled_for_the_same_slices_everywhere(row, de
 @pytest.mark.parametrize("row", WGMMA_ENTRIES)
 @settings(max_examples=8)
 @given(desc=shapes)
-def test_the_kernel_of_wgmma_sp_is_compiled_for_the_same_slices_everywhere(row, desc):
+def test_kernel_of_wgmma_sp_is_compiled_for_same_slices_everywhere(row, desc):
     """Nothing that is compiled depends on the device; only the number of CTAs does."""
     desc = GemmSparse24Descriptor(n=desc.n, m=desc.m, k=desc.k, element=row_of(row).elements[0])
     with pytest.MonkeyPatch.context() as patch:
@@ -134,7 +134,7 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
 @pytest.mark.parametrize("row", ["wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"])
 @settings(max_examples=12)
 @given(desc=shapes, shards=st.integers(1, 16))
-def test_wgmma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, shards):
+def test_wgmma_sp_splits_k_alike_for_parts_and_wholes(row, desc, shards):
     """Whatever number of tokens comes to either."""
     fields = {"m": desc.m, "k": desc.k, "element": row_of(row).elements[0]}
     part = {**fields, "m": -(-desc.m // shards)}
@@ -149,7 +149,7 @@ def test_wgmma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc
 @pytest.mark.parametrize("row", MMA_ENTRIES)
 @settings(max_examples=25)
 @given(desc=shapes, shards=st.integers(1, 16))
-def test_mma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, shards):
+def test_mma_sp_splits_k_alike_for_parts_and_wholes(row, desc, shards):
     part = desc.model_copy(update={"m": -(-desc.m // shards)})
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, mma_sp)
@@ -161,15 +161,15 @@ def test_mma_sp_cuts_k_of_a_part_of_a_weight_as_it_does_of_the_whole(row, desc, 
             assert found["SPLIT_K"] == whole["SPLIT_K"]
 
 
-def test_without_whole_m_a_part_of_a_weight_may_be_cut_otherwise():
-    """Which is why there is one."""
+def test_without_whole_m_part_of_weight_may_be_cut_otherwise():
+    """``whole_m`` exists because the split-K of a part of the rows may differ."""
     row = row_of("wgmma_sp_invariant")
     slices = [wgmma_heuristics.invariant_split_k(m, 4096, row.elements[0]) for m in (28672, 28672 // 8)]
     assert slices[0] != slices[1]
     assert mma_schedules.split_k_of(28672) != mma_schedules.split_k_of(28672 // 8)
 
 
-def test_a_configuration_is_not_applied_to_a_part_of_a_weight():
+def test_configuration_is_not_applied_to_part_of_weight():
     desc = GemmSparse24Descriptor(n=16, m=3584, k=4096, element="bf16")
     other = mma_schedules.candidates(desc, hopper(132))[0]
     free = mma_schedules.schedule_of(desc, hopper(132), {}, 28672)
@@ -275,8 +275,8 @@ def pieces(cut: WgmmaSpSchedule, items: int, tiles: int) -> list[list[tuple[int,
 
 @settings(max_examples=30)
 @given(desc=shapes)
-def test_ranges_are_even_and_handed_over_once_to_the_next_cluster(desc):
-    """Which needs the sums last of all, where giving them was the first thing done: nobody waits for long."""
+def test_stream_k_ranges_are_even_and_share_tiles_once(desc):
+    """The next cluster needs the partial sums last, and storing them comes first, so no cluster waits."""
     tiles = -(-desc.k // 128)
     for cut in wgmma_schedules.schedules_for(desc.n, desc.m):
         if not cut.stream_k:
@@ -429,7 +429,7 @@ SPACES = [
 
 @pytest.mark.parametrize("at", [0, 1 << 20])
 def test_what_lies_where_in_the_workspace_is_known_without_one(at):
-    """``can_implement`` asks so: flags, sums handed over, and those of parts, each behind the other."""
+    """``can_implement`` needs the places of the flags, of stream-K's partial sums and of blocked sums."""
     assert any(one.saved_accumulators for one in SPACES)
     assert any(one.stream_k for one in SPACES)
     desc = GemmSparse24Descriptor(n=1030, m=9000, k=1024, element="bf16")

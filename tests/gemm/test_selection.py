@@ -134,7 +134,7 @@ def test_an_empty_result_needs_no_workspace_to_transpose_x(n, m):
     assert chosen(HOPPER, desc, max_workspace_bytes=0) == chosen(HOPPER, desc) == "wgmma_sp"
 
 
-def test_the_workspace_that_is_allowed_counts_the_accumulators_of_an_epilogue():
+def test_allowed_workspace_counts_accumulators_of_an_epilogue():
     desc = GemmSparse24Descriptor(n=16, m=256, k=512, element="f32", epilogue="bias")
     needed = WEIGHT_BYTES + 16 * 256 * 4
     forced = {"prefer_backend": "inflate_cublas"}
@@ -238,7 +238,7 @@ INVARIANT = {"require": {"batch_invariant": True}}
         (64, 96, {"batches": 4, "element": "fp8_e4m3"}, "inflate_strict_fp8", "inflate_strict_fp8"),
     ],
 )
-def test_a_slice_of_a_weight_has_a_kernel_with_the_bits_of_the_whole(m, whole_m, more, of_whole, of_part):
+def test_slice_of_a_weight_has_kernel_with_bits_of_whole(m, whole_m, more, of_whole, of_part):
     whole = GemmSparse24Descriptor(**{"n": 16, "m": whole_m, "k": 256, "element": "bf16", **more})
     part = whole.model_copy(update={"m": m})
     assert chosen(HOPPER, whole, **INVARIANT) == of_whole
@@ -260,7 +260,7 @@ def test_workspace_for_a_slice_alone_does_not_change_its_bits(n, allowed):
 
 
 @pytest.mark.parametrize("device", [AMPERE, HOPPER], ids=str)
-def test_kernels_for_few_and_many_tokens_serve_slices_with_the_same_bits(device):
+def test_kernels_for_few_and_many_tokens_give_slices_equal_bits(device):
     whole = GemmSparse24Descriptor(n=200, m=16384, k=4096, element="bf16")
     part, wanted = whole.model_copy(update={"m": 1024}), {**INVARIANT, "allow_sm90a": False}
     assert chosen(device, whole, **wanted) == "mma_sp"
@@ -399,7 +399,7 @@ def test_an_explanation_of_what_can_be_installed():
 # Rows ---------------------------------------------------------------------------------------------
 
 
-def test_every_row_has_a_name_of_its_own_and_a_backend_module():
+def test_every_row_has_name_of_its_own_and_backend_module():
     folder = Path(kernel_table.__file__).parent / "backends"
     names = [spec.name for spec in kernel_table.ENTRIES]
     assert len(set(names)) == len(names)

@@ -20,7 +20,7 @@ SCALES = {
 
 @promising("subnormals", "preserved", elements=FLOATS)
 def test_subnormals_are_preserved(row, element, op, epilogue):
-    """Results that are subnormal float32; so is every product and sum, or of narrow elements the operands."""
+    """Results, products and sums are subnormal float32; with narrow elements the operands are subnormal."""
     dtype = ElementKind(element).dtype
     rng = np.random.default_rng(1)
     scale, alpha = SCALES.get((row, element)) or SCALES.get(element, (1e-21, 1.0))

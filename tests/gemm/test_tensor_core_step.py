@@ -154,7 +154,7 @@ def one(element: str, pairs: list[tuple[float, float]], c: float = 0.0) -> float
         ("bf16", [(1.0, 1.0)], NAN, NAN),
     ],
 )
-def test_by_hand(element, pairs, c, want):
+def test_sums_computed_by_hand(element, pairs, c, want):
     got = one(element, pairs, c)
     np.testing.assert_array_equal(got, want)
     assert math.isnan(want) or math.copysign(1, got) == math.copysign(1, want)

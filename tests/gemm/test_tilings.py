@@ -7,6 +7,7 @@ import pytest
 from sparse24_plans import GemmSparse24Descriptor, PlanPreference
 from sparse24_plans.gemm.backends import wgmma_sp
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
+from sparse24_plans.plan.schedule_choice import REFERENCE_SMS
 
 from ..support import Case, make_case, same_bits
 
@@ -103,7 +104,7 @@ def test_ranges_of_every_kind_are_under_test():
 def plan_with(monkeypatch, n: int, cut: schedules.WgmmaSpSchedule, element: str, m: int) -> Case:
     """Return a case with a plan of its own: plans are cached by their problem and preference."""
     monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
-    at = RANGED.index((n, cut._replace(stream_k=schedules.H200_MULTIPROCESSORS // cut.cluster_m)))
+    at = RANGED.index((n, cut._replace(stream_k=REFERENCE_SMS // cut.cluster_m)))
     desc = GemmSparse24Descriptor(n=n, m=m, k=392, element=element, epilogue="bias_silu", alpha=1 + at / 64)
     parked = 1 << 30 if cut.k_chunks > 1 else 0
     preference = None if cut.stream_k else PlanPreference(max_workspace_bytes=parked)

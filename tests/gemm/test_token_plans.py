@@ -178,7 +178,7 @@ def test_rows_of_experts_follow_the_number_of_places(rows):
 
 @pytest.mark.parametrize("rows", [{"x_rows": 5}, {"y_rows": 5, "top_k": 2}], ids=str)
 @pytest.mark.parametrize("group_tokens", ["offsets", "counts"])
-def test_rows_that_do_not_follow_the_number_of_tokens_are_refused(rows, group_tokens):
+def test_rows_that_do_not_follow_number_of_tokens_are_refused(rows, group_tokens):
     desc = problem(64, 128, groups=4, group_tokens=group_tokens, n=8, **rows)
     with pytest.raises(
         InvalidProblemError, match="descriptor: expected no x_rows and y_rows .*, got " + group_tokens
@@ -217,7 +217,7 @@ PREFERENCES = {}, INVARIANT, {"max_workspace_bytes": 0}
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("device", range(len(DEVICES)), ids=lambda at: str(DEVICES[at]))
 @pytest.mark.parametrize("kind", SERVED)
-def test_an_empty_result_is_served_as_others_are_and_writes_nothing(device, kind):
+def test_empty_result_is_served_as_others_are_and_writes_nothing(device, kind):
     elements = ("f32", "f16", "bf16", "s8", "fp8_e4m3", "fp8_e5m2")
     check_each(partial(check_empty, device, kind), ({"element": element} for element in elements))
 
@@ -241,7 +241,7 @@ def check_empty(device: int, kind: str, element: str) -> None:
             assert type(plan).compile(plan.descriptor, **options) == ()
 
 
-def test_a_serving_loop_runs_any_number_of_tokens_with_one_weight_and_workspace():
+def test_serving_loop_runs_any_token_count_with_one_workspace():
     rng = np.random.default_rng(7)
     plans = GemmSparse24Plan.for_tokens(problem(64, 128, "f32"), 40, device="host")
     dense = Sparse24Weight.prune_compress(rng.standard_normal((64, 128), np.float32))

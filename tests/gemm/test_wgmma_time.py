@@ -69,7 +69,7 @@ def test_the_best_schedule_is_missed_by_little(elements, few):
 
 @pytest.mark.parametrize("element", EIGHT_BITS)
 @pytest.mark.parametrize("most", [256, 512])
-def test_of_8_bits_and_some_tokens_the_best_schedule_is_missed_by_less(element, most):
+def test_8_bit_choices_at_some_tokens_lose_less(element, most):
     """One warpgroup that multiplies all tokens beats two that share as many."""
     found = np.array(list(lost((element,), MAX_MEMORY_BOUND_N + 1, most)))
     assert len(found) >= 48
@@ -178,7 +178,7 @@ def time_of(n: int, m: int, element: str, **fields: str) -> np.ndarray:
 @pytest.mark.parametrize(("n", "m"), SIZES)
 @pytest.mark.parametrize("element", ["bf16", *EIGHT_BITS])
 def test_with_a_gate_no_schedule_takes_longer(element, n, m):
-    """It multiplies as much, and stores half as many results."""
+    """A gated product multiplies as much, and stores half as many results."""
     plain, gated = (
         time_of(n, m, element, out_element="bf16", epilogue=one) for one in ("bias", "bias_swiglu")
     )
@@ -191,13 +191,13 @@ def test_with_a_gate_storing_takes_less(element, n, m):
     plain, gated = (
         time_of(n, m, element, out_element="bf16", epilogue=one) for one in ("bias", "bias_swiglu")
     )
-    whole = [one.split_k == 1 for one in schedules_for(n, m)]  # others' time is that of adding up slices
+    whole = [one.split_k == 1 for one in schedules_for(n, m)]  # others spend the time on adding up slices
     assert (gated[whole] < plain[whole]).all()
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
-def test_with_a_gate_results_of_twice_the_bytes_take_as_long(n, m):
-    """There are half as many: they, and not the m rows of both matrices, are what is stored."""
+def test_with_gate_results_of_twice_bytes_take_as_long(n, m):
+    """A gated product stores half as many results as its two matrices have rows."""
     plain = time_of(n, m, "bf16", out_element="bf16", epilogue="bias")
     gated = time_of(n, m, "bf16", out_element="f32", epilogue="bias_swiglu")
     assert gated == pytest.approx(plain)

@@ -252,7 +252,7 @@ def ones_in(group: int):
 
 
 @pytest.mark.parametrize("element", [None, "fp8_e4m3", "s8"])
-def test_a_matrix_with_zeros_that_is_not_2_4_stays_dense(tmp_path, at_rank, caplog, element):
+def test_matrix_with_zeros_that_is_not_2_4_stays_dense(tmp_path, at_rank, caplog, element):
     folder = saved(tmp_path, tensors_of_a_model(), "zeros", element)
     change(folder, "block.up_proj.weight", ones_in(3))
     change(folder, "block.o_proj.weight", ones_in(0))
@@ -302,7 +302,7 @@ def test_zeros_with_a_sign_are_zeros(tmp_path, at_rank, minus):
     assert type(load(folder).block.down_proj.sparse24) is Sparse24QuantizedLinear
 
 
-def test_a_part_of_groups_is_no_reason_to_refuse_stored_zeros(tmp_path, at_rank):
+def test_part_of_groups_is_no_reason_to_refuse_stored_zeros(tmp_path, at_rank):
     """Six columns a rank: what a rank has of a 2:4 matrix isn't 2:4, and stays dense."""
     config = config_for(saved(tmp_path, tensors_of_a_model(), "zeros"))
     at_rank(0, 64)
@@ -348,7 +348,8 @@ def test_each_rank_has_its_part_of_stored_values(tmp_path, at_rank, stored, grou
 def test_stored_values_are_held_packed_where_kernels_read_them_so(
     tmp_path, at_rank, monkeypatch, stored, group
 ):
-    """It is as on a GPU: kernels of the CPU read the canonical weight, of which the op makes it."""
+    """The layer holds a packed weight, as on a GPU. The CPU's kernels read the canonical weight, which the op
+    makes from the packed one."""
     folder = saved(tmp_path, tensors_of_a_model(), "sparse24", weights=stored, group=group)
     plain = load(folder).block
     monkeypatch.setattr(Sparse24WeightOnlyLinear, "hold_packed", Sparse24WeightOnlyLinear._pack)
@@ -360,7 +361,7 @@ def test_stored_values_are_held_packed_where_kernels_read_them_so(
         assert torch.equal(layer(x), other(x))
 
 
-def test_scales_of_groups_are_kept_exactly_in_a_model_of_another_dtype(tmp_path, at_rank):
+def test_group_scales_stay_exact_in_models_of_another_dtype(tmp_path, at_rank):
     from safetensors.torch import load_file
 
     folder = saved(tmp_path, tensors_of_a_model(), "sparse24", weights="s4", group=64)
@@ -485,7 +486,7 @@ def test_compressed_weights_outside_linear_layers_are_refused(tmp_path, at_rank)
         config.get_quant_method(nn.Embedding(4, 4), "block")
 
 
-def test_stored_zeros_outside_linear_layers_are_vllms_if_they_have_16_bits(tmp_path, at_rank):
+def test_stored_16_bit_zeros_outside_linear_layers_stay_vllms(tmp_path, at_rank):
     for element in (None, "fp8_e4m3"):
         home = tmp_path / str(element)
         home.mkdir()

@@ -68,7 +68,7 @@ def test_what_cannot_be_served_is_not_claimed(caplog, change, words, form):
     ("form", "groups", "claims"),
     [("sparse-24-bitmask", {}, False), ("dense", {"g": GROUP}, False), ("dense", {}, True)],
 )
-def test_experts_are_claimed_only_where_vllm_serves_them_as_they_are(name, nested, form, groups, claims):
+def test_experts_are_claimed_only_where_vllm_serves_them_unchanged(name, nested, form, groups, claims):
     sparsity = {"format": form, "sparsity_structure": "2:4", "targets": ["Linear"]}
     entry = {"quant_method": "compressed-tensors", "config_groups": groups, "sparsity_config": sparsity}
     for count in (8, 0, None):

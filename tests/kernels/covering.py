@@ -102,7 +102,7 @@ def kinds_of(request: Request) -> Iterator[Hashable]:
 
 
 def instructions_of(element: int) -> int:
-    """Return the element whose instructions have the same shapes: f16 for bf16, and else its own."""
+    """Return the element whose instructions have the same shapes: f16 for bf16, otherwise the same."""
     f16, bf16 = ELEMENT_CODES[ElementKind.F16], ELEMENT_CODES[ElementKind.BF16]
     return f16 if element == bf16 else element
 

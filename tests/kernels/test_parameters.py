@@ -104,7 +104,7 @@ def test_every_struct_of_a_kernel_is_declared():
     assert [name for text in texts for name in re.findall(r"^struct (\w+Params)\b", text, re.MULTILINE)] == []
 
 
-def test_a_struct_takes_declared_names_alone_and_pads_its_tensor_maps():
+def test_struct_takes_declared_names_alone_and_pads_its_tensor_maps():
     @kernel_params("")
     class One(KernelParams):
         box = field("TensorMap", "A map.")

@@ -159,7 +159,7 @@ def name_of(desc: Any) -> str:
 
 def select(desc: Any, device: int | str, **options: Any) -> Any:
     if is_on_host_alone(desc) and device not in ("host", "cpu"):
-        pytest.skip("no kernel of the device serves it yet")
+        pytest.skip("no kernel of the device serves it")
     return PLANS[type(desc)].select(desc, device=device, **options)
 
 

@@ -107,7 +107,7 @@ def test_selection_by_promise_cached_and_explained():
         ScalePlan.select(DESC.model_copy(update={"element": "f16"}), device="host")
 
 
-def test_identity():
+def test_the_sku_names_the_new_family():
     sku = select().sku
     assert (sku.op, sku.backend, sku.element, sku.aux_element) == ("scale", "host", "f32", "f32")
 

@@ -99,7 +99,7 @@ def test_nothing_is_compiled(monkeypatch):
     assert GemmSparse24Plan.select(product(n, "f32"), device="h100").kernel == "f32_split6"
 
 
-def test_a_plan_of_an_absent_gpu_refuses_to_run_and_says_why():
+def test_plan_of_absent_gpu_refuses_to_run_and_says_why():
     desc = product(16)
     plan = GemmSparse24Plan.select(desc, device="h200")
     (nbytes,) = [layout_of(desc.element).packed_shape(desc.m, desc.k)]
@@ -119,7 +119,7 @@ def test_a_plan_of_an_absent_gpu_refuses_to_run_and_says_why():
     assert isinstance(verdict.error, BackendUnavailableError)
 
 
-def test_it_pickles_and_is_cached_apart_from_a_plan_that_runs():
+def test_it_pickles_and_is_cached_apart_from_plan_that_runs():
     plan = GemmSparse24Plan.select(product(8), device="h100")
     assert pickle.loads(pickle.dumps(plan)) is plan
     assert GemmSparse24Plan.select(product(8), device="h100") is plan
@@ -128,7 +128,7 @@ def test_it_pickles_and_is_cached_apart_from_a_plan_that_runs():
     assert described is named
 
 
-def test_cusparselt_needs_a_limit_because_it_tells_its_workspace_on_the_gpu_alone():
+def test_offline_cusparselt_needs_a_workspace_limit():
     desc, forced = product(16), {"prefer_backend": "cusparselt"}
     with pytest.raises(UnsupportedError, match="max_workspace_bytes bounds it"):
         GemmSparse24Plan.select(desc, preference=forced, device=H200)

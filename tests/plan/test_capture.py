@@ -80,8 +80,8 @@ def test_a_launch_follows_what_else_is_captured(name):
 
 
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
-def test_a_plan_of_several_launches_may_be_freed_in_a_capture(mode):
-    """It holds a CUDA graph, which CUDA lets no thread free that captures another one."""
+def test_plan_of_several_launches_may_be_freed_in_capture(mode):
+    """The plan holds a CUDA graph, and CUDA lets no thread free a graph while the thread captures another."""
     import cupy
 
     case = kernel_case("inflate_cublas")

@@ -144,7 +144,7 @@ def test_operands_of_two_frameworks_need_one_stream(x, out, current, launched):
     assert launched == [0, 0]
 
 
-def test_a_pytorch_without_the_cheap_getter_is_asked_for_its_stream_object(current, monkeypatch):
+def test_pytorch_without_cheap_getter_is_asked_for_its_stream_object(current, monkeypatch):
     stream = SimpleNamespace(cuda_stream=99)
     cuda = SimpleNamespace(current_stream=lambda ordinal: stream)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(_C=SimpleNamespace(), cuda=cuda))

@@ -81,7 +81,7 @@ def test_bounds_that_are_none(field, value):
 
 
 @pytest.mark.parametrize("element", ["f16", "bf16", "fp8_e4m3"])
-def test_a_subnormal_operand_counts_as_the_smallest_normal_one_on_tensor_cores(element):
+def test_subnormal_operand_counts_as_smallest_normal_one_on_tensor_cores(element):
     kind = ElementKind(element)
     least = kind.smallest_normal
     values = np.array([0.0, kind.smallest_subnormal, -least / 2, least, -3.0, np.inf])
@@ -108,7 +108,7 @@ def test_without_that_the_bound_of_fp8_would_be_false():
 
 
 @pytest.mark.parametrize("out", ["f32", "f16", "bf16"])
-def test_a_tolerance_covers_the_rounding_of_the_result_and_little_more(out):
+def test_tolerance_covers_rounding_of_result_and_little_more(out):
     """Without accumulation the exact value may be rounded to the type, and nothing is two places off."""
     kind = ElementKind(out)
     exact = np.array([0.0, 1.0, -3.14159, 65000.0, 1 + 2.0**-12])

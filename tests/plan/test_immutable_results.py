@@ -69,7 +69,7 @@ def test_memory_that_must_not_change_is_no_workspace(kind):
         plan.run(args, workspace=KINDS[kind](np.zeros(8, np.float32)))
 
 
-def test_jax():
+def test_immutable_jax_results_are_refused():
     jnp = pytest.importorskip("jax.numpy")
     plan, args = product()
     y = jnp.full((4, 8), 7, jnp.float32)

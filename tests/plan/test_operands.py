@@ -160,7 +160,12 @@ def test_a_missing_operand_and_one_that_was_not_asked_for(desc, device):
     some = next(getattr(case.args, name) for name in known if known[name].role in (Role.IN, Role.OUT))
     for name in names(case):
         if name not in known:
-            says(case, replace(case.args, **{name: some}), name, "expected None, as the descriptor has it")
+            says(
+                case,
+                replace(case.args, **{name: some}),
+                name,
+                "expected None for this descriptor",
+            )
         elif not known[name].optional:
             says(case, replace(case.args, **{name: None}), name, "NoneType")
 
@@ -298,7 +303,7 @@ def test_misalignment_is_said_before_an_overlap():
     ids=["n", "m", "rows"],
 )
 def test_an_empty_tensor_may_lie_anywhere(desc):
-    """There is nothing at its address: null, odd, of any stride."""
+    """The address of an empty tensor is never read: it may be null or odd, and have any stride."""
     case = case_of(desc, "host")
     for operand in tensors(desc):
         if 0 not in operand.shape:

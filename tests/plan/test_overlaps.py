@@ -119,7 +119,7 @@ def test_column_windows_of_one_buffer_do_not_overlap(device):
 
 @pytest.mark.parametrize("sizes", [(16, 0), (0, 32)], ids=["x", "y"])
 def test_an_operand_without_elements_overlaps_nothing(sizes, device):
-    """It may be an empty window of the other's rows."""
+    """The empty operand may be an empty window of the other's rows."""
     n, (m, k) = 6, sizes
     plan = select(GemmSparse24Descriptor(n=n, m=m, k=k, element="f32"), device)
     case = PlanCase(plan, random_inputs(plan.descriptor))

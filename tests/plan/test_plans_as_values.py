@@ -61,7 +61,7 @@ def test_a_plan_in_another_process(preference):
     assert there == (plan.descriptor, plan.preference, plan.sku, plan.device, repr(plan))
 
 
-def test_a_pickle_is_small_and_keeps_a_table_of_the_callers():
+def test_pickle_is_small_and_keeps_table_of_callers():
     plan = GemmSparse24Plan.select(DESC, device="host")
     assert len(pickle.dumps(plan)) < 2000
     own = TuningTable("my GPU", "1.0", table().entries)

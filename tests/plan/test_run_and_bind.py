@@ -157,7 +157,7 @@ def test_the_callers_device_stays_current():
     assert cupy.cuda.runtime.getDevice() == before
 
 
-def test_a_bound_graph_is_freed_while_the_thread_may_free_anything(monkeypatch):
+def test_bound_graph_is_freed_while_thread_may_free_anything(monkeypatch):
     """tests/plan/test_capture.py has captures on a GPU."""
     events = []
 

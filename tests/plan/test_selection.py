@@ -297,7 +297,7 @@ def test_a_workspace_limit_does_not_affect_other_plans():
 
 
 @every_problem
-def test_a_plan_explains_itself_as_explain_did_and_its_kernel_too(desc):
+def test_plan_explains_itself_as_explain_did_and_its_kernel_too(desc):
     plan, before = select(desc, "host"), explain(desc, device="host")
     after = plan.explain()
     assert (before.details, before.workspace_size) == ("", None)

@@ -169,7 +169,7 @@ def test_an_alpha_that_float32_stores_roughly_is_within_the_tolerance(element, k
 @pytest.mark.parametrize("kind", ["bias_swiglu", "bias_geglu"])
 @settings(max_examples=15)
 @given(exponent=st.floats(-149, -140), large=st.floats(0, 60), seed=seeds)
-def test_a_subnormal_gate_of_a_large_value_is_within_the_tolerance(kind, kernel, exponent, large, seed):
+def test_subnormal_gate_of_large_value_is_within_tolerance(kind, kernel, exponent, large, seed):
     """A subnormal alpha makes the gates subnormal, and the bias makes what they multiply large."""
     rng, alpha = np.random.default_rng(seed), 2.0**exponent
     desc = GemmSparse24Descriptor(n=N, m=M, k=K, element="f32", epilogue=kind, alpha=alpha)
@@ -304,7 +304,7 @@ def test_bounds_of_relu_are_within_the_tolerance(seed, threshold, most):
 
 
 @pytest.mark.parametrize("name", ["relu", "silu", "gelu", "gelu_tanh"])
-def test_no_slope_is_steeper_than_the_constant_and_none_much_flatter(name):
+def test_no_slope_is_steeper_than_constant_and_none_much_flatter(name):
     v = np.linspace(-30, 30, 400_001)
     slopes = np.abs(np.diff(activate(v, name)) / np.diff(v))
     assert slopes.max() <= tolerance._SLOPES[name] <= slopes.max() + 0.01

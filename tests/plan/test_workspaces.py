@@ -72,12 +72,12 @@ def test_absent_or_too_small(memory):
     assert (error.needed, error.got) == (BYTES, BYTES - 1)
 
 
-def test_misaligned(memory):
+def test_misaligned_memory_is_refused(memory):
     error = memory.rejected(memory.space(ALIGNMENT // 2), MisalignedOperandError, "workspace: expected")
     assert (error.argument, error.needed) == ("workspace", ALIGNMENT)
 
 
-def test_elsewhere(memory):
+def test_memory_of_another_device_is_refused(memory):
     space = memory.space(0, device=Device("cuda", 3))
     memory.rejected(space, InvalidProblemError, "workspace: expected memory on host, got cuda:3")
 
@@ -109,7 +109,7 @@ def test_only_the_used_part_of_a_workspace_must_be_apart(memory):
 
 
 @pytest.mark.parametrize("form", ["array", "view", "object"])
-def test_forms(memory, form):
+def test_every_form_of_workspace_is_taken(memory, form):
     raw = memory.raw[:BYTES]
     given = {
         "array": raw,

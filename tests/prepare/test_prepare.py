@@ -98,7 +98,7 @@ def test_special_values(cells, kept, device):
 
 @every_mood
 @every_element
-def test_compress_covers_the_nonzeros_and_reports_the_first_group_of_too_many(element, mood, device):
+def test_compress_covers_nonzeros_and_reports_first_group_of_too_many(element, mood, device):
     dense = matrix(np.random.default_rng(2), (M, K), element, mood)
     cells = numbers(dense, element)
     want = model(dense, lambda row, group: cover(cells[row, 4 * group : 4 * group + 4]))

@@ -20,7 +20,7 @@ M, K = 16, 24
 @every_mood
 @every_rule
 @every_element
-def test_tiles(element, rule, mood, device):
+def test_tiles_are_pruned_by_their_rule(element, rule, mood, device):
     dense = matrix(np.random.default_rng(0), (M, K), element, mood)
     keep = kept_cells(dense, element, rule)
     case = PrepareCase(
@@ -40,7 +40,7 @@ def test_tiles(element, rule, mood, device):
 
 
 @every_rule
-def test_no_row_and_no_column_of_a_tile_keeps_more_than_two(rule, device):
+def test_rows_and_columns_of_a_tile_keep_two_at_most(rule, device):
     m = k = 64
     dense = matrix(np.random.default_rng(1), (m, k), ElementKind.F32, "normal")
     case = PrepareCase(
@@ -66,7 +66,7 @@ def test_there_are_90_ways():
     assert [mask_of(pattern) for pattern in PATTERNS] == want
 
 
-def test_a_row_of_the_causal_rule_depends_on_no_later_one(device):
+def test_row_of_causal_rule_depends_on_no_later_one(device):
     rng = np.random.default_rng(2)
     dense = matrix(rng, (8, 64), ElementKind.F32, "normal")
     desc = TilePruneSparse24Descriptor(m=8, k=64, element="f32", rule="causal_1122")
@@ -86,7 +86,7 @@ def test_whole_squares_only(m, k):
 
 
 @pytest.mark.parametrize(("m", "k"), [(0, 8), (8, 0)])
-def test_empty(m, k, device):
+def test_empty_matrices_have_empty_results(m, k, device):
     dense = np.zeros((m, k), np.uint16)
     found = run(TilePruneSparse24Descriptor(m=m, k=k, element="f16"), device, dense=dense)
     assert all(bits.size == 0 for bits in found.values())

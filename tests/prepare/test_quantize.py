@@ -261,7 +261,7 @@ def test_every_float16_divided_by_many_scales(out):
 
 @pytest.mark.gpu
 def test_overlapping_launches_keep_the_order_of_their_stream():
-    """It may start before the kernel in front of it has ended, and the next before it has."""
+    """A launch may start before the preceding kernel has ended, and the next one before this one has."""
     import cupy
 
     desc = QuantizeSparse24Descriptor(m=4096, k=4096, element="f32", out_element="s8")
@@ -269,8 +269,8 @@ def test_overlapping_launches_keep_the_order_of_their_stream():
     source = cupy.random.default_rng(0).standard_normal((4096, 4096), dtype=cupy.float32)
     x, scale = cupy.empty_like(source), cupy.empty(4096, cupy.float32)
     results = [cupy.empty((4096, 4096), cupy.int8) for _ in range(4)]
-    for turn, result in enumerate(results):
-        cupy.multiply(source, turn + 1, out=x)
+    for number, result in enumerate(results):
+        cupy.multiply(source, number + 1, out=x)
         plan.run(QuantizeSparse24Args(x, result, scale))
         again = cupy.multiply(result, scale[:, None])
         assert float(cupy.abs(again - x).max()) <= float(scale.max()) * 0.5001

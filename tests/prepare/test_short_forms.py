@@ -72,7 +72,7 @@ def test_the_plans_give_the_bits_of_the_array_code(element, shape, mood):
         assert same_bits(made.buffers[0].bits(), right.buffers[0].bits())
 
 
-def test_a_matrix_that_breaks_2_4_is_refused_with_its_place():
+def test_matrix_that_breaks_2_4_is_refused_with_its_place():
     dense = np.zeros((9, 32), np.float16)
     dense[7, 12:15] = 1
     for compress in (short_forms.compress, Sparse24Weight.compress):
@@ -231,7 +231,7 @@ def test_on_a_gpu_the_kernels_run_on_the_callers_stream(element, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("element", PACKED_ELEMENTS)
-def test_on_a_gpu_packing_is_the_plans_kernel_on_the_callers_stream(element, monkeypatch):
+def test_on_gpu_packing_is_plans_kernel_on_callers_stream(element, monkeypatch):
     import cupy
 
     right = Sparse24Weight.prune_compress(dense_of(element, shape=(65, 272)))

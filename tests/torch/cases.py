@@ -67,7 +67,7 @@ def close(result: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | None =
 
 
 def assert_on_the_current_stream(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-    """Its work is enqueued behind a kernel that takes long, and before what reads the result."""
+    """Assert that ``call`` enqueues its work behind a long kernel, and before what reads the result."""
     stream, wanted = torch.cuda.Stream(), call(x)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

@@ -121,7 +121,7 @@ def test_experts_are_swapped_with_their_bytes_and_routers_stay_dense(name):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_swapped_mixtures_give_what_dense_ones_with_the_pruned_weights_give(name):
+def test_swapped_mixtures_give_what_dense_ones_with_pruned_weights_give(name):
     model, dense = (built(name, MIXTURES[name]) for _ in range(2))
     report = to_sparse24(model)
     weights = {layer.name: layer for layer in report.layers}
@@ -206,7 +206,7 @@ def test_conv1d_layers_are_swapped_and_pruned_along_their_inputs(gpt2):
         torch.testing.assert_close(model(TOKENS).logits, expected(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_gpt2_from_a_compressed_checkpoint_has_the_bits_of_the_swapped_one(gpt2, tmp_path):
+def test_gpt2_from_compressed_checkpoint_has_bits_of_swapped_one(gpt2, tmp_path):
     compress_checkpoint(gpt2, tmp_path / "ours", device="host")
     swapped = transformers.GPT2LMHeadModel.from_pretrained(gpt2).eval()
     to_sparse24(swapped)
@@ -222,7 +222,7 @@ def test_gpt2_from_a_compressed_checkpoint_has_the_bits_of_the_swapped_one(gpt2,
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_square_weight_that_was_compressed_along_its_outputs_is_refused(gpt2, tmp_path, swapped):
+def test_square_weight_that_was_compressed_along_its_outputs_is_refused(gpt2, tmp_path, swapped):
     """Nothing but the note in the file tells it from a right one."""
     compress_checkpoint(gpt2, tmp_path / "ours", device="host")
     file = tmp_path / "ours" / "model.safetensors"

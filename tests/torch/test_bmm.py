@@ -176,7 +176,7 @@ def test_one_batch_and_empty_batches(device):
         ),
         (
             {"x": torch.zeros(BATCHES, ROWS, 64, dtype=torch.bfloat16)},
-            "k: expected 128, as the weight has it, got 64",
+            "k: expected 128, like the weight, got 64",
         ),
         ({"bias": torch.zeros(2, OUT, dtype=torch.bfloat16)}, r"bias: expected \[3, 64\] or \[64\]"),
         ({"residual": torch.zeros(ROWS, OUT, dtype=torch.bfloat16)}, r"residual: expected \[3, 5, 64\]"),

@@ -82,7 +82,7 @@ def weight_of(model: nn.Module, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layer_of_the_blocks_becomes_24_and_loads_as_sparse(name):
+def test_every_layer_of_blocks_becomes_24_and_loads_as_sparse(name):
     model = transformer(name)
     before = weights(model)
     report = calibrate(model, token_batches())
@@ -103,7 +103,7 @@ def test_every_layer_of_the_blocks_becomes_24_and_loads_as_sparse(name):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_block_is_pruned_for_the_outputs_of_the_pruned_ones_before_it(method):
+def test_blocks_are_pruned_for_outputs_of_earlier_pruned_blocks(method):
     model, batches = stack(), inputs()
     expected = copy.deepcopy(model)
     hidden, errors = batches, []
@@ -316,7 +316,7 @@ def test_quantized_layers_pass_on_errors_of_their_outputs():
         hidden = [nn.functional.gelu(module(one)) for one in hidden]
 
 
-def test_layers_of_widths_that_are_no_multiple_of_8_are_left_dense():
+def test_layers_of_widths_not_multiples_of_8_stay_dense():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 16))
     report = calibrate(model, inputs(16), weights="s4")
@@ -380,7 +380,7 @@ def test_a_broken_file_is_refused(cut, tmp_path):
         calibrate(stack(), inputs(), resume=tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_storage(tmp_path):
+def test_folder_that_cannot_be_made_is_error_of_storage(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError):
         calibrate(stack(), inputs(), resume=tmp_path / "file" / "folder")
@@ -514,7 +514,7 @@ def test_a_layer_made_alone_says_that_its_weight_was_calibrated(name, made):
 
 
 @pytest.mark.parametrize("made", LAYERS)
-def test_the_mark_of_a_calibrated_weight_is_read_once_for_a_layer(made, monkeypatch):
+def test_mark_of_calibrated_weight_is_read_once_for_layer(made, monkeypatch):
     dense, read = nn.Linear(16, 16, dtype=torch.bfloat16), []
     dense.weight.data = torch.ops.sparse24.prune(dense.weight.data)
     monkeypatch.setattr(linear, "noted_origin", lambda module: read.append(module) or {"calibrated": "wanda"})
@@ -544,7 +544,7 @@ def loaded(model, state, **options):
 
 
 @pytest.mark.parametrize(("change", "origin"), CHANGED.values(), ids=CHANGED)
-def test_a_weight_that_calibrate_did_not_make_is_not_called_calibrated(change, origin):
+def test_weight_that_calibrate_did_not_make_is_not_called_calibrated(change, origin):
     model = transformer("GPT2LMHeadModel")
     report = calibrate(model, token_batches(1), method="wanda")
     layer = linear_of(change(model).get_submodule(report.layers[0].name))

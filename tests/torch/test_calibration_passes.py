@@ -77,7 +77,7 @@ def test_calls_left_early_give_the_bits_of_complete_calls(name, method, monkeypa
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_pass_ends_before_the_layers_whose_inputs_it_is_for(whole, monkeypatch):
+def test_pass_ends_before_layers_whose_inputs_it_is_for(whole, monkeypatch):
     """Three layers in a row: the first pass finds them, one goes to each of them, the last gives outputs."""
     if whole:
         never_left(monkeypatch)
@@ -102,7 +102,7 @@ def test_the_head_runs_for_the_first_batch_alone():
     assert calls == {"model.embed_tokens": BATCHES, "model.norm": 1, "lm_head": 1}
 
 
-def test_a_block_that_is_called_again_after_the_last_is_refused():
+def test_block_that_is_called_again_after_last_is_refused():
     with pytest.raises(InvalidProblemError, match="called once each"):
         calibrate(Twice([0, 1, 2, 2]), inputs())
 
@@ -137,7 +137,7 @@ class Careful(nn.Module):
             raise
 
 
-def test_blocks_that_catch_exceptions_do_not_catch_the_end_of_calls():
+def test_blocks_that_catch_exceptions_do_not_catch_end_of_calls():
     model = nn.Sequential(Careful(), Careful())
     assert len(calibrate(model, inputs()).layers) == 2
     assert [block.caught for block in model] == [0, 0]

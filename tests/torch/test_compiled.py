@@ -109,7 +109,7 @@ def test_products_share_a_graph_with_surrounding_ops():
     assert code.count(SITE) == 4
 
 
-def test_one_graph_serves_every_number_of_tokens_and_distance_of_rows():
+def test_one_graph_serves_every_token_count_and_row_stride():
     one = layer()
     compiled = torch.compile(one, fullgraph=True, dynamic=True)
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_inductor_internals_that_fail_in_use_leave_the_op(monkeypatch, caplog):
 
 
 def test_code_from_the_cache_needs_no_lowering(monkeypatch):
-    """It imports what it calls: the process that runs it may have lowered nothing."""
+    """Generated code imports what it calls: the process that runs the code may have lowered nothing."""
     fresh = getattr(inductor_utils, "fresh_cache", None) or inductor_utils.fresh_inductor_cache
     one, x = layer(), randn(5, 64, dtype=torch.bfloat16)
     with fresh(), config.patch(force_disable_caches=False, fx_graph_cache=True), torch.no_grad():

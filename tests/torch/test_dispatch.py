@@ -427,7 +427,7 @@ def test_export_keeps_the_op_and_the_symbolic_size(tmp_path: Path):
 
 @needs_a_compiler
 def test_an_aot_inductor_package_runs_where_the_ops_are_registered(tmp_path: Path):
-    """It calls the op through PyTorch's dispatcher, so its process must import sparse24_plans.torch."""
+    """A package calls the op through PyTorch's dispatcher, so a process must import sparse24_plans.torch."""
     layer = Layer().requires_grad_(False)
     program = torch.export.export(layer, (randn(4, 64),), dynamic_shapes=({0: torch.export.Dim("tokens")},))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))

@@ -51,7 +51,7 @@ def test_values_and_indices_are_what_pytorchs_cutlass_functions_take(dtype):
 
 
 @served
-def test_groups_of_fewer_non_zeros_are_read_back_by_pytorch_too(dtype):
+def test_pytorch_reads_groups_of_fewer_non_zeros_back(dtype):
     """Implementations put spare values in different places, so that dense matrices are compared."""
     dense = matrix(dtype)
     dense[:, ::3] = 0
@@ -80,8 +80,8 @@ def test_parts_of_pytorchs_cutlass_class_are_taken(dtype):
     parts = sparse_semi_structured_from_dense_cutlass(dense)
     one = Sparse24Tensor(dense.shape, *parts, None, None, None)
     assert torch.equal(one.to_dense(), dense)
-    turned = Sparse24Tensor(dense.t().shape, None, None, *parts, None)
-    assert torch.equal(turned.to_dense(), dense.t())
+    transposed = Sparse24Tensor(dense.t().shape, None, None, *parts, None)
+    assert torch.equal(transposed.to_dense(), dense.t())
     x = integers(128, 5) if dtype == torch.int8 else randn(128, 5, dtype=dtype)
     close((one @ x).float(), (dense.double() @ x.double()).clamp(-128, 127), torch.bfloat16)
 
@@ -143,7 +143,7 @@ def test_cutting_keeps_requires_grad_and_refuses_what_ours_refuses():
 # PyTorch's functions --------------------------------------------------------------------------------
 
 
-def test_functions_stand_in_torch_as_long_as_they_are_asked_to():
+def test_functions_replace_pytorchs_only_while_asked_to():
     before = torch._sparse_semi_structured_linear
     with use_as_default():
         assert torch._sparse_semi_structured_linear is before
@@ -211,13 +211,13 @@ def test_linear_of_int8_parts_is_exact(activation, out, with_bias, functions):
     assert torch.equal(y.cpu().long(), wanted.clamp(limits.min, limits.max))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @served
-def test_mm_and_addmm_of_parts(dtype, turned, functions):
+def test_mm_and_addmm_of_parts(dtype, transposed, functions):
     dense, whole = matrix(dtype), dtype == torch.int8
     tensor = Sparse24Tensor.from_dense(dense)
     b = (integers(16, 128) if whole else randn(16, 128, dtype=dtype)).t()
-    b = b if turned else b.contiguous()
+    b = b if transposed else b.contiguous()
     out = torch.int32 if whole else dtype
     added = torch.arange(64, device=DEVICE).to(out)
     y = torch._sparse_semi_structured_mm(tensor.values(), tensor.indices(), b, out_dtype=out)

@@ -68,7 +68,7 @@ def test_a_record_has_the_contracts_fields():
 
 
 def test_two_processes_share_a_decoder():
-    """Here on gloo; on GPUs over nccl. The host's times are those of one."""
+    """The test's processes talk over gloo; on GPUs over nccl. Several processes record no host times."""
     counts = {"decode": (1, 3), "prefill": (5,)}
     found = measured(torch_ranks.steps(2, SMALL, "cpu", counts, block_us=BLOCK_US), 2)
     assert found["host"] == {}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks import check, expert_layers
-from benchmarks.bound import judged
 from benchmarks.bounds import BOUNDS
 from benchmarks.expert_layers import LISTS, Layer
+from benchmarks.judging import judged
 from sparse24_plans import UnsupportedError
 from sparse24_plans.bench import record
 from sparse24_plans.torch import Sparse24Experts
@@ -36,7 +36,7 @@ def steps() -> list[record.Step]:
     return expert_layers.steps(1, DEVICE, block_us=BLOCK_US, short_block_us=BLOCK_US)
 
 
-def test_a_record_has_a_row_of_each_layer_and_number_of_tokens(small):
+def test_record_has_row_of_each_layer_and_number_of_tokens(small):
     found = record.take(steps(), ABOUT, LISTS)
     assert check.faults("experts", found) == []
     assert [(row["model"], row["tokens"]) for row in found["layers"]] == [

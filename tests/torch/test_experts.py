@@ -388,7 +388,7 @@ def test_sizes_that_no_kernel_serves_are_refused():
         Sparse24Experts.from_experts(DenseExperts(2, 96, 24, torch.bfloat16, "cpu"))
 
 
-def test_experts_are_left_to_pytorch_where_only_the_strict_kernel_has_groups(monkeypatch):
+def test_experts_stay_pytorchs_if_only_strict_kernels_have_groups(monkeypatch):
     """Asked of assumed GPUs. Whoever requires its bits gets it."""
     plan_on, strict = ExpertsWeight.plan_on, {"bit_stable_across_hardware": True}
     for name, dtype, require, kernel in (

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks import check, fp8_layers
-from benchmarks.bound import judged
 from benchmarks.bounds import BOUNDS
 from benchmarks.fp8_layers import DTYPES, LISTS
+from benchmarks.judging import judged
 from sparse24_plans import UnsupportedError
 from sparse24_plans.bench import record
 from sparse24_plans.torch import Sparse24QuantizedLinear
@@ -31,7 +31,7 @@ def steps() -> list[record.Step]:
     return fp8_layers.steps(DEVICE, block_us=BLOCK_US, short_block_us=BLOCK_US)
 
 
-def test_a_record_has_a_row_of_each_layer_and_number_of_tokens(small):
+def test_record_has_row_of_each_layer_and_number_of_tokens(small):
     found = record.take(steps(), ABOUT, LISTS)
     assert check.faults("layers", found) == []
     where = {(row["m"], row["k"], row["n"], row["dtype"]) for row in found["layers"]}

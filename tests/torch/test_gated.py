@@ -162,7 +162,7 @@ def model() -> nn.Module:
 FUSED = {"llama": "swiglu", "gelu": "geglu", "phi": "swiglu", "tanh": "geglu_tanh"}
 
 
-def test_blocks_of_a_model_are_fused_and_others_say_why_not():
+def test_blocks_of_model_are_fused_and_others_say_why_not():
     whole, fused = model(), model()
     for parameter in (*whole.parameters(), *fused.parameters()):
         parameter.data = pruned(parameter.data) if parameter.dim() == 2 else parameter.data
@@ -267,7 +267,7 @@ def test_hooks_of_any_kind_keep_a_block(register, part):
     assert fuse_gated(m) == {"mlp": GatedBlock(reason="it has hooks, which a swap would lose")}
 
 
-def test_a_block_under_several_names_is_replaced_under_all_of_them():
+def test_block_under_several_names_is_replaced_under_all_of_them():
     block = Block(nn.SiLU())
     m = nn.Sequential(block, block).to(DEVICE)
     assert fuse_gated(m) == {"0": GatedBlock(activation="swiglu")}

@@ -1,4 +1,4 @@
-"""What a Sparse24Linear saves and loads: states, copies, and what a broken state leaves as it was."""
+"""Saving and loading a Sparse24Linear: states, copies, and what a broken state leaves as it was."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_state_is_that_of_our_checkpoints():
     }
 
 
-def test_weight_says_what_it_is_and_has_the_tensors_of_the_state():
+def test_weight_says_what_it_is_and_has_tensors_of_state():
     """Models ask a layer's weight for its dtype and device; torch.distributed walks the names of a state."""
     layer = Sparse24Linear.from_linear(dense_layer(60, 96, dtype=torch.bfloat16))
     weight, found = layer.weight, layer.state_dict()
@@ -49,7 +49,7 @@ def test_torch_distributeds_own_state_functions():
 
 
 def test_memory_that_to_empty_gives_holds_a_fresh_layer():
-    """There is no metadata in it that could be packed, or unpacked for a load."""
+    """Such memory holds no valid metadata that could be packed, or unpacked for a load."""
     layer = Sparse24Linear(64, 96, device="meta", dtype=torch.bfloat16).to_empty(device=DEVICE)
     assert not layer(randn(5, 64, dtype=torch.bfloat16)).any()
     layer.load_state_dict(Sparse24Linear.from_linear(dense_layer(dtype=torch.bfloat16)).state_dict())
@@ -97,7 +97,7 @@ def test_a_state_of_another_dtype_is_converted():
     assert torch.equal(half.dense_weight(), layer.dense_weight().bfloat16())
 
 
-def test_an_optimizer_goes_on_with_a_layer_that_loads_a_state():
+def test_optimizer_goes_on_with_layer_that_loads_state():
     """The layer's own tensors take the values, as those of nn.Linear do."""
     layer = Sparse24Linear.from_linear(dense_layer(), trainable=True)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
@@ -187,7 +187,7 @@ def test_a_state_may_have_any_strides(kind, assign):
 
 
 @every_kind
-def test_a_layer_without_memory_warns_and_loads_nothing_unless_tensors_are_assigned(kind):
+def test_layers_without_memory_load_only_assigned_tensors(kind):
     source, layer = filled(kind), new(kind, device="meta")
     with pytest.warns(UserWarning, match="weight: it is on the meta device"):
         layer.load_state_dict(source.state_dict())
@@ -252,7 +252,7 @@ def with_tensors_of_its_users(kind: str, filling: float) -> nn.Module:
 
 @pytest.mark.parametrize("assign", [False, True])
 @every_kind
-def test_tensors_and_modules_that_users_put_into_a_layer_are_saved_and_loaded(kind, assign):
+def test_tensors_and_modules_added_to_a_layer_are_saved(kind, assign):
     layer, other = (nn.Sequential(with_tensors_of_its_users(kind, one)) for one in (1.0, 2.0))
     found = state(layer)
     assert {"0.importance", "0.gain", "0.beside.weight"} < found.keys()

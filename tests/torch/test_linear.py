@@ -59,7 +59,7 @@ def test_results_in_float32():
     assert layer(randn(5, 64, dtype=torch.bfloat16)).dtype == torch.float32
 
 
-def test_methods():
+def test_methods_prune_or_refuse_dense_weights():
     dense = dense_layer()
     with pytest.raises(FormatError):
         Sparse24Linear.from_linear(dense, method="compress")

@@ -53,7 +53,7 @@ TOKENS = torch.arange(8)[None]
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    """A folder with the same tiny Llama: ours, as compressed-tensors has it, and dense, all in shards."""
+    """A folder with one tiny Llama in our form, in compressed-tensors' form, and dense, all in shards."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     LlamaForCausalLM(CONFIG).save_pretrained(folder / "unpruned", max_shard_size="60KB")
@@ -146,7 +146,7 @@ def test_the_state_goes_back_into_a_checkpoint(llama, tmp_path):
 
 
 def test_names_with_and_without_the_inner_models(llama):
-    """A base model takes the checkpoint of a whole one, as transformers has it."""
+    """A base model loads a whole model's checkpoint, as it does in transformers."""
     whole = from_pretrained(llama / "ours")
     inner = from_pretrained(llama / "ours", model_class=AutoModel)
     assert type(inner) is type(whole.model)
@@ -269,7 +269,7 @@ def test_any_module_takes_a_checkpoint(tmp_path):
 
 
 def test_layers_that_are_sparse_already_are_filled(tmp_path):
-    """They keep their options; a dense weight in their place is refused."""
+    """Filled layers keep their options. A checkpoint with a dense weight for such a layer is refused."""
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).to(DEVICE)
     to_sparse24(model)
     dense = torch.randn(96, 64, device="cpu")

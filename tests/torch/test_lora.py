@@ -150,7 +150,7 @@ def test_a_model_with_adapters_is_swapped_beside_them():
         adapted.merge_adapter()
 
 
-def test_a_layer_beneath_a_merged_adapter_stays_dense_until_it_is_unmerged():
+def test_layer_beneath_merged_adapter_stays_dense_until_it_is_unmerged():
     adapted = peft.get_peft_model(llama(), plain())
     trained(adapted)
     adapted.merge_adapter()

@@ -34,7 +34,7 @@ def test_layers_run_on_sparse_tensor_cores():
 @pytest.mark.parametrize(
     ("n", "order"), [(1, "row"), (8, "column"), (13, "row"), (72, "column"), (1001, "row")]
 )
-def test_the_sparse_operand_on_the_left_is_multiplied_on_sparse_tensor_cores(n, order):
+def test_sparse_operand_on_left_is_multiplied_on_sparse_tensor_cores(n, order):
     """b as it lies where its rows are whole 16 bytes, else a copy; the result in columns always."""
     values, meta, dense = weight(dtype=torch.bfloat16)
     b = randn(64, n, dtype=torch.bfloat16)
@@ -171,7 +171,7 @@ def alone():
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_a_row_parallel_layer_is_packed_part_by_part_and_captured(alone, parts):
+def test_row_parallel_layers_are_packed_by_part_and_captured(alone, parts):
     from torch.distributed.tensor.parallel import parallelize_module
 
     from sparse24_plans.torch import RowwiseSparse24

@@ -223,7 +223,7 @@ def test_mm_takes_b_as_it_lies(dtype, lies, n):
     close(y, dense.double() @ b.double())
 
 
-def test_mm_raises_where_no_kernel_reads_columns_unless_it_may_transpose():
+def test_mm_of_unreadable_columns_raises_unless_it_may_transpose():
     """float32 on wishes that only kernels of rows could meet."""
     values, meta, dense = weight()
     b = randn(64, 5)

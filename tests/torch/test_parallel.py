@@ -125,7 +125,7 @@ def rows_are_right(dtype: torch.dtype, options: dict) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"activation": "gelu"}, {"out_dtype": torch.float32}], ids=str)
-def test_rows_are_added_up_over_ranks_then_bias_activation_and_rounding(world, dtype, options):
+def test_bias_activation_and_rounding_follow_the_sum_over_ranks(world, dtype, options):
     world.run(rows_are_right, dtype, options)
 
 
@@ -207,7 +207,7 @@ def rows_in_shares(ranks: int, options: dict) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"out_dtype": torch.float32}], ids=str)
 def test_large_results_have_the_bits_of_small_ones(world, ranks, options):
-    """Though each rank adds up and rounds a share of them."""
+    """Each rank adds up and rounds a share of large results, which changes no bit."""
     world.run(rows_in_shares, ranks, options)
 
 
@@ -222,7 +222,7 @@ def calls_without_dtensors() -> None:
 
 
 def test_plain_tensors_take_no_trip_through_dtensors(world):
-    """Which would take longer than a decode step's product."""
+    """A trip through DTensors would take longer than a decode step's product."""
     world.run(calls_without_dtensors)
 
 

@@ -66,7 +66,7 @@ def test_what_the_op_refuses():
 @pytest.mark.parametrize("k", [72, 75, 4096])
 @pytest.mark.parametrize("input_scale", [None, 0.02])
 def test_a_layer_on_a_gpu_quantizes_as_on_the_host(dtype, k, input_scale):
-    """It is one kernel, and a graph of the layer replays it."""
+    """Quantizing takes one kernel, and a graph of the layer replays it."""
     layer, x = quantized_layer(dtype, k, input_scale=input_scale), torch.randn(7, k)
     wanted, by = layer._quantized(x)
     result = layer(x).double()

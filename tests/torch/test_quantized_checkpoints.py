@@ -70,7 +70,7 @@ def test_a_compressed_checkpoint_loads_into_quantized_layers(dense_file, tmp_pat
 @pytest.mark.parametrize("scale", ["row", "tensor"])
 @pytest.mark.parametrize("static", [False, True])
 def test_an_fp8_bitmask_checkpoint_of_compressed_tensors(dense_file, tmp_path, scale, static):
-    """Its scales are [M, 1] or [1], in the model's dtype; an input_scale makes the input's static."""
+    """Scales are [M, 1] or [1], in the model's dtype. An input_scale makes the input's scale static."""
     block, path = dense_file
     ours, theirs, file = (tmp_path / f"{name}.safetensors" for name in ("ours", "theirs", "file"))
     compress_checkpoint(path, ours, element="fp8_e4m3")
@@ -172,11 +172,11 @@ def test_quantized_matrices_that_are_refused(quantized_file, name):
 
 @pytest.mark.parametrize("dtype", [F8])
 def test_quantized_matrices_of_in_by_out_are_refused(quantized_file):
-    """Their scales would be those of the inputs."""
+    """The scales of a matrix stored [in, out] would belong to inputs."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     _, file, tensors = quantized_file
-    turned = {key: one.T.contiguous() if key == "down.weight" else one for key, one in tensors.items()}
-    save_file({**turned, "down.bias": torch.zeros(40), "down.weight_scale": torch.ones(64)}, file)
+    transposed = {key: one.T.contiguous() if key == "down.weight" else one for key, one in tensors.items()}
+    save_file({**transposed, "down.bias": torch.zeros(40), "down.weight_scale": torch.ones(64)}, file)
     block = _Block()
     block.down = conv1d(40, 64)
     with pytest.raises(UnsupportedError, match=r"down.weight: expected \[out, in\]"):

@@ -98,7 +98,7 @@ def test_a_layer_holds_what_a_compressed_checkpoint_has(dtype):
 
 @each_dtype
 @pytest.mark.parametrize("dtype_of_x", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_result_has_the_dtype_of_x_or_the_given_one(dtype, dtype_of_x):
+def test_result_has_dtype_of_x_or_given_one(dtype, dtype_of_x):
     x = torch.randn(3, 72, dtype=dtype_of_x)
     assert quantized_layer(dtype)(x).dtype == dtype_of_x
     assert quantized_layer(dtype, out_dtype=torch.float32)(x).dtype == torch.float32

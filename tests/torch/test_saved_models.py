@@ -338,7 +338,7 @@ def test_a_loaded_model_says_again_how_its_weights_were_made(
     assert all(layer.calibrated is calibrated for layer in found.layers)
 
 
-def test_values_of_a_state_dict_are_not_said_to_be_calibrated(tmp_path):
+def test_values_of_state_dict_are_not_said_to_be_calibrated(tmp_path):
     layer = Sparse24Linear(32, 16)
     layer.origin = {"calibrated": "wanda"}
     layer.load_state_dict({"bias": torch.ones(16)}, strict=False)
@@ -431,8 +431,8 @@ def test_experts_without_a_2_4_module_are_decompressed(name, tmp_path):
             assert torch.equal(state[key], wanted)
 
 
-def test_a_model_whose_layers_are_all_loaded_dense_is_saved_as_a_dense_one(tmp_path, monkeypatch):
-    """Its layers are of an unknown subclass of nn.Linear, so its weights are decompressed."""
+def test_model_whose_layers_are_all_dense_is_saved_dense(tmp_path, monkeypatch):
+    """The model's layers are of an unknown subclass of nn.Linear, so their weights are decompressed."""
     home = transformers.models.falcon.modeling_falcon
     monkeypatch.setattr(home, "FalconLinear", type("UnknownLinear", (nn.Linear,), {}))
     config = transformers.FalconConfig(

@@ -108,7 +108,7 @@ def test_importing_the_package_before_or_after_transformers_registers_it(folder)
     assert found.stdout.split() == ["Sparse24GatedMLP"] * 2, found.stderr
 
 
-def test_a_host_that_lacks_what_is_needed_is_logged_and_works(tmp_path, monkeypatch, caplog):
+def test_host_that_lacks_what_is_needed_is_logged_and_works(tmp_path, monkeypatch, caplog):
     from sparse24_plans.torch.late_import import after_import
 
     (tmp_path / "some_host.py").write_text("name = 'host'")
@@ -198,7 +198,7 @@ def test_a_base_model_takes_the_folder_of_a_whole_one(folder):
 
 
 @pytest.mark.parametrize("file", ["", "model.safetensors"])
-def test_a_fused_model_is_filled_in_the_order_of_its_rows(tmp_path, file):
+def test_fused_model_is_filled_in_order_of_its_rows(tmp_path, file):
     """Phi-3 has one matrix for gate and up projection, which has other rows once it is fused."""
     torch.manual_seed(0)
     options = {**config().to_dict(), "model_type": "phi3", "pad_token_id": 0}
@@ -239,7 +239,7 @@ def test_a_state_dict_in_a_file_is_a_checkpoint(tmp_path, build, fuse):
 
 @pytest.mark.parametrize("recipe", [{}, {"weight_dtype": torch.int8}, {"stored": "s4", "group": 32}], ids=str)
 @pytest.mark.parametrize("name", ["first", "last"])
-def test_a_state_dict_may_have_one_name_of_a_shared_layer(tmp_path, recipe, name):
+def test_state_dict_may_have_one_name_of_shared_layer(tmp_path, recipe, name):
     def shared() -> nn.Module:
         one = nn.Linear(64, 32, dtype=torch.bfloat16)
         model = nn.Module()
@@ -256,7 +256,7 @@ def test_a_state_dict_may_have_one_name_of_a_shared_layer(tmp_path, recipe, name
     assert torch.equal(loaded.last.bias, model.first.bias)
 
 
-def test_layers_that_transformers_would_compute_are_saved_under_their_own_names(tmp_path):
+def test_layers_that_transformers_would_compute_keep_their_saved_names(tmp_path):
     """In checkpoints of this model, query, key and value projections are one matrix."""
     torch.manual_seed(0)
     kind = transformers.JinaEmbeddingsV3Config
@@ -406,7 +406,7 @@ def odd() -> Any:
 @pytest.mark.parametrize("loader", [from_pretrained, AutoModelForCausalLM.from_pretrained])
 @pytest.mark.parametrize("subclass", [False, True])
 def test_padded_layers_of_a_transformer_make_the_whole_trip(tmp_path, monkeypatch, loader, subclass):
-    """Its down projections have K = 44. A subclass of nn.Linear takes them dense."""
+    """The model's down projections have K = 44. A subclass of nn.Linear takes them dense."""
     model = odd()
     model.save_pretrained(tmp_path / "unpruned")
     to_sparse24(model)

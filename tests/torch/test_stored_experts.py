@@ -161,7 +161,7 @@ def operands(device: str, stored: str = "s4") -> tuple:
 @STORED
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("activation", ["none", "swiglu"])
-def test_each_group_is_multiplied_by_its_rows_of_the_stored_weight(stored, device, activation):
+def test_each_group_is_multiplied_by_its_rows_of_stored_weight(stored, device, activation):
     x, values, meta, offsets, scales = operands(device, stored)
     y = grouped_mm(x, values, meta, offsets, activation=activation, scales=scales, group=32)
     for group, (begin, end) in enumerate([(0, 5), (5, 5), (5, 19), (19, 20)]):
@@ -278,7 +278,7 @@ def test_stored_experts_become_16_bits_with_a_warning(folder, architectures, mon
         )
 
 
-def test_a_state_dict_in_a_file_is_loaded_into_stored_experts(architectures, tmp_path):
+def test_state_dict_in_file_is_loaded_into_stored_experts(architectures, tmp_path):
     case = architectures.CASES["Mixtral"]
     model, other = (architectures.dense_model(case) for _ in range(2))
     for one in (model, other):

@@ -124,7 +124,7 @@ def test_compress_takes_what_is_2_4_and_skips_the_rest():
     assert "row" in report.skipped["body.2"]
 
 
-def test_a_weight_that_is_2_4_already_is_found_and_keeps_its_cells_whatever_its_scores():
+def test_a_2_4_weight_keeps_its_cells_whatever_its_scores():
     m = model()
     sparse = pruned(m.body[0].weight.data)
     m.body[0].weight.data = sparse.clone()
@@ -161,7 +161,7 @@ def twice() -> nn.Sequential:
     return nn.Sequential(body, body).to(DEVICE)
 
 
-def test_a_layer_under_several_names_is_replaced_under_all_of_them():
+def test_layer_under_several_names_is_replaced_under_all_of_them():
     m = twice()
     dense = m[0][0].weight.detach().clone()
     report = to_sparse24(m)
@@ -240,7 +240,7 @@ def test_layers_without_sizes_are_refused():
     assert len(to_sparse24(m).layers) == 2
 
 
-def test_an_out_dtype_that_a_layer_cannot_give_leaves_it_dense():
+def test_out_dtype_that_layer_cannot_give_leaves_it_dense():
     halves = Sparse24Recipe(out_dtype=torch.float16)
 
     def mixed() -> nn.Sequential:
@@ -285,7 +285,7 @@ def test_an_out_dtype_that_a_layer_cannot_give_leaves_it_dense():
         ),
     ],
 )
-def test_a_recipe_that_no_layer_takes_is_refused_when_it_is_made(fields, error, message):
+def test_recipes_that_no_layer_takes_are_refused_at_once(fields, error, message):
     with pytest.raises(error, match=message):
         Sparse24Recipe(**fields)
 
@@ -378,7 +378,7 @@ def test_swapped_experts_give_what_dense_ones_with_their_weights_give():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_experts_are_swapped_if_a_kernel_serves_them():
+def test_on_gpu_experts_are_swapped_if_kernel_serves_them():
     m = mixture().to("cuda")
     assert "kernel" in to_sparse24(m).skipped["experts.down_proj"]
     m = mixture().to("cuda", torch.bfloat16)
@@ -402,7 +402,7 @@ def test_patterns_name_experts_or_one_of_their_weights(pattern):
     assert {layer.name for layer in to_sparse24(m, include=[pattern]).layers} == STACKS
 
 
-def test_a_recipe_goes_by_the_experts_name_and_scores_by_the_weights():
+def test_recipe_goes_by_experts_name_and_scores_by_weights():
     m, asked = mixture(), {}
 
     def scores(name: str, linear: nn.Linear) -> torch.Tensor:
@@ -566,7 +566,7 @@ def test_a_bare_layer_has_no_place_to_be_swapped_in(bare):
         to_sparse24(bare)
 
 
-def test_a_model_that_has_experts_of_its_own_beside_layers_keeps_them():
+def test_a_model_with_experts_beside_layers_keeps_them():
     m = Experts()
     m.project = nn.Linear(64, 64)
     report = to_sparse24(m)

@@ -74,7 +74,7 @@ def test_what_cannot_be_sparse_is_refused_as_pytorch_does(make, message):
     assert isinstance(caught.value, SemiStructuredError)
 
 
-def test_a_matrix_that_is_not_2_4_is_refused_instead_of_cut():
+def test_a_dense_matrix_is_refused_instead_of_cut():
     with pytest.raises(FormatError, match="row 0"):
         Sparse24Tensor.from_dense(torch.ones(8, 16, device=DEVICE))
 
@@ -116,10 +116,10 @@ def test_parts_must_be_there():
 
 
 @floats
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("other_turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("other_transposed", [False, True])
 @pytest.mark.parametrize("made", ["from_dense", "tiles"])
-def test_mm_on_either_side(dtype, turned, other_turned, made):
+def test_mm_on_either_side(dtype, transposed, other_transposed, made):
     """Products of the tensor and of its transpose, with a row-major or column-major dense operand."""
     a = (
         sparse(dtype=dtype)
@@ -127,11 +127,11 @@ def test_mm_on_either_side(dtype, turned, other_turned, made):
         else Sparse24Tensor.prune_dense_static_sort(dense(dtype=dtype))
     )
     w = a.to_dense().double()
-    if turned:
+    if transposed:
         a, w = a.t(), w.t()
     m, k = a.shape
-    right = randn(5, k, dtype=dtype).t() if other_turned else randn(k, 5, dtype=dtype)
-    left = randn(m, 5, dtype=dtype).t() if other_turned else randn(5, m, dtype=dtype)
+    right = randn(5, k, dtype=dtype).t() if other_transposed else randn(k, 5, dtype=dtype)
+    left = randn(m, 5, dtype=dtype).t() if other_transposed else randn(5, m, dtype=dtype)
     close(torch.mm(a, right), w @ right.double())
     close(torch.mm(left, a), left.double() @ w)
     close(a @ right, w @ right.double())
@@ -344,7 +344,7 @@ PRODUCTS = {
     ("made", "compiled"), [*((made, False) for made in UNFOLDED), ("transposed", True)], ids=str
 )
 @pytest.mark.parametrize("mode", ["gradients", "no_grad", "inference_mode"])
-def test_an_x_that_cannot_be_folded_without_a_copy_is_multiplied(how, made, mode, compiled):
+def test_x_that_cannot_be_folded_without_copy_is_multiplied(how, made, mode, compiled):
     """PyTorch's matmul asks for a batch of copies of a weight without gradients then."""
     torch._dynamo.reset()
     product = PRODUCTS[how]
@@ -441,7 +441,7 @@ def test_mismatched_sizes_raise_pytorchs_and_our_error():
 
 
 @pytest.mark.gpu
-def test_a_transpose_that_no_kernel_multiplies_is_refused_as_pytorchs_is():
+def test_transpose_that_no_kernel_multiplies_is_refused_as_pytorchs_is():
     a = Sparse24Tensor.from_dense(pruned(integers(64, 128)))
     message = r"`SparseSemiStructuredTensor` matmul: operation is not supported .*no kernel"
     for product in (lambda: a.t() @ integers(64, 8), lambda: integers(8, 64) @ a):
@@ -449,7 +449,7 @@ def test_a_transpose_that_no_kernel_multiplies_is_refused_as_pytorchs_is():
             product()
 
 
-def test_pruning_in_a_compiled_function_has_the_gradients_of_eager_mode():
+def test_pruning_in_compiled_function_has_gradients_of_eager_mode():
     def product(x: torch.Tensor) -> torch.Tensor:
         return x @ Sparse24Tensor.prune_dense_static_sort(x).t()
 
@@ -503,8 +503,8 @@ def test_to_and_from_pytorchs_own_tensors(backend, dtype, shape, capability):
     assert torch.equal(back.to_dense(), ours.to_dense())
     if backend == "cutlass":
         assert torch.equal(theirs.to_dense(), ours.to_dense())
-    turned = from_semi_structured(theirs.t(), capability=capability)
-    assert torch.equal(turned.to_dense(), ours.to_dense().t())
+    transposed = from_semi_structured(theirs.t(), capability=capability)
+    assert torch.equal(transposed.to_dense(), ours.to_dense().t())
 
 
 def test_pytorchs_own_compression_is_read():

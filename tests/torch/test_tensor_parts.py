@@ -194,7 +194,7 @@ print(tiles()._stable_hash_for_caching())
 
 
 def test_the_hash_follows_all_that_compiled_code_depends_on(monkeypatch):
-    """It doesn't follow values, addresses or Python's own seed of hashes."""
+    """The hash depends on no value, no address, and not on Python's own seed of hashes."""
     known = tiles()._stable_hash_for_caching()
     again = subprocess.run([sys.executable, "-c", HASHED], capture_output=True, text=True, check=True)
     assert again.stdout.strip() == known

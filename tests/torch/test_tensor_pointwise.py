@@ -36,7 +36,7 @@ def kept_of(tensor: Sparse24Tensor) -> torch.Tensor:
 
 
 def assert_is(tensor: torch.Tensor, dense: torch.Tensor) -> None:
-    """It is a sparse tensor of this matrix, in each of its parts."""
+    """Assert that the tensor is a sparse one whose parts all hold this matrix."""
     assert type(tensor) is Sparse24Tensor
     torch.testing.assert_close(tensor.to_dense(), dense)
     if tensor.packed is not None and tensor.packed_t is not None:
@@ -202,7 +202,7 @@ def test_a_custom_table_serves_its_class_and_subclasses(monkeypatch):
 
 
 def test_a_table_of_pytorchs_kind_is_taken(monkeypatch):
-    """It is called as in torchao's training code, which uses each part and the constructor."""
+    """Functions of the table are called as by torchao's training code, with each part and the constructor."""
 
     def like_torchaos(func, types, args=(), kwargs=None):
         (a,) = args

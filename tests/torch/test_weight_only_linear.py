@@ -150,7 +150,7 @@ def test_a_packed_layer_gives_the_same_bits(stored, group, scale_dtype, activati
 
 
 @STORED
-def test_a_packed_layer_is_saved_loaded_and_moved_as_any_other(stored):
+def test_packed_layer_is_saved_loaded_and_moved_as_any_other(stored):
     layer = Sparse24WeightOnlyLinear.from_linear(a_linear(), stored=stored, preference=STRICT)
     packed, state = held_packed(copy.deepcopy(layer)), layer.state_dict()
     assert packed.state_dict().keys() == state.keys()
@@ -184,7 +184,7 @@ def test_kernels_of_the_cpu_read_the_canonical_weight():
 
 @pytest.mark.gpu
 @STORED
-def test_a_packed_layer_is_captured_without_a_copy_of_its_weight(stored):
+def test_packed_layer_is_captured_without_copy_of_its_weight(stored):
     layer = Sparse24WeightOnlyLinear.from_linear(a_linear(256, 192), stored=stored, group=64)
     x = torch.randn(5, 256, dtype=torch.bfloat16, device="cuda")
     layer = layer.cuda()
@@ -215,7 +215,7 @@ def test_a_layer_without_data_becomes_zero():
     assert (layer.scales == 1).all()
 
 
-def test_a_state_dict_that_does_not_fit_is_refused_by_name():
+def test_state_dict_that_does_not_fit_is_refused_by_name():
     layer = Sparse24WeightOnlyLinear.from_linear(a_linear(), group=64)
     state = layer.state_dict()
     wrong = {

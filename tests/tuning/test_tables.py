@@ -144,7 +144,7 @@ def test_selection_with_a_table_is_silent_and_pure(on_h200):
         (table(entry(version="sources 0")), "tuned for mma_sp sources 0, this is sources"),
     ],
 )
-def test_a_stamp_that_does_not_match_is_a_warning_and_not_applied(on_h200, made, words):
+def test_other_stamps_are_a_warning_and_not_applied(on_h200, made, words):
     with pytest.warns(TuningWarning, match=words):
         plan = on_h200(tuning=made)
     assert details(plan) == details(on_h200(tuning=EMPTY))
@@ -181,7 +181,7 @@ def test_a_configuration_that_a_kernel_has_not_is_refused(kernel, configuration,
         GemmSparse24Plan.select(DESC, preference=wanted, device=H200, tuning=made)
 
 
-def test_an_entry_of_a_kernel_that_takes_no_configuration_is_a_warning():
+def test_entries_of_kernels_without_configurations_are_a_warning():
     made = table(entry("inflate_strict"))
     wanted = {"prefer_kernel": "inflate_strict"}
     with pytest.warns(TuningWarning, match="inflate_strict .* takes no configuration"):

@@ -110,7 +110,7 @@ def test_x_never_has_the_numbers_of_the_weight(element):
 
 
 @pytest.mark.gpu
-def test_a_matrix_is_packed_once_in_copies_of_the_same_bits():
+def test_matrix_is_packed_once_in_copies_of_same_bits():
     matrix = Matrix(128, 256, ElementKind.BF16)
     plan = GemmSparse24Plan.select(of_n(16)[0].model_copy(update={"m": 128, "k": 256}), device=0)
     copies = matrix.packed(plan)

@@ -101,7 +101,7 @@ def test_plans_give_what_the_short_forms_give(two_rows_a_block, element):
 
 @given(bad=st.sets(st.tuples(st.integers(0, ROWS - 1), st.integers(0, K // 4 - 1)), min_size=1, max_size=6))
 @settings(max_examples=30)
-def test_the_first_bad_group_is_named_whichever_block_is_done_first(bad):
+def test_first_bad_group_is_named_whichever_block_is_done_first(bad):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(canonical, "_HOST_STEP", 2 * K)
         patch.setattr(threads, "cores", lambda: 4)
@@ -129,7 +129,7 @@ def test_the_first_bad_group_is_named_whichever_block_is_done_first(bad):
 # Threads ------------------------------------------------------------------------------------------
 
 
-def test_every_block_is_worked_on_once_and_in_the_callers_context(monkeypatch):
+def test_every_block_is_worked_on_once_and_in_callers_context(monkeypatch):
     monkeypatch.setattr(threads, "cores", lambda: 3)
     seen: list[tuple[int, str]] = []
     meet = threading.Barrier(3, timeout=300)

@@ -176,7 +176,7 @@ def test_a_quantized_result_is_24_with_scales_of_groups(method, seed, m, eights,
 @pytest.mark.parametrize("stored", ["s4", "s8", "fp8_e4m3"])
 @pytest.mark.parametrize("group", [0, 32, 128])
 @pytest.mark.parametrize("rule", list(ScaleRule))
-def test_for_independent_inputs_sparsegpt_prunes_by_magnitude_and_rounds_to_nearest(stored, group, rule):
+def test_sparsegpt_of_independent_inputs_prunes_by_magnitude(stored, group, rule):
     weight = np.random.default_rng(4).standard_normal((16, 256)).astype(ElementKind.BF16.dtype)
     to = rounding(stored, group, rule=rule)
     (found,) = quantized_together([weight.astype(np.float32)], np.eye(256, dtype=np.float32), "sparsegpt", to)
@@ -220,7 +220,7 @@ def test_8_bits_cost_hardly_any_accuracy():
 
 
 @every_method
-def test_weights_of_one_input_are_quantized_as_the_rows_of_one(method):
+def test_weights_of_one_input_are_quantized_as_rows_of_one(method):
     (a, x), (b, _) = problem(3, m=8), problem(4, m=5)
     moment, to = x.T @ x, rounding("s4", 64)
     first, second = quantized_together([a, b], moment, method, to)

@@ -179,7 +179,7 @@ def test_memory_without_an_owner_is_cut_as_well():
 
 
 @given(data=st.data(), element=st.sampled_from(list(TILED)), place=st.sampled_from(PLACES))
-def test_tiles_cut_and_joined_are_those_of_the_cut_and_joined_weight(data, element, place):
+def test_cut_and_joined_tiles_are_those_of_such_a_weight(data, element, place):
     """Byte for byte, padding too."""
     units = 64, TILED[element]
     axis = data.draw(st.sampled_from(AXES))
@@ -215,15 +215,17 @@ def test_a_cut_through_a_tile_is_refused_by_its_size(element, axis):
     unit = (64, TILED[element])[axis]
     packed = pack(weight_of(200, 520, element))
     size = (200, 520)[axis]
-    cuts = f"cuts along {'MK'[axis]} at multiples of {unit}, as a tile of layout '{packed.layout_id}' has it"
+    cuts = (
+        f"cuts along {'MK'[axis]} at multiples of {unit}, the size of a tile of layout '{packed.layout_id}'"
+    )
     advice = "do it with canonical weights, and pack the results"
     for start, stop, name, at in ((8, size, "start", 8), (0, unit + 8, "stop", unit + 8)):
         refused(f"{name}: expected {cuts}, or at the end {size}, got {at}; or {advice}", slice_weight, packed, start, stop, axis=axis)  # fmt: skip  # noqa: E501
     refused(f"sizes: expected {cuts}", split_weight, packed, [8, size - 8], axis=axis)
     first = pack(weight_of(*((72, 64) if axis == 0 else (64, 72)), element))
     refused(
-        f"weights[0]: expected {'MK'[axis]} a multiple of {unit} where another weight follows, as a tile of "
-        f"layout '{first.layout_id}' has it, got 72; or {advice}",
+        f"weights[0]: expected {'MK'[axis]} a multiple of {unit} where another weight follows, the size of a "
+        f"tile of layout '{first.layout_id}', got 72; or {advice}",
         concat_weights, [first, first], axis=axis,
     )  # fmt: skip
     assert concat_weights([first], axis=axis).m == first.m
@@ -305,7 +307,7 @@ def test_kernels_run_on_parts_of_packed_weights(element, axis):
 
 
 @pytest.mark.gpu
-def test_slices_on_a_gpu_are_views_or_copies_on_the_stream():
+def test_slices_on_gpu_are_views_or_copies_on_stream():
     import cupy
 
     packed = pack(weight_of(256, 512, "f16", 0))
@@ -337,7 +339,7 @@ def test_what_isnt_a_weight():
 
 
 @pytest.mark.parametrize("axis", [2, -1, None, "M", True, 0.0])
-def test_axes(axis):
+def test_wrong_axes_are_refused(axis):
     for call, usual in (
         (slice_weight, (WEIGHT, 0, 8)),
         (split_weight, (WEIGHT, 2)),
@@ -346,7 +348,7 @@ def test_axes(axis):
         refused("axis: expected 0 (M, out features) or 1 (K, in features), got", call, *usual, axis=axis)
 
 
-def test_sizes():
+def test_wrong_sizes_are_refused():
     for start, stop, words in (
         (5, 4, "start, stop: expected 0 <= start <= stop <= M = 8, got 5, 4"),
         (0, 9, "start, stop: expected 0 <= start <= stop <= M = 8, got 0, 9"),
@@ -356,7 +358,14 @@ def test_sizes():
         (True, 4, "start: expected an integer from 0, got True"),
     ):
         refused(words, slice_weight, WEIGHT, start, stop)
-    refused("start: expected cuts along K at multiples of 4, as a group", slice_weight, WEIGHT, 2, 10, axis=1)
+    refused(
+        "start: expected cuts along K at multiples of 4, the size of a group",
+        slice_weight,
+        WEIGHT,
+        2,
+        10,
+        axis=1,
+    )
     refused("stop: expected a K that is a multiple of 8, got 12", slice_weight, WEIGHT, 4, 16, axis=1)
     refused("sizes: expected a sum of M = 8, got 7", split_weight, WEIGHT, [3, 4])
     refused("sizes: expected a number of parts that divides M = 8, got 3", split_weight, WEIGHT, 3)
@@ -380,13 +389,13 @@ def test_copies_and_streams():
 
 def test_weights_that_dont_fit_together():
     for other, words in (
-        (weight_of(8, 16, "s8"), "weights[1]: expected element f32, as weights[0] has it, got s8"),
-        (weight_of(8, 24, "f32"), "weights[1]: expected K 16, as weights[0] has it, got 24"),
+        (weight_of(8, 16, "s8"), "weights[1]: expected element f32, like weights[0], got s8"),
+        (weight_of(8, 24, "f32"), "weights[1]: expected K 16, like weights[0], got 24"),
         (
             dense_layout.pack(WEIGHT),
-            "weights[1]: expected layout canonical, as weights[0] has it, got dense_f32",
+            "weights[1]: expected layout canonical, like weights[0], got dense_f32",
         ),
         (PackedWeight.canonical(WEIGHT), "weights[1]: expected weights of one type"),
     ):
         refused(words, concat_weights, [WEIGHT, other])
-    refused("weights[1]: expected M 8, as weights[0] has it, got 9", concat_weights, [WEIGHT, weight_of(9, 16, "f32")], axis=1)  # fmt: skip  # noqa: E501
+    refused("weights[1]: expected M 8, like weights[0], got 9", concat_weights, [WEIGHT, weight_of(9, 16, "f32")], axis=1)  # fmt: skip  # noqa: E501

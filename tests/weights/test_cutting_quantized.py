@@ -118,8 +118,8 @@ def test_columns_of_one_row_are_a_view():
 def test_a_cut_through_columns_of_one_scale_is_refused(group):
     weight = weight_of(2, 2 * group, "s8", group)
     words = (
-        f"stop: expected cuts along K at multiples of {group}, as a group of columns with one scale "
-        f"of layout 'canonical' has it, or at the end {2 * group}, got {group + 8}"
+        f"stop: expected cuts along K at multiples of {group}, the size of a group of columns "
+        f"with one scale of layout 'canonical', or at the end {2 * group}, got {group + 8}"
     )
     with pytest.raises(InvalidProblemError, match=re.escape(words)):
         slice_weight(weight, 0, group + 8, axis=1)

@@ -47,7 +47,7 @@ gpu = pytest.mark.gpu
     ("m", "k", "n"),
     [(8, 16, 1), (16, 32, 8), (64, 128, 8), (65, 136, 3), (100, 256, 9), (200, 400, 24), (1, 8, 2)],
 )
-def test_product(kernel, element, m, k, n):
+def test_packed_tiles_multiply_as_the_instruction_does(kernel, element, m, k, n):
     weight = integer_weight(m, k, element, seed=m + k)
     x = np.random.default_rng(n).integers(-8, 9, (n, k)).astype(np.float64)
     got = model_gemm(pack(weight), x, kernel)
@@ -170,7 +170,7 @@ def test_every_value_matters(tile):
 # Bytes --------------------------------------------------------------------------------------------
 
 
-def test_constants():
+def test_the_layouts_sizes_and_name_are_fixed():
     assert (TILE_M, TILE_K, VALUE_BYTES, TILE_BYTES) == (64, 128, 8192, 9216)
     assert LAYOUT_ID == "tile64x128_16bit_v1"
 

@@ -72,7 +72,7 @@ def test_round_trip(m, k, seed):
     np.testing.assert_array_equal(back.metadata, weight.metadata)
 
 
-def test_a_nibble_that_is_no_code_is_refused_by_row_and_group():
+def test_invalid_nibbles_are_refused_by_row_and_group():
     weight = hostile_weight(64, 64)
     packed = pack(weight)
     tiles = packed.buffers[0].array().copy()

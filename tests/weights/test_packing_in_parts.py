@@ -83,7 +83,7 @@ def test_the_instruction_sees_the_parts_of_the_dense_matrix(m, k):
 
 
 def test_parts_arent_unpacked():
-    """They don't hold the weight's bits."""
+    """Two bf16 terms don't hold the weight's bits."""
     with pytest.raises(InvalidProblemError, match="expected layout 'tile64x64_32bit_v1'"):
         unpack(pack(hostile_weight(64, 64), TILES_IN_PARTS))
 

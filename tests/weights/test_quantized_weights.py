@@ -19,7 +19,7 @@ from sparse24_plans import (
     Sparse24QuantizedWeight,
     Sparse24Weight,
 )
-from sparse24_plans.weights.quantized import nibbles_of
+from sparse24_plans.weights.quantized_weight import nibbles_of
 
 from ..support import random_values
 

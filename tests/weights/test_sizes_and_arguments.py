@@ -184,7 +184,7 @@ def test_a_weights_element_that_is_none(element):
         Sparse24Weight(np.zeros((1, 4), np.uint16), np.full((1, 1), 0x0404, np.uint16), element=element)
 
 
-def test_values_of_16_bits_that_may_be_any_type_need_an_element():
+def test_16_bit_values_of_unknown_type_need_an_element():
     bits, metadata = np.full((1, 4), 0x3C00, np.uint16), np.full((1, 1), 0x0404, np.uint16)
     with pytest.raises(InvalidProblemError, match=r"element: expected one .*uint16, .*element='bf16'"):
         Sparse24Weight(bits, metadata)
@@ -201,7 +201,7 @@ def test_a_weight_moves_only_where_it_is_not():
             weight.to(device)
 
 
-def test_a_weight_cannot_move_to_a_device_that_is_not_there():
+def test_weight_cannot_move_to_device_that_is_not_there():
     weight = Sparse24Weight.prune_compress(np.ones((4, 8), np.float32))
     with pytest.raises(BackendUnavailableError):
         weight.to(63)

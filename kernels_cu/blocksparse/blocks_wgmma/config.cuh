@@ -8,8 +8,8 @@
 #define S24_CLUSTER_SIZE S24_CLUSTER_N
 #include "common/cluster.cuh"
 
-// How long panels are computed. None: as others. Apart: CTAs of their own sum their slices, and meet in the workspace.
-// InTurn: one CTA sums the slices one after the other. LongFirst: uncut, before all others.
+// How long panels are computed. None: like other panels. Apart: several CTAs each sum a slice, and exchange the sums
+// in the workspace. InTurn: one CTA sums the slices one after the other. LongFirst: whole, before all other panels.
 enum class Slices { None, Apart, InTurn, LongFirst };
 
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {

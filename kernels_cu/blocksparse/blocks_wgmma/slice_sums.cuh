@@ -29,7 +29,7 @@ struct SlicesApart {
   int barrier;
   u32 warpgroup_m, token;
 
-  // Index of 64 rows of the panel's first slice in a batch element; `stride` away are those of the next slice.
+  // Index of 64 rows of the panel's first slice in a batch element; the next slice's rows are `stride` further.
   __device__ __forceinline__ i64 tile(const WorkTile& work) const {
     return ((i64)work.in_partials * Config::kWarpgroupsM + warpgroup_m) * p.batch + work.batch;
   }
@@ -48,7 +48,7 @@ struct SlicesApart {
     return work.slices > 1 && threadIdx.x % 128 == 0 && token < p.tokens ? load_relaxed(arrivals(work)) : 0;
   }
 
-  // Stores the sums of one slice. Returns whether those of all slices are there. `seen`: what the counter held.
+  // Stores the sums of one slice. Returns whether the sums of all slices are there. `seen`: the counter's value.
   template <class Sum> __device__ __forceinline__ bool store(const Sum* sums, const WorkTile& work, u64 seen) const {
     if (token >= p.tokens) return false;
     if (threadIdx.x % 128 == 0) begin_count<16>(arrivals(work), p.launch_id, seen);
@@ -110,7 +110,7 @@ template <class Sum> struct SlicesInTurn {
   u32 warpgroup;
   Sum held[kStay ? Config::kAccumulators : 1];
 
-  // Adds the sums of one slice to those before. `sums` are those of all slices so far then.
+  // Adds the sums of one slice to those of the slices before it. `sums` then has the total so far.
   __device__ __forceinline__ void add(Sum* sums, const WorkTile& work) {
     uint4* const at = (uint4*)p.partials + ((i64)blockIdx.x * Config::kWarpgroups + warpgroup) * kQuads * kQuadThreads +
                       threadIdx.x % 128;

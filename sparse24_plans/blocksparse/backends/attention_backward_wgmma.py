@@ -209,7 +209,7 @@ def passes_of(desc: BlockSparseAttentionDescriptor, *, stored: bool) -> tuple[Pa
 
 
 def _scores_at(desc: BlockSparseAttentionDescriptor) -> int:
-    """Where the workspace has dS."""
+    """Offset of dS in the workspace."""
     return align_up(backward_workspace(desc))
 
 

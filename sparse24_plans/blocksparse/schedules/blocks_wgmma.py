@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import constants, fastest
+from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
@@ -46,8 +46,6 @@ NO_SLICES, APART, IN_TURN, LONG_FIRST = 0, 1, 2, 3
 """How long panels are handled. In order: there are none; their slices have CTAs of their own, which exchange
 sums in the workspace; one CTA takes the slices of a panel one after the other; they are not cut, but come
 first."""
-MULTIPROCESSORS = 132
-"""SMs of the H200, by which every device decides what is cut into slices, because bits depend on it."""
 _MOST_CLAIMS = 1 << 24
 """Bound of the work tiles that a launch's counter counts."""
 _HELD_CELLS = 128 * 128
@@ -128,7 +126,7 @@ class BlocksWgmmaSchedule(NamedTuple):
         tiles = desc.batch * self.cluster_tiles(desc)
         tile_bytes = desc.reduction * self.tokens * self.cluster_n * desc.element.itemsize * desc.layout.heads
         most: int = constants("blocks_tiles")[
-            "band_bytes" if desc.layout.block >= NARROW_PANEL_ROWS else "band_bytes_small"
+            "group_bytes" if desc.layout.block >= NARROW_PANEL_ROWS else "small_group_bytes"
         ]
         raster_groups = -(-tiles * tile_bytes // most)
         return -(-tiles // max(raster_groups, 1))
@@ -264,9 +262,9 @@ def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
     """
     layout, problem = desc.layout, KernelProblem(desc)
     lines, across = problem.head_block_rows, desc.reduction // layout.block
-    one = _with_long_panels(desc, MULTIPROCESSORS)
+    one = _with_long_panels(desc, REFERENCE_SMS)
     tiles = one.work_tiles(desc) * one.cluster_n
-    share = tiles / MULTIPROCESSORS * across * expected_occupancy(layout, max(one.rows // layout.block, 1))
+    share = tiles / REFERENCE_SMS * across * expected_occupancy(layout, max(one.rows // layout.block, 1))
     of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
     longest = desc.longest_panel or min(across, mean_panel(desc) + of_rank_1)
     exchange = math.sqrt(one.tokens / _TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block

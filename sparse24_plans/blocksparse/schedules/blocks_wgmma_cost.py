@@ -64,7 +64,7 @@ def by_prepared_order(name: str, desc: BlockSparseMatmulDescriptor) -> str:
 
 
 def by_order_and_block(name: str, desc: BlockSparseMatmulDescriptor, k_last: bool | None = None) -> str:
-    """The name of the cost model for the problem's blocks and order of X, by default as the caller has it."""
+    """The name of the cost model for the problem's blocks and order of X, by default the caller's order."""
     last = "k" if (desc.dense_k_last if k_last is None else k_last) else "n"
     return f"{name}_{last}_last_{desc.layout.block}"
 

@@ -69,7 +69,7 @@ class BlocksWgmmaSpSchedule(NamedTuple):
         least = max(-(-clusters * fit["busy_percent"] // 100 // panels), 1)
         # If a row of X is read hardly more than once, groups gain less than they cost, so half as many serve.
         once = desc.layout.density * panels < fit["sparse24_min_reads"]
-        most = max(fit["sparse24_band_bytes"] * (1 + once) // max(tile_bytes, 1), least)
+        most = max(fit["sparse24_group_bytes"] * (1 + once) // max(tile_bytes, 1), least)
         fewest = max(-(-tiles // most), 1)
         raster_groups = _least_divisor(tiles, fewest, tiles // least)
         raster_tiles = -(-tiles // raster_groups)

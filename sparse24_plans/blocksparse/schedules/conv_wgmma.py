@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...plan.schedule_choice import constants
+from ...plan.schedule_choice import REFERENCE_SMS, constants
 from ...vocab import BlockSparseConvOp
 from ..convolution import BlockSparseConv2dDescriptor
 from ..lookup_tables import groups
 from ..panels import PANEL_ROWS, head_panels
-from .blocks_wgmma import MULTIPROCESSORS, BlocksWgmmaSchedule, busy_tokens, fitting
+from .blocks_wgmma import BlocksWgmmaSchedule, busy_tokens, fitting
 
 _WIDEST, _WARPGROUPS, _TILE_ROWS = 256, 2, 64
 _MANY_TILES = 32
@@ -50,7 +50,7 @@ def filter_split_k(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
     step_us = fit["step"].get(str(one.block), 1.0)
 
     def us(splits: int) -> float:
-        waves = -(-splits * work_tiles // MULTIPROCESSORS)
+        waves = -(-splits * work_tiles // REFERENCE_SMS)
         reduce = splits * one.blocks * one.block**2 * 8 / fit["reduce_bandwidth"] if splits > 1 else 0.0
         return float(waves * (-(-steps // splits) * step_us + fit["tile"]) + reduce)
 
@@ -87,7 +87,7 @@ def schedule_of(desc: BlockSparseConv2dDescriptor, multiprocessors: int) -> Conv
     cut = fitting(PANEL_ROWS, tile, _WARPGROUPS, 2 if sharing else 1)
     clusters = -(-tiles // cut.cluster_n)
     nbytes = desc.batch * found.h.size * found.w.size * read * desc.element.itemsize
-    raster_groups = -(-nbytes // constants("blocks_tiles")["band_bytes"])
+    raster_groups = -(-nbytes // constants("blocks_tiles")["group_bytes"])
     work_tiles = clusters * panels * found.phases
     return ConvSchedule(
         cut, panels, clusters, max(1, -(-clusters // max(raster_groups, 1))), 1, 0, work_tiles

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from ...plan.schedule_choice import CostModel, constants
+from ...plan.schedule_choice import REFERENCE_SMS, CostModel, constants
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, prepared_bytes
 from ..panels import NARROW_PANEL_ROWS
@@ -21,7 +21,6 @@ from .blocks_mma import BlocksMmaSchedule
 from .blocks_wgmma import (
     APART,
     IN_TURN,
-    MULTIPROCESSORS,
     Cut,
     best_schedule,
     sdd_time,
@@ -64,7 +63,7 @@ class Way(NamedTuple):
 
 def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of a product by ``blocks_wgmma``, as it is cut."""
-    cut = Cut.of(desc, MULTIPROCESSORS)
+    cut = Cut.of(desc, REFERENCE_SMS)
     return cut_work(desc, cut.schedule.rows, cut.schedule.tokens, cut.slices)
 
 
@@ -73,7 +72,7 @@ def cut_work(desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, slices: 
     slicing, longest = KernelProblem(desc).slicing, desc.longest_panel
     if slices in (APART, IN_TURN) and slicing:
         longest = min(longest, slicing.longest)
-    return blocks_wgmma_cost.work(desc, rows, tokens, longest, MULTIPROCESSORS)
+    return blocks_wgmma_cost.work(desc, rows, tokens, longest, REFERENCE_SMS)
 
 
 def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
@@ -111,12 +110,12 @@ def _dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
 def _wave_cells(matrices: int, rows: int, columns: int) -> float:
     """Cells of the tiles of a dense product's results, in whole waves."""
     tiles = matrices * -(-rows // _TILE_ROWS) * -(-columns // _TILE_TOKENS)
-    return float(-(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS * _TILE_ROWS * _TILE_TOKENS)
+    return float(-(-tiles // REFERENCE_SMS) * REFERENCE_SMS * _TILE_ROWS * _TILE_TOKENS)
 
 
 def _few_tokens_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of a product by ``blocks_mma``."""
-    return BlocksMmaSchedule.of(desc, MULTIPROCESSORS).work(desc, MULTIPROCESSORS)
+    return BlocksMmaSchedule.of(desc, REFERENCE_SMS).work(desc, REFERENCE_SMS)
 
 
 FEW = Way(FEW_TOKENS_MODEL, FEW_TOKENS_TERMS, _few_tokens_work)
@@ -138,8 +137,8 @@ DENSE = Way(
 
 def _sampled_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of ``sdd`` by ``blocks_wgmma``: rows that its busiest CTA loads, and bytes."""
-    schedule = best_schedule(desc, MULTIPROCESSORS)
-    (rows,) = sdd_time([schedule], desc, MULTIPROCESSORS, constants(blocks_wgmma_model(desc)))
+    schedule = best_schedule(desc, REFERENCE_SMS)
+    (rows,) = sdd_time([schedule], desc, REFERENCE_SMS, constants(blocks_wgmma_model(desc)))
     kept = desc.batch * desc.layout.blocks * desc.layout.block**2
     return (
         rows * ceil(desc.n / _STEP_TERMS),

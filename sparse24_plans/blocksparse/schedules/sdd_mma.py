@@ -23,7 +23,7 @@ _VECTORS = (8, 4, 2, 1)
 _RUN_CELLS = 4096
 """Most results of a warp with several blocks. Each lane looks up one of the blocks."""
 _BUSY_WARPS, _ENOUGH_WARPS = 16, 32
-"""Warps for each SM below which a warp gets fewer strips, and those that runs are shortened for."""
+"""Warps per SM: below the first number warps get fewer strips; runs are shortened to reach the second."""
 
 
 class SddMmaSchedule(NamedTuple):

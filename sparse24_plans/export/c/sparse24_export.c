@@ -189,10 +189,10 @@ static int has_sha256(const uint8_t *bytes, uint64_t length, const uint8_t expec
 /* A launch that lacks only its stream, and its own numbers where kernels want numbers that no two launches share. */
 typedef struct {
     void *function;
-    uint64_t address, nbytes; /* Of a fill. */
+    uint64_t address, nbytes; /* The memory that a fill writes. */
     LaunchConfig config;
     uint32_t numbered; /* Whether its parameters hold such numbers. */
-    uint8_t parameters[] __attribute__((aligned(64))); /* As cuTensorMapEncodeTiled wants its maps. */
+    uint8_t parameters[] __attribute__((aligned(64))); /* cuTensorMapEncodeTiled needs maps at multiples of 64 bytes. */
 } Prepared;
 typedef union { Prepared prepared; uint8_t room[sizeof(Prepared) + MOST_PARAMETERS]; } Block;
 
@@ -887,7 +887,7 @@ static Held find_entry(const Call *call, uint64_t hash) {
     return held;
 }
 
-/* An entry to put the call's launches in: a free one, or else the next in turn. */
+/* An entry to put the call's launches in: a free one, or if there is none the next one in order. */
 static Held take_entry(const Call *call, uint64_t hash) {
     s24_library *library = call->plan.library;
     uint64_t first = first_of_set(hash), at = first + __atomic_fetch_add(&library->turn, 1, __ATOMIC_RELAXED) % WAYS;

@@ -23,7 +23,7 @@ from ...plan.kernel import Choice
 from ...plan.operands import Views
 from ...vocab import CANONICAL_LAYOUT, ElementKind, GemmOp, ScaleKind
 from ...weights import canonical, dense, threads
-from ...weights.quantized import Sparse24QuantizedWeight
+from ...weights.quantized_weight import Sparse24QuantizedWeight
 from ...weights.weight import CanonicalWeight, PackedWeight
 from ..groups import kept_bits, lines_of, part_problems
 from ..kernel import GemmKernel

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import constants, fastest, invariant_split
+from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest, invariant_split
 from ...vocab import DeviceProperties, ElementKind
 from ...weights.packed_layouts import TILE_M, TILES_32BIT
 from ..arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
 from ..limits import SPLIT_CHUNK_BYTES, most_chunk, producers_split, split_bytes
-from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
 
 Array = Any
@@ -67,7 +66,7 @@ class SplitCostInputs(NamedTuple):
 
 def _facts(one: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -> tuple[float, ...]:
     work_tiles = one.work_tiles(desc.n, desc.m)
-    resident = one.stream_k or one.resident_clusters(H200_MULTIPROCESSORS)
+    resident = one.stream_k or one.resident_clusters(REFERENCE_SMS)
     return (
         -(-desc.k // SPLIT_TILE) / one.split_k,
         one.rows // TILE_M,
@@ -129,7 +128,7 @@ def _with_stream_k(one: WgmmaSpSchedule, n: int, m: int, k: int) -> WgmmaSpSched
 
     Producers that split X leave no warp for the flags of stream-K, and their problems are too small for it.
     """
-    ranges, work_tiles = H200_MULTIPROCESSORS // one.cluster_m, one.work_tiles(n, m)
+    ranges, work_tiles = REFERENCE_SMS // one.cluster_m, one.work_tiles(n, m)
     if one.split_k > 1 or work_tiles <= ranges or work_tiles % ranges == 0:
         return None
     if producers_split(m, k, one.tokens):

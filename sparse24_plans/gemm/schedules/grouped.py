@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import fastest
+from ...plan.schedule_choice import REFERENCE_SMS, fastest
 from ..descriptor import GemmSparse24Descriptor
 from ..groups import one_group
 from ..kernel_table import GemmEntry
-from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of
 from .wgmma_heuristics import allowed_schedules
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule
@@ -45,7 +44,7 @@ def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> tuple[Wgmma
     return tuple(
         one
         for one in tried
-        if one.split_k > 1 and one.most_work_tiles(desc) <= one.resident_clusters(H200_MULTIPROCESSORS)
+        if one.split_k > 1 and one.most_work_tiles(desc) <= one.resident_clusters(REFERENCE_SMS)
     )
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import UnsupportedError
+from ...plan.schedule_choice import REFERENCE_SMS
 from ...vocab import DeviceProperties
 from ...weights.packed_layouts import ROW_BYTES, TILE_M, TILES_16BIT, TileLayout, layout_of
 from ..descriptor import GemmSparse24Descriptor
 
-H200_MULTIPROCESSORS = 132
 WARP_PAIRS = 4
 """Tiles of W that a CTA multiplies side by side."""
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}
@@ -51,7 +51,7 @@ def split_k_of(m: int) -> int:
 
     It is a function of the shape alone: another number of SMs must not mean other bits.
     """
-    return 8 if 2 * -(-m // TILE_M) <= H200_MULTIPROCESSORS else 4
+    return 8 if 2 * -(-m // TILE_M) <= REFERENCE_SMS else 4
 
 
 def best_schedule(

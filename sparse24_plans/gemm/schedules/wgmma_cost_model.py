@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ...plan.schedule_choice import constants
+from ...plan.schedule_choice import REFERENCE_SMS, constants
 from ...weights.packed_layouts import TILE_M
 from ..descriptor import GemmSparse24Descriptor
-from .mma_sp import H200_MULTIPROCESSORS
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WIDEST, WgmmaSpSchedule, tiles_of
 
 Array = Any
@@ -141,14 +140,14 @@ class CostInputs:
         self.full_waves = np.where(streams, share, full)
         last = (self.work_tiles - full * self.resident) * self.cluster
         self.last_wave_ctas = np.where(streams, 0, last)
-        self.usable_sms = np.minimum(self.resident_alone * self.cluster, H200_MULTIPROCESSORS)
+        self.usable_sms = np.minimum(self.resident_alone * self.cluster, REFERENCE_SMS)
 
 
 @lru_cache(512)
 def _facts_of_schedules(schedules: tuple[WgmmaSpSchedule, ...]) -> Array:
     """Return an array with a row for each fact; many problems are tried with the same schedules."""
     facts = np.array([_facts_of_schedule(one) for one in schedules], dtype=np.float64).T
-    facts.flags.writeable = False  # all who ask share it
+    facts.flags.writeable = False  # all callers share it
     return facts
 
 
@@ -156,8 +155,8 @@ def _facts_of_schedules(schedules: tuple[WgmmaSpSchedule, ...]) -> Array:
 def _facts_of_schedule(schedule: WgmmaSpSchedule) -> tuple[int, ...]:
     return (
         *schedule,
-        schedule.resident_clusters(H200_MULTIPROCESSORS),
-        schedule.resident_alone(H200_MULTIPROCESSORS),
+        schedule.resident_clusters(REFERENCE_SMS),
+        schedule.resident_alone(REFERENCE_SMS),
         schedule.rows,
         schedule.cluster,
         schedule.saved_accumulators * 128 * schedule.warpgroups,

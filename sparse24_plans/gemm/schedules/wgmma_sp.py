@@ -6,12 +6,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import constants
+from ...plan.schedule_choice import REFERENCE_SMS, constants
 from ...vocab import MatrixOrder
 from ...weights.packed_layouts import TILE_M, TileLayout, layout_of, quantized_tiles
 from ..descriptor import GemmSparse24Descriptor
 from ..limits import most_token_tiles
-from .mma_sp import H200_MULTIPROCESSORS
 
 _SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
 """Maximum shared memory of a CTA, by how many CTAs share an SM."""
@@ -271,7 +270,7 @@ class WgmmaSpSchedule(NamedTuple):
 
     def oversubscribes(self, n: int, m: int) -> bool:
         """Whether CTAs share SMs although all clusters would run at once without sharing."""
-        return self.ctas_per_sm > 1 and self.work_tiles(n, m) <= self.resident_alone(H200_MULTIPROCESSORS)
+        return self.ctas_per_sm > 1 and self.work_tiles(n, m) <= self.resident_alone(REFERENCE_SMS)
 
     def stream_k_split(self, n: int, m: int, k_tiles: int) -> tuple[int, int, int]:
         """Return the work tiles that stay whole, the K tiles of a range, and how many ranges have one more.
@@ -291,7 +290,7 @@ class WgmmaSpSchedule(NamedTuple):
 
     def sums_bytes(self) -> int:
         """Bytes of the workspace's second part: sums that a CTA passes on or saves for lack of registers."""
-        parking = self.resident_clusters(H200_MULTIPROCESSORS) if self.saved_accumulators else 0
+        parking = self.resident_clusters(REFERENCE_SMS) if self.saved_accumulators else 0
         return (self.stream_k or parking) * self.cluster * 4 * self.rows * self.tokens
 
     def workspace_bytes(self) -> int:
@@ -301,7 +300,7 @@ class WgmmaSpSchedule(NamedTuple):
     def ctas(self, work_tiles: int, multiprocessors: int) -> int:
         """CTAs of a launch. They are persistent, or with split-K one cluster per work tile."""
         # The workspace for saved accumulators has room for the CTAs of an H200.
-        most = H200_MULTIPROCESSORS if self.saved_accumulators else multiprocessors
+        most = REFERENCE_SMS if self.saved_accumulators else multiprocessors
         resident = self.stream_k or self.resident_clusters(min(most, multiprocessors))
         persistent = resident if self.stream_k else min(work_tiles, resident)
         return (persistent if self.split_k == 1 else work_tiles) * self.cluster
@@ -407,7 +406,7 @@ def _stream_k_schedules(
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
     least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
     least = least if k_chunks == 1 else 0.0
-    shapes = tuple((w, r, c, 1, 1, k_chunks, H200_MULTIPROCESSORS // c) for w, r, c in _STREAM_K_SHAPES)
+    shapes = tuple((w, r, c, 1, 1, k_chunks, REFERENCE_SMS // c) for w, r, c in _STREAM_K_SHAPES)
 
     def pays(one: WgmmaSpSchedule) -> bool:
         work_tiles, clusters = one.work_tiles(n, m), one.stream_k

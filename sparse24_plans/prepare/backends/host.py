@@ -18,7 +18,7 @@ from ...vocab import ElementKind, MaskLayout, PrepareOp, TileRule
 from ...weights import canonical, groups, host_code, packing, threads, tiles
 from ...weights.packed_layouts import layout_of
 from ...weights.quantize import quantized, scales_of
-from ...weights.quantized import stored_values, write_dequantized
+from ...weights.quantized_weight import stored_values, write_dequantized
 from ...weights.weight import PackedWeight, Sparse24Weight, ranker
 from ..descriptor import (
     NOTHING_FOUND,

@@ -84,7 +84,7 @@ def _is_bitmap(given: Any) -> bool:
 
 
 def _takes_a_bitmap(init: Callable[..., None]) -> Callable[..., None]:
-    """Let the argument behind a bitmap be its block, because Torch-Blocksparse's last form has it there."""
+    """Let the argument behind a bitmap be its block, as in Torch-Blocksparse's last form."""
 
     @wraps(init)
     def bound(*given: Any, **options: Any) -> None:

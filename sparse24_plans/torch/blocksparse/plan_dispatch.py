@@ -108,7 +108,7 @@ def check(problem: Problem) -> None:
     known = {one.name for one in problem.wanted() if one.role is Role.IN}
     for name, given in operands.items():
         if name not in known and given is not None:
-            raise InvalidProblemError(f"{name}: expected None, as the other arguments have it, got a tensor")
+            raise InvalidProblemError(f"{name}: expected None beside the other arguments, got a tensor")
     for one in problem.wanted():
         if one.role is Role.OUT:
             continue

@@ -69,8 +69,8 @@ def operands(
 ) -> tuple[Tensor, Tensor]:
     """a and b of a product as they are stored."""
     one = layout.shape
-    turned = {"sdd": False, "dsd": trans_a, "dds": trans_b}[mode]
-    rows, cols = (one.cols, one.rows) if turned else (one.rows, one.cols)
+    is_transposed = {"sdd": False, "dsd": trans_a, "dds": trans_b}[mode]
+    rows, cols = (one.cols, one.rows) if is_transposed else (one.rows, one.cols)
     values = randn(batch, one.blocks, one.block, one.block, dtype=dtype, seed=1)
     sides = {
         "sdd": ((rows, n), (n, cols)),

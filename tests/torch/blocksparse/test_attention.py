@@ -47,7 +47,7 @@ def exact_attention(q, k, v, seen, scale):
 
 
 def compare(layout, operands, seen, *, scale=None, dtype=torch.float32, **options):
-    """Results and gradients of both."""
+    """Compare results and gradients of our attention and a dense one."""
     o, lse = attention(*operands, layout, scale=scale, return_lse=True, **options)
     wide = [wanting(t.double()) for t in operands]
     exact, exact_lse = exact_attention(*wide, seen, operands[0].shape[-1] ** -0.5 if scale is None else scale)

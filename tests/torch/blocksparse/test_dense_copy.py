@@ -125,7 +125,7 @@ def test_flags_are_flags():
 
 
 @pytest.mark.gpu
-def test_a_copy_is_used_on_a_gpu_and_captured_only_if_the_weight_stays():
+def test_copy_is_captured_only_if_weight_stays():
     torch.manual_seed(0)
     mask = torch.rand(256, 256) < 0.6
     layer = Linear(4096, 4096, 16, mask, bias=True, device="cuda", dtype=torch.bfloat16).eval()

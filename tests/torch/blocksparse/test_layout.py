@@ -124,7 +124,7 @@ def test_a_mask_on_the_cpu_is_taken_by_update_alone():
     assert not layout.is_behind
 
 
-def test_a_state_without_a_bitmap_keeps_a_mask_of_the_device():
+def test_state_without_bitmap_keeps_mask_of_device():
     """The host does not know that mask, so it must not write its own again."""
     layout = layout_of(block=64)
     layout.is_behind = True
@@ -191,7 +191,7 @@ def test_a_state_that_cannot_be_is_refused_and_changes_nothing(bitmap, message):
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64], ids=str)
 @pytest.mark.parametrize("dimensions", [2, 3])
-def test_a_state_may_have_the_bitmap_in_any_form_of_the_constructor(assign, dtype, dimensions):
+def test_state_may_have_bitmap_in_any_form_of_constructor(assign, dtype, dimensions):
     bitmap = torch.tensor(OTHER, dtype=dtype)[:1]
     layer, wanted = Layout(bitmap.flip(2), 16), Layout(bitmap, 16)
     layer.load_state_dict({"bitmap": bitmap[0] if dimensions == 2 else bitmap}, assign=assign)

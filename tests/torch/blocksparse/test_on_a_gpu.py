@@ -34,7 +34,7 @@ from .cases import FLOATS, close, layout_of, operands
 def needs_a_kernel(rows):
     """Return a mark that skips tests if the table has no kernel of a GPU."""
     there = any(row.backend != "host" for row in rows)
-    return pytest.mark.skipif(not there, reason="no kernel of a GPU is in the table yet")
+    return pytest.mark.skipif(not there, reason="the table has no kernel for this GPU")
 
 
 pytestmark = [pytest.mark.gpu, needs_a_kernel(MATMUL_ENTRIES)]
@@ -228,7 +228,7 @@ def test_a_captured_product_follows_inputs_and_mask():
 
 @pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
 def test_a_layout_on_the_cpu_serves_a_gpu(mode):
-    """It is as in the reference library, whose layouts are made on the CPU."""
+    """The reference library makes its layouts on the CPU, too."""
     layout, there = layout_of(), layout_of().cuda()
     a, b = (one.cuda().requires_grad_() for one in operands(mode, layout))
     for mask in (layout.layout, BlockSparseLayout(layout.layout.bitmap[::-1, ::-1], 16)):
@@ -276,7 +276,7 @@ def test_operands_beside_the_layout_are_refused():
         op(a.cuda(), b.cuda(), layout.tables, layout.sizes, "dsd")
 
 
-def test_a_mask_made_on_the_gpu_is_taken_in_a_graph():
+def test_mask_made_on_gpu_is_taken_in_graph():
     """Products with both layouts, the second updated by the host, are the same."""
     layout, other = layout_of(block=64).cuda(), layout_of(block=64).cuda()
     a, b = (one.cuda() for one in operands("dsd", layout))

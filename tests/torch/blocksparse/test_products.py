@@ -170,7 +170,7 @@ def test_gradients_of_an_epilogues_gradients(mode, name):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_activations_have_gradients(name):
-    """They are functions of the result's gradient and of the argument, whose rows a gate halves."""
+    """A gradient is a function of the result's gradient and of the argument, whose rows a gate halves."""
     v = wanting(torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     dy = wanting(randn(3, 16 if is_gated(name) else 32).double())
     assert torch.autograd.gradcheck(GRADIENTS[name], (dy, v))
@@ -277,8 +277,8 @@ def test_the_module_pads_leading_dimensions():
     assert torch.equal(MatMul(layout, 16, "dsd")(a[0], b[0, 0]), wanted)
     assert torch.equal(MatMul(torch.ones(1, 2, 2, dtype=torch.int64), 16, "dsd")(a[0], b[0]), wanted)
     a, b = operands("dds", layout, batch=1)
-    turned = MatMul(layout, mode="dds", trans_a=True)
-    assert torch.equal(turned(a.mT[0, 0], b[0]), matmul(a, b, layout, "dds"))
+    transposed = MatMul(layout, mode="dds", trans_a=True)
+    assert torch.equal(transposed(a.mT[0, 0], b[0]), matmul(a, b, layout, "dds"))
 
 
 # Mismatches ---------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_tables_that_are_not_the_layouts_are_refused():
 
 
 def two_of_four(layout: Layout, along: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole blocks, and what is kept of them."""
+    """Random blocks, and the same blocks pruned to 2:4."""
     one = layout.shape
     cells = randn(2, one.blocks, one.block, one.block, dtype=torch.float16)
     quads = cells if along == "columns" else cells.mT
@@ -370,18 +370,20 @@ def two_of_four(layout: Layout, along: str, dtype: torch.dtype) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("mode", "turned"), [("dsd", False), ("dsd", True), ("dds", False), ("dds", True)])
-def test_blocks_that_are_2_4(mode, turned, dtype):
+@pytest.mark.parametrize(
+    ("mode", "transposed"), [("dsd", False), ("dsd", True), ("dds", False), ("dds", True)]
+)
+def test_blocks_that_are_2_4(mode, transposed, dtype):
     layout = layout_of(block=64)
-    along = "columns" if (mode == "dsd") != turned else "rows"
+    along = "columns" if (mode == "dsd") != transposed else "rows"
     whole, values, metadata = two_of_four(layout, along, dtype)
     rows, cols = layout.shape.rows, layout.shape.cols
-    inner = (cols if mode == "dsd" else rows) if not turned else (rows if mode == "dsd" else cols)
+    inner = (cols if mode == "dsd" else rows) if not transposed else (rows if mode == "dsd" else cols)
     x = randn(2, 2, *((inner, 24) if mode == "dsd" else (24, inner)), dtype=dtype)
     order = (lambda s: (s, x)) if mode == "dsd" else (lambda s: (x, s))
-    turns = {"trans_a" if mode == "dsd" else "trans_b": turned}
-    exact = matmul(*order(whole), layout, mode, **turns, out_dtype=torch.float32)
-    found = matmul(*order(values), layout, mode, **turns, out_dtype=torch.float32, metadata=metadata)
+    flags = {"trans_a" if mode == "dsd" else "trans_b": transposed}
+    exact = matmul(*order(whole), layout, mode, **flags, out_dtype=torch.float32)
+    found = matmul(*order(values), layout, mode, **flags, out_dtype=torch.float32, metadata=metadata)
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-4)
 
 

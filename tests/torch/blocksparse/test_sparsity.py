@@ -392,7 +392,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("form", THEIRS)
 def test_torch_blocksparses_class_of_the_name(form):
-    """Its class has no ``num_heads``; a copy of a configuration stays one."""
+    """Torch-Blocksparse's class has no ``num_heads``. A copy of a configuration stays a configuration."""
     assert THEIRS[form](SparsityConfig) == SparsityInfo("fixed", 32, 96, False, 2)
     assert SparsityConfig() == SparsityInfo("fixed", 16, 64, True)
     found = SparsityConfig(attention="bidirectional")
