@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks import block_attention, blocks, blocks24
-from benchmarks.bound import judged
 from benchmarks.bounds import BOUNDS
+from benchmarks.judging import judged
 from sparse24_plans.bench import record
 from sparse24_plans.bench.steady import Steady
 
