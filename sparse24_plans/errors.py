@@ -110,10 +110,10 @@ class DriverError(Sparse24Error, RuntimeError):
 
 
 def check_choice(argument: str, value: object, known: Iterable[object]) -> None:
-    """Raise InvalidProblemError unless the value is one of those known."""
-    if value not in (choices := tuple(known)):
-        names = ", ".join(map(str, choices))
-        raise InvalidProblemError(f"{argument}: expected one of {names}, got {shown(value)}")
+    """Raise InvalidProblemError unless the value, which an array never is, is one of those known."""
+    choices = tuple(known)
+    with refusing(argument, f"one of {', '.join(map(str, choices))}", value):
+        choices.index(value)
 
 
 def check_type(argument: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:

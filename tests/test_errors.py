@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 
 from sparse24_plans import (
@@ -75,6 +76,16 @@ def test_errors_carry_what_a_program_acts_on():
 def test_messages_say_what_was_needed_and_what_came(error, words):
     for word in words:
         assert word in str(error)
+
+
+@pytest.mark.parametrize(
+    "value", [None, "c", [1], {}, float("nan"), np.arange(2), np.array(["a", "b"])], ids=str
+)
+def test_a_choice_is_one_of_those_known(value):
+    """Comparing an array has no single truth."""
+    errors.check_choice("mode", "a", "ab")
+    with pytest.raises(InvalidProblemError, match="mode: expected one of a, b, got "):
+        errors.check_choice("mode", value, "ab")
 
 
 @every_error
