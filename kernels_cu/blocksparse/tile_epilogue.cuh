@@ -72,9 +72,10 @@ template <class EpilogueStore, class Config, class Params, bool kStageByRow, Sto
     if (row0 + (kWarpsStore ? warp_row() : 0) >= rows) return;
     float bias[2] = {0.0f, 0.0f};
     if (p.bias) {
-      const i64 row = bias_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, end = (i64)bias_row + rows - row0;
-      bias[0] = bias_at<Config>(p.bias, bias_index<Config::kBlock>(row, end));
-      bias[1] = bias_at<Config>(p.bias, bias_index<Config::kBlock>(row + 8, end));
+      const i64 row = bias_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+      const i64 bias_end = (i64)bias_row + rows - row0;
+      bias[0] = bias_at<Config>(p.bias, bias_index<Config::kBlock>(row, bias_end));
+      bias[1] = bias_at<Config>(p.bias, bias_index<Config::kBlock>(row + 8, bias_end));
     }
     if constexpr (kWarpsStore) {
       write_rows(sums, work, bias, row0, rows, first, end);

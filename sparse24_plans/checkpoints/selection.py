@@ -196,10 +196,12 @@ def _reason_beside(name: str, tensors: Container[str]) -> str | None:
     nn.MultiheadAttention reads its ``out_proj`` instead of calling it. Only its other weights tell it from
     other layers of this name.
     """
-    home, is_out, end = name.rpartition("out_proj.weight")
-    known = (home + other for other in ("in_proj_weight", "q_proj_weight")) if is_out and not end else ()
-    beside = next((one for one in known if one in tensors), None)
-    return beside and f"{_ATTENTION}, excluded by default (beside {shown(beside)})"
+    home = name.removesuffix("out_proj.weight")
+    if home != name:
+        for beside in (home + "in_proj_weight", home + "q_proj_weight"):
+            if beside in tensors:
+                return f"{_ATTENTION}, excluded by default (beside {shown(beside)})"
+    return None
 
 
 def _first_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:

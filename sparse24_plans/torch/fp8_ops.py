@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError
 from .gemm_call import Call, check_devices, fake_result
-from .gemm_dispatch import CheckedProduct, about
+from .gemm_dispatch import CheckedProduct, about, aligned
 from .library import define
 from .plan_cache import plans
 
@@ -69,7 +69,7 @@ def _fp8_linear(*args: Any, **kwargs: Any) -> Tensor:
         found = plans.keep(form, CheckedProduct(given.product, None, given.scale_y, given.amax))
     others = given.bias, given.scale_x, given.scale_w, given.scale_y, given.amax
     y: Tensor | None = found.run(given.x, given.weight, given.meta, others, None)
-    return _fp8_linear(given.x.clone(), *given[1:]) if y is None else y
+    return _fp8_linear(aligned(given.x, found.column_major), *given[1:]) if y is None else y
 
 
 def _fake_fp8_linear(*args: Any, **kwargs: Any) -> Tensor:

@@ -88,7 +88,7 @@ class CheckedProduct(CheckedCall):
             if self._copied or out is not None or error.argument.split()[0] not in ("x", "dy"):
                 raise
         self._copied = True
-        return self.plan.caller(args(_aligned(rows, self.column_major)))
+        return self.plan.caller(args(aligned(rows, self.column_major)))
 
     def _weight(self, call: Call) -> Any:
         if self._fits:
@@ -111,7 +111,7 @@ class CheckedProduct(CheckedCall):
         runs this, so it is written for speed.
         """
         if self._copied:
-            x = _aligned(x, self.column_major)
+            x = aligned(x, self.column_major)
         source = x.data_ptr()
         if source % self.alignment:
             return None
@@ -139,7 +139,7 @@ class CheckedProduct(CheckedCall):
 
     def with_aligned_x(self, call: tuple[Any, ...]) -> Call:
         """The call with a copy of x."""
-        return Call(_aligned(call[0], self.column_major), *call[1:])
+        return Call(aligned(call[0], self.column_major), *call[1:])
 
 
 def _args(
@@ -169,10 +169,10 @@ def _rows(x: Tensor) -> Tensor | None:
     return rows
 
 
-def _aligned(x: Tensor, column_major: bool = False) -> Tensor:
+def aligned(x: Tensor, column_major: bool = False) -> Tensor:
     """A contiguous copy, row-major or column-major. PyTorch's allocator aligns it."""
     if column_major:
-        return _aligned(x.t()).t()
+        return aligned(x.t()).t()
     return x.clone(memory_format=torch.contiguous_format)
 
 

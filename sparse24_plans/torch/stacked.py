@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import MisalignedOperandError
@@ -14,7 +13,7 @@ from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
 from . import packed_weight_cache
 from .elements import DTYPE_OF, allocation, plan_device
-from .gemm_dispatch import about
+from .gemm_dispatch import about, aligned
 from .plan_cache import CheckedCall, plans, preference_of
 
 Operands = dict[str, Tensor]
@@ -68,8 +67,7 @@ def run(
     except MisalignedOperandError as error:  # before anything is written
         if error.argument.split()[0] != "x":
             raise
-    aligned = call.x.clone(memory_format=torch.contiguous_format)
-    return _run(call._replace(x=aligned), operands_of, checked)
+    return _run(call._replace(x=aligned(call.x)), operands_of, checked)
 
 
 def _run(

@@ -22,9 +22,13 @@ class Table(NamedTuple):
 
 
 def ptx_of(source: str, defines: Mapping[str, int]) -> str:
-    """Return a kernel's code for a virtual Hopper, which stops the compiler before ptxas."""
-    flags = compiler.options("compute_90a", defines)
-    found, _ = compiler._compile(compiler.closure(source), flags, "getPTX", source)
+    """Return a kernel's code before ptxas."""
+    return _ptx(compiler.closure(source), source, defines)
+
+
+def _ptx(files: Mapping[str, bytes], name: str, defines: Mapping[str, int]) -> str:
+    """Compile for a virtual architecture: the compiler stops before ptxas, which takes most of its time."""
+    found, _ = compiler._compile(files, compiler.options("compute_90a", defines), "getPTX", name)
     return found.decode() if isinstance(found, bytes) else found
 
 
@@ -35,8 +39,7 @@ def check_tables(header: str, defines: Mapping[str, int], *tables: Table) -> Non
     """
     text = f'#include "{header}"\n' + "".join(map(_assertion, range(len(tables)), tables))
     files = {"index_functions.cu": text.encode(), **compiler.closure(header)}
-    # A virtual architecture stops the compiler before ptxas, which takes most of its time.
-    compiler._compile(files, compiler.options("compute_90a", defines), "getPTX", header)
+    _ptx(files, header, defines)
 
 
 def _assertion(number: int, table: Table) -> str:
