@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
-from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS, PANEL_ROWS
+from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import Cut, tiles_of_large_blocks
@@ -126,8 +126,9 @@ def block_problems(op: str, block: int, gpu: str) -> list[Any]:
 
 
 def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
-    """Lines whose inflated product was measured, too."""
-    return [row for row in block_lines(gpu) if row.get("inflate_us") is not None]
+    """Lines whose inflated product was measured, too. No tile of 64 x 64 was, so lines that it runs are none."""
+    rows = [(row, described(row)) for row in block_lines(gpu) if row.get("inflate_us") is not None]
+    return [row for row, desc in rows if (cut := Cut.of(desc, REFERENCE_SMS)).narrowed(desc) == cut]
 
 
 def both_ways(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BlockSparseMatmulDescriptor], Array, Array]:
@@ -369,8 +370,8 @@ def timed_tiles(
     """The work and the time of each tile, by the name of its ``Cut``."""
     found = []
     for name, time in us.items():
-        tokens, _, slices = map(int, name.split(","))
-        found.append((cut_work(desc, PANEL_ROWS, tokens, slices), time))
+        cut = Cut.named(name)
+        found.append((cut_work(desc, cut.schedule, cut.slices), time))
     return found
 
 

@@ -401,7 +401,7 @@ def packed_times(problem: blocks.Problem) -> dict[str, Any]:
     times = {name: round(us, 2) for name, us in time_contenders(contenders, rounds=5, round_ms=0.7).items()}
     us: Any = times.pop("us")
     if problem.desc.layout.block >= NARROW_PANEL_ROWS:
-        us = {Cut.of(problem.desc, REFERENCE_SMS).name: us}
+        us = {Cut.of(problem.desc, REFERENCE_SMS).narrowed(problem.desc).name: us}
     return {"us": us, "mma_us": times} if times else {"us": us}
 
 

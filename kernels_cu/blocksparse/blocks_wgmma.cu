@@ -159,7 +159,11 @@ struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Co
   }
 };
 
-extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
+// Whether the next kernel may start at once. Otherwise it starts when this one has requested its loads, with which its
+// requests would compete for memory. With small blocks that made no difference.
+constexpr bool kStartsNextAtOnce = Config::kSCpAsync || Config::kCtasPerSm > 1;
+
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     blocks_wgmma(const __grid_constant__ BlocksWgmmaParams p) {
   extern __shared__ __align__(1024) u8 shared[];
   const u32 base = shared_address(shared);
@@ -179,7 +183,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   if constexpr (Config::kClusterN > 1) cluster_sync_relaxed();
-  if constexpr (Config::kSCpAsync) launch_dependent_grids();
+  if constexpr (kStartsNextAtOnce) launch_dependent_grids();
   if constexpr (!Config::kXCopied) grid_dependency_wait();
 
   if (warpgroup == Config::kWarpgroups) {
@@ -191,9 +195,7 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, 1)
           .produce();
     else if (warp < 2) Producer<true>{p, base, cta_rank, lane, warp, barriers}.produce();
     else Producer<false>{p, base, cta_rank, lane, warp - 2, barriers}.produce();
-    // The next kernel starts only now: earlier, its requests would compete for memory with those of this kernel. With
-    // small blocks that made no difference.
-    if (!Config::kSCpAsync && warp == 3 && lane == 0) launch_dependent_grids();
+    if (!kStartsNextAtOnce && warp == 3 && lane == 0) launch_dependent_grids();
   } else {
     warpgroup_reg_alloc<Config::kConsumerRegisters>();
     const u32 warpgroup_m = warpgroup % Config::kWarpgroupsM, warpgroup_n = warpgroup / Config::kWarpgroupsM;

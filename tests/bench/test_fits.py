@@ -154,9 +154,7 @@ def made_times_of_tiles(seed: int) -> list[dict]:
     for cell in itertools.islice(large_block_cells(random.Random(seed)), 60):
         desc = cell.descriptor(cell.layout())
         us = {
-            blocks_wgmma.Cut(one).name: made_us(
-                "us", predicted_times.BLOCKS, desc, cut_work(desc, one.rows, one.tokens, 0)
-            )
+            blocks_wgmma.Cut(one).name: made_us("us", predicted_times.BLOCKS, desc, cut_work(desc, one, 0))
             for one in blocks_wgmma.tiles_of_large_blocks(desc)
         }
         lines.append({**asdict(cell), "us": us})

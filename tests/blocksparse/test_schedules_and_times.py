@@ -19,12 +19,20 @@ from benchmarks.block_fits import (
     block_lines,
     chosen_us,
     described,
+    packed_lines,
 )
 from benchmarks.descent import lines_of
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
 from sparse24_plans.blocksparse.kernel_problem import KernelProblem
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
+    APART,
+    IN_TURN,
+    LONG_FIRST,
+    NARROW,
+    NO_SLICES,
     BlocksWgmmaSchedule,
     Cut,
+    fitting,
     schedules_by_density,
 )
 from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS, dense_wins, sampled_loses
@@ -86,6 +94,44 @@ def test_the_fastest_tile_of_large_blocks_is_missed_by_little(block, is_uneven, 
     assert len(lost) > 140
     assert np.exp(np.log(lost).mean()) <= mean
     assert np.quantile(lost, 0.95) <= most
+
+
+NARROWED = ("64,1,0,64", "64,1,1,64", "64,1,3,64")
+"""The names of cuts with tiles of 64 x 64."""
+
+
+def test_tiles_of_64_x_64_are_faster_where_they_run():
+    """On the mean, and for all but one of twenty."""
+    both = [
+        (row["us"]["64,1,0"] / row["us"]["64,1,0,64"], desc)
+        for row, desc in packed_lines("nvidia_h200")
+        if row["block"] == 64 and {"64,1,0", "64,1,0,64"} <= row.get("us", {}).keys()
+    ]
+    gains = [gain for gain, desc in both if Cut.named("64,1,0").narrowed(desc).name in NARROWED]
+    assert 60 < len(gains) < len(both)
+    assert np.exp(np.log(gains).mean()) > 1.15
+    assert np.quantile(gains, 0.05) > 0.97
+
+
+@pytest.mark.parametrize("slices", [NO_SLICES, APART, IN_TURN, LONG_FIRST])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_where_tiles_of_64_x_64_run(block, slices):
+    shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=(4096 // block) ** 2 // 5)
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=64, element="bf16")
+    served = (block < 64 and slices != IN_TURN) or (block == 64 and slices == NO_SLICES)
+    assert (Cut(fitting(128, 64, 2, 1), slices).narrowed(desc).schedule == NARROW) == served
+    for other in (fitting(128, 128, 2, 1), fitting(64, 128, 2, 1)):
+        assert Cut(other, slices).narrowed(desc).schedule == other
+    most_kept = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=(4096 // block) ** 2 // 2)
+    for update in ({"layout": most_kept}, {"op": "sdd"}):
+        assert (
+            Cut(fitting(128, 64, 2, 1), slices).narrowed(desc.model_copy(update=update)).schedule.rows == 128
+        )
+
+
+@pytest.mark.parametrize("name", ["256,2,0", "128,1,1", "64,1,3", *NARROWED])
+def test_a_cut_has_the_name_that_it_is_made_from(name):
+    assert Cut.named(name).name == name
 
 
 @pytest.mark.parametrize(("op", "block"), [one[:2] for one in KINDS])

@@ -116,12 +116,13 @@ def test_bits_do_not_depend_on_neighbours(op, block):
 def test_bits_do_not_depend_on_the_schedule(block, monkeypatch):
     layout, found = uneven("dsd", block), []
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=200, element="bf16")
-    for at, one in enumerate(schedules.schedules_by_density(desc)):
+    monkeypatch.setattr(schedules.Cut, "narrowed", lambda cut, desc: cut)
+    for at, one in enumerate([*schedules.schedules_by_density(desc), schedules.NARROW]):
         monkeypatch.setattr(schedules, "best_schedule", lambda *_, one=one: one)
         plan = plan_of(preference={"max_workspace_bytes": (1 << 30) + at}, op="dsd", layout=layout, n=200)
         assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
         found.append(check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(block))))
-    assert len(found) == len(schedules.SIZES)
+    assert len(found) == len(schedules.SIZES) + 1
     assert all(same_bits(found[0], one) for one in found)
 
 
@@ -227,10 +228,10 @@ every_claim = pytest.mark.parametrize("slices", [schedules.APART, schedules.LONG
 @every_claim
 @every_op
 @every_block
-@pytest.mark.parametrize("n", [1000, 2056, 4096])
-def test_claimed_work_tiles_are_all_computed(slices, op, block, n):
+@pytest.mark.parametrize(("n", "batch"), [(56, 12), (1000, 1), (2056, 1), (4096, 1)])
+def test_claimed_work_tiles_are_all_computed(slices, op, block, n, batch):
     """Clusters of one and of two CTAs, whole and partial tiles, and panels without a block."""
-    plan, layout = claiming(slices, op, block, n), many_panels(op, block)
+    plan, layout = claiming(slices, op, block, n, batch=batch), many_panels(op, block)
     case = case_of(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))
     first = case.run()["c"].copy()
     check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))

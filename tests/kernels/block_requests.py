@@ -23,7 +23,7 @@ from sparse24_plans.blocksparse.descriptor import FLOATS
 from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntry
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import BlocksWgmmaSchedule, schedules_by_density
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice
 
@@ -131,6 +131,17 @@ def mma_requests(ops: tuple[BlockSparseOp, ...], capability: tuple[int, int]) ->
     return found
 
 
+def tiles_of(
+    desc: BlockSparseMatmulDescriptor,
+) -> Iterator[tuple[BlockSparseMatmulDescriptor, BlocksWgmmaSchedule]]:
+    """Tiles of blocks_wgmma that depend on the density, each with the problem or one without long panels."""
+    tiles = schedules_by_density(desc)
+    yield from ((desc, one) for one in tiles)
+    if desc.op != "sdd" and desc.layout.block < blocks_wgmma.PANEL_ROWS:
+        yield desc.model_copy(update={"longest_panel": 1}), blocks_wgmma.NARROW
+        yield from ((desc, blocks_wgmma.NARROW) for _ in tiles[:1])
+
+
 @functools.cache
 def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Request]:
     """Every variant on Hopper, a few elsewhere."""
@@ -148,9 +159,12 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
                 if row.invariant:
                     without = preference.model_copy(update={"max_workspace_bytes": 0})
                     row.kernel(Choice(desc, device, row, without, {}))
-                for one in schedules_by_density(desc) if row.backend == "blocks_wgmma" else ():
-                    with mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one):
-                        row.kernel(Choice(desc, device, row, preference, {}))
+                for problem, one in tiles_of(desc) if row.backend == "blocks_wgmma" else ():
+                    with (
+                        mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one),
+                        mock.patch.object(blocks_wgmma.Cut, "narrowed", lambda cut, _: cut),
+                    ):
+                        row.kernel(Choice(problem, device, row, preference, {}))
     return found
 
 

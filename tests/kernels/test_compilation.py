@@ -14,6 +14,7 @@ from itertools import product
 import pytest
 
 from sparse24_plans import ElementKind
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import NARROW
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 from sparse24_plans.weights.packed_layouts import layout_of
 
@@ -86,6 +87,10 @@ def test_as_many_blocks_share_a_multiprocessor_as_the_schedule_says(element, col
         for schedule in (*schedules.schedules_for(n), *schedules.schedules_in(4, n)):
             taken = schedule.shared_bytes(lines) + RESERVED_BYTES
             assert MULTIPROCESSOR_BYTES // taken == schedule.ctas_per_sm, (out_bytes, n, schedule)
+
+
+def test_two_narrow_tiles_of_blocks_share_a_multiprocessor():
+    assert MULTIPROCESSOR_BYTES // (NARROW.shared_bytes() + RESERVED_BYTES) == NARROW.ctas_per_sm == 2
 
 
 def test_a_cubin_is_a_whole_elf_file():

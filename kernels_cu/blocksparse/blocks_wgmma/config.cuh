@@ -47,7 +47,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kPiecesPerBlock = kBlock / kPieceN;
   static constexpr int kAccumulators = kWarpgroupN / 2;
   static constexpr bool kMayLackBlocks =
-      kPanelBlockRows > 1 && !kSampled;  // whether a stage may lack blocks of some block rows
+      (kPanelBlockRows > 1 || kBlocksPerStep > 1) && !kSampled;  // whether a stage may lack some of its blocks
   static constexpr int kConsumerThreads = 128 * kWarpgroups;
   static constexpr bool kSCpAsync = kSmall && !kSampled;  // cp.async loads S, instead of TMA
   static constexpr int kFullArrivals =
@@ -74,6 +74,10 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static_assert(kBoxBytes >= 32, "a block holds at least one k step of wgmma");
 
   // Registers of a producer and of a consumer thread after reallocation.
-  static constexpr bool kBusyProducers = kSCpAsync || kSlices != Slices::None;
-  static constexpr int kProducerRegisters = kBusyProducers ? 56 : 40, kConsumerRegisters = kBusyProducers ? 224 : 232;
+  static constexpr int kCtasPerSm = kWarpgroups == 1 ? 2 : 1;
+  static constexpr bool kBusyProducers = kSCpAsync || kSlices != Slices::None || kCtasPerSm > 1;
+  static constexpr int kProducerRegisters = kBusyProducers ? 56 : 40,
+                       kConsumerRegisters = kCtasPerSm > 1   ? 200
+                                            : kBusyProducers ? 224
+                                                             : 232;
 };

@@ -107,12 +107,12 @@ template <bool kLeft> struct Producer {
     }
     const u32 present = __ballot_sync(~0u, here);
     if (lane == 0) {
-      if constexpr (Config::kPanelBlockRows > 1) store_shared(barriers.present(at.stage), present);
+      if constexpr (Config::kMayLackBlocks) store_shared(barriers.present(at.stage), present);
       barrier_arrive_expect_tx(full, __popc(present) * Config::kBlockBytes + filled * x_bytes);
     }
     __syncwarp();
     if (here) {
-      const u32 to = stage() + lane / 8 * (128 * Config::kBoxBytes) + lane % 8 * Config::kBlockBytes;
+      const u32 to = stage() + lane / 8 * (Config::kTileM * Config::kBoxBytes) + lane % 8 * Config::kBlockBytes;
       load_sparse(p, to, place, half, cta_rank, full);
     }
   }

@@ -106,7 +106,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             device.multiprocessors,
             None if most is None else most - needed,
             invariant=choice.entry.invariant,
-        )
+        ).narrowed(desc)
         prepared = problem.prepared_operands(None if most is None else most - cut.workspace)
         self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
         self.workspace_size = self._prepasses.workspace_size + cut.workspace

@@ -31,8 +31,8 @@ from ..shape import BlockSparseShape
 from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
-SHARED_BYTES = 227 << 10
-"""Shared memory of a CTA on Hopper."""
+SHARED_BYTES, HALF_SHARED_BYTES = 227 << 10, 113 << 10
+"""Shared memory of a CTA on Hopper, and of each of two CTAs of a multiprocessor."""
 _ROW_BYTES = 128
 _BARRIER_BYTES = 256
 _MAX_STAGES = 8
@@ -80,6 +80,11 @@ class BlocksWgmmaSchedule(NamedTuple):
         return 128 * (self.warpgroups + 1)
 
     @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that run at once on a multiprocessor."""
+        return 2 if self.warpgroups == 1 else 1
+
+    @property
     def stage_bytes(self) -> int:
         return (self.rows + self.tokens) * _ROW_BYTES
 
@@ -119,7 +124,7 @@ class BlocksWgmmaSchedule(NamedTuple):
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
-        return max(1, multiprocessors // self.cluster_n)
+        return max(1, multiprocessors * self.ctas_per_sm // self.cluster_n)
 
     def raster_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Token tiles that are taken with every row panel before the next ones, so that they stay in L2."""
@@ -135,7 +140,8 @@ class BlocksWgmmaSchedule(NamedTuple):
 def fitting(rows: int, tokens: int, warpgroups: int, cluster_n: int) -> BlocksWgmmaSchedule:
     """The schedule with as many stages as shared memory has room for."""
     one = BlocksWgmmaSchedule(rows, tokens, warpgroups, cluster_n, stages=0, buffers=2)
-    return one._replace(stages=min((SHARED_BYTES - one.shared_bytes()) // one.stage_bytes, _MAX_STAGES))
+    room = (SHARED_BYTES if one.ctas_per_sm == 1 else HALF_SHARED_BYTES) - one.shared_bytes()
+    return one._replace(stages=min(room // one.stage_bytes, _MAX_STAGES))
 
 
 def best_schedule(
@@ -177,6 +183,10 @@ def large_time(
     return [model.microseconds(work(desc, one.rows, one.tokens, longest, multiprocessors)) for one in tried]
 
 
+NARROW = fitting(NARROW_PANEL_ROWS, _TOKENS[-1], 1, 1)
+"""The tile in place of one of 128 x 64."""
+
+
 class Cut(NamedTuple):
     """A schedule, and who sums the slices of panels that are cut."""
 
@@ -195,7 +205,14 @@ class Cut(NamedTuple):
     @property
     def name(self) -> str:
         """The name of this cut among others of large blocks, in files of measured times."""
-        return f"{self.schedule.tokens},{self.schedule.cluster_n},{self.slices}"
+        rows = "" if self.schedule.rows == PANEL_ROWS else f",{self.schedule.rows}"
+        return f"{self.schedule.tokens},{self.schedule.cluster_n},{self.slices}{rows}"
+
+    @classmethod
+    def named(cls, name: str) -> Cut:
+        """The cut of such a name."""
+        tokens, cluster_n, slices, *rows = map(int, name.split(","))
+        return cls(NARROW if rows else fitting(PANEL_ROWS, tokens, 2, cluster_n), slices)
 
     @classmethod
     def of(
@@ -228,6 +245,21 @@ class Cut(NamedTuple):
         if fits or (found.slices == IN_TURN and found.workspace == 0):
             return found
         return cls(best_schedule(desc, multiprocessors, _HELD_CELLS), IN_TURN) if invariant else cls(whole)
+
+    def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
+        """The same with tiles of 64 x 64 in place of 128 x 64, where the tables serve them: it is what runs.
+
+        A multiprocessor has two such CTAs, so more loads are in flight, and a panel has fewer columns: unless
+        most blocks are kept.
+        """
+        layout, wide = desc.layout, (PANEL_ROWS, NARROW.tokens)
+        if desc.op is BlockSparseOp.SDD or layout.block == PANEL_ROWS or self.schedule[:2] != wide:
+            return self
+        is_large = layout.block == NARROW_PANEL_ROWS
+        lacks_tables = self.slices == IN_TURN or (self.slices != NO_SLICES and is_large)
+        is_dense = layout.density > constants("blocks_tiles")["narrow_density"]
+        is_counted = NARROW.most_work_tiles(desc) < _MOST_CLAIMS
+        return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
 
 
 def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:

@@ -21,6 +21,7 @@ from .blocks_mma import BlocksMmaSchedule
 from .blocks_wgmma import (
     APART,
     IN_TURN,
+    BlocksWgmmaSchedule,
     Cut,
     best_schedule,
     sdd_time,
@@ -63,16 +64,19 @@ class Way(NamedTuple):
 
 def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of a product by ``blocks_wgmma``, as it is cut."""
-    cut = Cut.of(desc, REFERENCE_SMS)
-    return cut_work(desc, cut.schedule.rows, cut.schedule.tokens, cut.slices)
+    cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
+    return cut_work(desc, cut.schedule, cut.slices)
 
 
-def cut_work(desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, slices: int) -> tuple[float, ...]:
-    """The terms with tiles of ``rows`` x ``tokens``, and the ``slices`` of a ``Cut``."""
+def cut_work(
+    desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, slices: int
+) -> tuple[float, ...]:
+    """The terms with a schedule, and the ``slices`` of a ``Cut``."""
     slicing, longest = KernelProblem(desc).slicing, desc.longest_panel
     if slices in (APART, IN_TURN) and slicing:
         longest = min(longest, slicing.longest)
-    return blocks_wgmma_cost.work(desc, rows, tokens, longest, REFERENCE_SMS)
+    ctas = REFERENCE_SMS * schedule.ctas_per_sm
+    return blocks_wgmma_cost.work(desc, schedule.rows, schedule.tokens, longest, ctas)
 
 
 def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
