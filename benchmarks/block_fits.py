@@ -126,7 +126,7 @@ def block_problems(op: str, block: int, gpu: str) -> list[Any]:
 
 
 def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
-    """Lines whose inflated product was measured, too. No tile of 64 x 64 was, so lines that it runs are none."""
+    """Lines whose inflated product was measured, too, and whose tile isn't one of 64 x 64, which none has."""
     rows = [(row, described(row)) for row in block_lines(gpu) if row.get("inflate_us") is not None]
     return [row for row, desc in rows if (cut := Cut.of(desc, REFERENCE_SMS)).narrowed(desc) == cut]
 
