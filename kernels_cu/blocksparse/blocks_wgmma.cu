@@ -1,10 +1,10 @@
 // C = epilogue(alpha * op(S) @ X) for a block-sparse S, with operands loaded by TMA. dsd is computed as it stands, dds
 // as C^T = op(S)^T @ op(A)^T. Here rows are rows of op(S), and tokens are columns of X, whichever way C lies in memory.
 //
-// A row panel has 128 rows of op(S), or 64 for small blocks and few tokens: one block row, or several that share the
-// columns of X that more than one of them keeps. A cluster computes one row panel times kTileN tokens for each of its
-// CTAs. The CTAs share the values of S: each loads a part of them and multicasts it. A step covers 128 bytes of k in
-// which the panel keeps any block, and the rows of X at that k. A panel that is longer than in random layouts may be
+// A row panel has 128 rows of op(S), or 64 for blocks below 128 and few tokens: one block row, or several that share
+// the columns of X that more than one of them keeps. A cluster computes one row panel times kTileN tokens for each of
+// its CTAs. The CTAs share the values of S: each loads a part of them and multicasts it. A step covers 128 bytes of k
+// in which the panel keeps any block, and the rows of X at that k. A panel that is longer than in random layouts may be
 // cut into slices of its kept columns; panels.py says where. Steps are summed in increasing k, then slices in their
 // order, so the bits of a result depend on the layout, its token, and on whether panels are cut.
 //
@@ -22,7 +22,8 @@
 //
 // barriers   full: a stage's bytes have arrived. empty: all warps of the cluster that read the stage are done.
 //            Named barriers from 1 on guard a warpgroup's staging area.
-// registers  kWarpgroupN / 2 accumulators; producer warps release registers to the consumers.
+// registers  kWarpgroupN / 2 accumulators; producer warps release registers to the consumers. CTAs with one consumer
+//            warpgroup have half of the registers and of the shared memory, so that two share a multiprocessor.
 //
 // producer | step 0 | step 1 | step 2 | ..
 // mainloop          | wgmma 0 | 1 | 2 | ..                     one step in flight; the previous stage is released

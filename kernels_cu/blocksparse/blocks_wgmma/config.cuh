@@ -73,7 +73,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
                 "only 16-bit elements may be MN-major");
   static_assert(kBoxBytes >= 32, "a block holds at least one k step of wgmma");
 
-  // Registers of a producer and of a consumer thread after reallocation.
+  // CTAs that share a multiprocessor; registers of a producer and of a consumer thread after reallocation.
   static constexpr int kCtasPerSm = kWarpgroups == 1 ? 2 : 1;
   static constexpr bool kBusyProducers = kSCpAsync || kSlices != Slices::None || kCtasPerSm > 1;
   static constexpr int kProducerRegisters = kBusyProducers ? 56 : 40,
