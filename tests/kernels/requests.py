@@ -30,6 +30,7 @@ class Request(NamedTuple):
     function: str
     arch: str
     defines: tuple[tuple[str, int], ...]
+    threads: int
     shared_bytes: int
 
     def __str__(self) -> str:
@@ -61,7 +62,8 @@ def recorded_loads_of(modules: Iterable[ModuleType]) -> Iterator[list[Request]]:
     found: list[Request] = []
 
     def record(source, name, threads, device, defines, shared_bytes=0):
-        found.append(Request(source, name, device.cuda_arch, tuple(sorted(defines.items())), shared_bytes))
+        macros = tuple(sorted(defines.items()))
+        found.append(Request(source, name, device.cuda_arch, macros, threads, shared_bytes))
 
     with ExitStack() as patches:
         for module in modules:

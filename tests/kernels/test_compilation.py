@@ -28,6 +28,10 @@ PROPERTIES = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+REGISTERS = re.compile(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", re.DOTALL)
+REALLOCATING = {f"{one}wgmma" for one in ("blocks_", "conv_", "attention_", "attention_backward_")}
+REALLOCATING |= {"blocks_wgmma_sp"}
+"""Functions whose producers give registers to the consumers in every variant."""
 STATIC_SHARED = re.compile(r"(\d+) bytes smem")
 MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
 """Shared memory of a multiprocessor of compute capability 9.0, and what each block takes beside its own."""
@@ -70,6 +74,10 @@ def _complaints(asked: Request) -> Iterator[object]:
     }
     if not {name for name, _ in entries} <= set(functions) or any(map(any, functions.values())):
         yield functions
+    registers = dict(REGISTERS.findall(log))
+    shares = {str(65536 // (ctas * asked.threads) // 8 * 8) for ctas in (1, 2)}
+    if asked.function in REALLOCATING and registers[asked.function] not in shares:
+        yield f"{registers[asked.function]} registers: a request for more than a CTA has would wait forever"
     waits = "Performance Loss" in log  # ptxas waits for wgmma where the source doesn't
     if waits or "warning" in log.lower():
         yield log
