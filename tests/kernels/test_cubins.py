@@ -161,6 +161,22 @@ print(compiled{INFLATE!r}.path)
 """
 
 
+COMPILE_IN_THREADS = f"""
+from concurrent.futures import ThreadPoolExecutor
+from sparse24_plans.device.jit.cache import compiled
+with ThreadPoolExecutor(4) as pool:
+    (path,) = {{one.path for one in pool.map(lambda _: compiled{INFLATE!r}, range(4))}}
+print(path)
+"""
+
+
+def test_the_first_compilations_of_a_process_may_be_in_threads(cache):
+    """CuPy loads NVRTC at the first call."""
+    done = subprocess.run([sys.executable, "-c", COMPILE_IN_THREADS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(cache.iterdir()) == [Path(done.stdout.strip())]
+
+
 def test_two_processes_may_compile_at_once(cache):
     both = [
         subprocess.Popen(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BackendUnavailableError, DriverError
-from ..install import import_cupy, install_advice
+from ..install import import_cupy, install_advice, lock_across_forks
 
 _PACKAGE = Path(__file__).parents[2]
 KERNEL_FOLDER = _PACKAGE / "kernels_cu"
@@ -90,13 +90,17 @@ def options(arch: str, defines: Mapping[str, int]) -> list[str]:
     return fixed + [f"-DS24_{name}={value}" for name, value in sorted(defines.items())]
 
 
+_nvrtc_loading = lock_across_forks()
+
+
 def load_nvrtc() -> Any:
     """Return CuPy's bindings of NVRTC. Raises BackendUnavailableError, which says what to install."""
     import_cupy()
     try:
-        from cupy.cuda import nvrtc
+        with _nvrtc_loading:  # CuPy loads several libraries, and lets another thread call the first meanwhile
+            from cupy.cuda import nvrtc
 
-        nvrtc.getVersion()
+            nvrtc.getVersion()
     except Exception as error:
         raise BackendUnavailableError(f"NVRTC doesn't load ({error}); {install_advice('cuda')}") from error
     return nvrtc
