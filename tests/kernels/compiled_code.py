@@ -71,6 +71,8 @@ def main(arguments: list[str]) -> None:
     compiled = [] if options.texts else [one for one in wanted if texts[one] not in known]
     begin = said = time.monotonic()
     codes = {}
+    if compiled:
+        compiler.load_nvrtc()  # earlier trees load it in several threads at once, which fails
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda one: cache.cubin(one[0], one[1], dict(one[2])), compiled)
         for one, cubin in zip(compiled, found, strict=True):
