@@ -190,15 +190,19 @@ def _small_files(folder: Path) -> list[Path] | None:
 
 
 def stored_bytes(path: StrPath) -> int:
-    """Bytes of a model's safetensors file or files; 0 without any.
+    """Bytes of a model's safetensors file, or of those that its index names; 0 without any.
 
-    Raises StorageError for a path that can't be looked at.
+    Raises StorageError for a path that can't be looked at, FormatError for a broken index.
     """
     place = Path(path)
-    if place.name.endswith(INDEX_SUFFIX):
-        place = place.parent
     with storage_errors(place):
-        files = place.glob("*.safetensors") if place.is_dir() else [place]
+        is_index = place.name.endswith(INDEX_SUFFIX) and not place.is_dir()
+        folder = place.parent if is_index else place
+        indexes = [place] if is_index else list(folder.glob(f"*{INDEX_SUFFIX}"))
+        if len(indexes) == 1:
+            files = [folder / name for name in set(_read_weight_map(indexes[0]).values())]
+        else:
+            files = list(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
         return sum(file.stat().st_size for file in files if file.is_file())
 
 

@@ -34,6 +34,7 @@ from .layers import (
     compressed_layer,
     compressed_names,
     dense_blocks,
+    is_compressed,
     read_weight,
 )
 from .safetensors_file import shown
@@ -118,7 +119,7 @@ def verify_checkpoint(
     Raises
     ------
     InvalidProblemError
-        ``tokens`` isn't from 1 to :data:`MAX_TOKENS`, or ``seed`` is negative.
+        ``tokens`` isn't from 1 to :data:`MAX_TOKENS`, ``seed`` is negative, or ``dense`` is compressed.
     FormatError, StorageError
         A file breaks its format or can't be read.
     UnsupportedError, BackendUnavailableError
@@ -133,7 +134,7 @@ def verify_checkpoint(
     rng = np.random.default_rng(seed)
     place = str(resolve(device))
     with ModelReader(compressed) as ours, ModelReader(dense) as theirs:
-        stored = [compressed_layer(ours, shard, name) for name, shard in compressed_names(ours).items()]
+        stored = _stored_layers(ours, theirs)
         for layer in stored:
             weight = read_weight(ours, layer)
             by = None if weight.quantization is None else str(weight.quantization)
@@ -152,6 +153,14 @@ def verify_checkpoint(
     if problems and not stored:
         problems.insert(0, f"{compressed} holds no compressed layer")
     return Verification(place, tokens, tuple(layers), copied, tuple(problems), rounded)
+
+
+def _stored_layers(ours: ModelReader, theirs: ModelReader) -> list[Layer]:
+    """The compressed layers of ``ours``. Raises InvalidProblemError if ``theirs`` is compressed, too."""
+    found = [compressed_layer(ours, shard, name) for name, shard in compressed_names(ours).items()]
+    if is_compressed(theirs):
+        raise InvalidProblemError(f"dense: expected a dense checkpoint, {theirs.path} is compressed")
+    return found
 
 
 def _compare_weight(weight: Weight, ours: ModelReader, theirs: ModelReader, layer: Layer) -> str | None:

@@ -10,6 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -97,8 +98,8 @@ def calibration(
     if quiet:
         logging: Any = transformers.utils.logging
         logging.disable_progress_bar()
-    model, tokenizer = _loaded(transformers, source)
-    token_ids = _samples(samples, tokenizer, model)
+    model, known = _loaded(transformers, source)
+    token_ids = _samples(samples, partial(_tokenized, transformers, source), model, known)
     parts = whole_parts(parts_by_tensor(model, shapes), selected)
     tokens = sum(map(len, token_ids))
     widest = max((matrix_of(model, part).shape[1] for part in parts.values()), default=0)
@@ -135,29 +136,64 @@ def _weight(layer: Any, rows: slice, read: Callable[[], Any]) -> Any:
     return slice_weight(layer.weight, start, stop)
 
 
-def _loaded(transformers: Any, source: Path) -> tuple[Any, Any]:
-    """The model of a folder, on the CPU, and a function that returns its tokenizer."""
+_LOADING_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError)
+"""What transformers raises for files that it can't load."""
+
+
+def _loaded(transformers: Any, source: Path) -> tuple[Any, int]:
+    """The model of a folder, on the CPU, and the number of token ids that it knows."""
+    if not source.is_dir():
+        raise InvalidProblemError(f"transformers can't load {source}: expected a folder with its config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(source)
         kind = getattr(transformers, str((config.architectures or [""])[0]), transformers.AutoModel)
         model = kind.from_pretrained(source, dtype="auto")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
-        message = str(error).splitlines() or [type(error).__name__]
-        raise InvalidProblemError(f"transformers can't load {source}: {message[0]:.200}") from error
-    if config.is_encoder_decoder or model.get_input_embeddings() is None:
+    except _LOADING_ERRORS as error:
+        raise InvalidProblemError(f"transformers can't load {source}: {_first_line(error)}") from error
+    with suppress(NotImplementedError):  # which models without an embedding raise
+        known = getattr(model.get_input_embeddings(), "num_embeddings", None)  # pixels' embedding has none
+        if known is not None and not config.is_encoder_decoder:
+            return model, known
+    raise InvalidProblemError(
+        f"expected a model of one stack that takes token ids in {source}, got {kind.__name__}"
+    )
+
+
+def _tokenized(transformers: Any, source: Path, lines: list[str]) -> Any:
+    """The token ids of each line, by the tokenizer of a model's folder.
+
+    Without a vocabulary transformers makes some tokenizers that know no word, which is refused, too.
+    """
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except _LOADING_ERRORS as error:
         raise InvalidProblemError(
-            f"expected a model of one stack that takes token ids in {source}, got {kind.__name__}"
+            f"--calibrate: expected lists of token ids, because transformers can't load a tokenizer from "
+            f"{source}, got text: {_first_line(error)}"
+        ) from error
+    ids = tokenizer(lines)["input_ids"]
+    special = set(tokenizer.all_special_ids)
+    if all(one in special for line in ids for one in line):
+        raise InvalidProblemError(
+            f"--calibrate: expected a text with words of {source}'s tokenizer, got none that it knows"
         )
-    return model, lambda: transformers.AutoTokenizer.from_pretrained(source)
+    return ids
 
 
-def _samples(path: Path, tokenizer: Any, model: Any) -> list[list[int]]:
-    """Token ids of every sample of a file or folder, in pieces that the model can take."""
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:200]
+
+
+def _samples(path: Path, tokenized: Callable[[list[str]], Any], model: Any, known: int) -> list[list[int]]:
+    """Token ids below ``known`` of every sample of a file or folder, in pieces that the model can take."""
     with storage_errors(path):
         files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
     found: list[list[int]] = []
     for file in files:
         raw = read_whole(file, _MOST_BYTES)
+        lines: list[str] = []
+        ids: Any = []
         try:
             if file.suffix == ".json":
                 ids = json.loads(raw)
@@ -165,10 +201,10 @@ def _samples(path: Path, tokenizer: Any, model: Any) -> list[list[int]]:
                 ids = np.load(io.BytesIO(raw), allow_pickle=False).tolist()
             else:
                 lines = [line for line in raw.decode().splitlines() if line.strip()]
-                ids = tokenizer()(lines)["input_ids"] if lines else []
         except (ValueError, EOFError, OSError, RecursionError) as error:
             raise FormatError(f"{file}: expected text in UTF-8 or token ids: {error}") from error
-        known = model.get_input_embeddings().num_embeddings
+        if lines:
+            ids = tokenized(lines)
         if not (isinstance(ids, list) and all(_are_ids(one, known) for one in ids)):
             raise FormatError(f"{file}: expected lists of token ids from 0 to {known - 1}")
         found += ids

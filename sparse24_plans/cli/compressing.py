@@ -190,7 +190,7 @@ def convert(
                 overwrite=overwrite,
                 on_tensor=lambda report: advance(report.bytes_before),
             )
-        document = _rewrite_document(source, out, before, reports)
+        document = _rewrite_document(source, out, before, _written_bytes(out), reports)
         emit(document, partial(_show_conversion, everything=everything), as_json=as_json)
 
 
@@ -244,20 +244,25 @@ def compressed(
             calibrated=calibrated,
             on_tensor=lambda report: advance(report.bytes_before),
         )
-    document = {**_rewrite_document(source, out, before, reports), "sparse_share": reports.sparse_share}
-    if dry_run:
-        document |= {"destination_bytes": sum(one.bytes_after for one in reports), "dry_run": True}
-    return document
+    after = sum(one.bytes_after for one in reports) if dry_run else _written_bytes(out)
+    document = _rewrite_document(source, out, before, after, reports)
+    document["sparse_share"] = reports.sparse_share
+    return {**document, "dry_run": True} if dry_run else document
+
+
+def _written_bytes(out: Path) -> int:
+    """Bytes of the file, or of the folder's shards, that was written. A file may have any name."""
+    return out.stat().st_size if out.is_file() else stored_bytes(out)
 
 
 def _rewrite_document(
-    source: Path, out: Path, before: int, reports: Sequence[TensorReport | ConversionReport]
+    source: Path, out: Path, before: int, after: int, reports: Sequence[TensorReport | ConversionReport]
 ) -> Json:
     return {
         "source": str(source),
         "destination": str(out),
         "source_bytes": before,
-        "destination_bytes": stored_bytes(out),
+        "destination_bytes": after,
         "tensors": [asdict(report) for report in reports],
     }
 

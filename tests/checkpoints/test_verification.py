@@ -50,6 +50,13 @@ def test_weights_with_nan_and_inf_verify(files):
     assert verify_checkpoint(out, dense, device="host").passed
 
 
+def test_a_compressed_checkpoint_is_no_dense_one(pair):
+    """Each of its tensors would differ from, or be missing in, the other, which says nothing."""
+    _, out = pair
+    with pytest.raises(InvalidProblemError, match=r"dense: expected a dense checkpoint, .*out is compressed"):
+        verify_checkpoint(out, out, device="host")
+
+
 @pytest.mark.parametrize("element", ["f32", "bf16"])
 @pytest.mark.parametrize("size", [1e38, 3e38])
 def test_weights_near_the_end_of_the_range_verify(files, device, element, size):

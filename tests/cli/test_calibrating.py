@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 
 from sparse24_plans.checkpoints.weights_file import load_weight
 from sparse24_plans.cli import accuracy, calibrating, compressing, verifying
@@ -306,6 +308,52 @@ def test_what_is_no_sample_is_refused_and_nothing_is_written(bert, tmp_path, nam
 def test_a_file_of_weights_alone_is_no_model(bert, samples, tmp_path):
     words = ("compress", bert / "model.safetensors", "-o", tmp_path / "out", "--calibrate", samples, "--json")
     assert "transformers can't load" in json.loads(run(*words, exit_code=1).stdout)["error"]["message"]
+
+
+def test_an_index_is_no_folder_of_a_model(bert, samples, tmp_path):
+    folder = shutil.copytree(bert, tmp_path / "model")
+    index = folder / "model.safetensors.index.json"
+    with safetensors.safe_open(folder / "model.safetensors", "np") as file:
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(file.keys(), "model.safetensors")}))
+    error = calibrated(index, tmp_path / "out", "--calibrate", samples, exit_code=1)["error"]
+    assert error["message"].endswith("expected a folder with its config.json")
+
+
+def llama(folder: Path) -> None:
+    """A model for which transformers can't make a tokenizer from nothing, as it can for BERT."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=25, **sizes)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("llama", "expected lists of token ids, because transformers can't load a tokenizer from"),
+        ("bert", "expected a text with words of"),
+    ],
+)
+def test_text_for_a_model_without_a_tokenizer_is_refused(bert, tmp_path, kind, message):
+    if kind == "llama":
+        llama(tmp_path / "model")
+    else:
+        shutil.copytree(bert, tmp_path / "model", ignore=shutil.ignore_patterns("vocab.txt", "tokenizer*"))
+    (path := tmp_path / "s.txt").write_text("ab cd")
+    error = calibrated(tmp_path / "model", tmp_path / "out", "--calibrate", path, exit_code=1)["error"]
+    assert error["type"] == "InvalidProblemError"
+    assert f"--calibrate: {message}" in error["message"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "s.txt"]
+
+
+def test_a_model_of_pixels_takes_no_token_ids(samples, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ViTConfig(image_size=16, patch_size=8, **sizes)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "model")
+    error = calibrated(tmp_path / "model", tmp_path / "out", "--calibrate", samples, exit_code=1)["error"]
+    assert error["type"] == "InvalidProblemError"
+    assert "expected a model of one stack that takes token ids" in error["message"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_folder_that_is_not_empty_is_refused_before_calibration(bert, samples, tmp_path):

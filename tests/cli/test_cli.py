@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,27 @@ def test_compress_and_verify_folders_of_shards(sharded):
     found = run_json("verify", out, "--against", sharded, "--device", "host")
     assert found["passed"]
     assert [layer["name"] for layer in found["layers"]] == ["a.weight", "b.weight"]
+
+
+def test_sizes_are_those_of_the_model_that_the_index_names(sharded):
+    """Some repositories hold a second copy of their weights, which the index does not name."""
+    size = sum(file.stat().st_size for file in sharded.glob("*.safetensors"))
+    safetensors.numpy.save_file({"a": np.ones((64, 64), np.float32)}, sharded / "consolidated.safetensors")
+    out, dense = sharded.with_name("out"), sharded.with_name("dense")
+    with pytest.warns(UserWarning, match=r"not copied: consolidated\.safetensors"):
+        assert run_json("compress", sharded, "-o", out)["source_bytes"] == size
+    index = sharded / "model.safetensors.index.json"
+    assert run_json("compress", index, "-o", dense, "--dry-run")["source_bytes"] == size
+    shutil.copy(sharded / "consolidated.safetensors", out)
+    with pytest.warns(UserWarning, match="not copied"):
+        written = run_json("convert", out, dense, "--from", "sparse24", "--to", "dense")
+    assert written["destination_bytes"] == size
+    assert written["source_bytes"] < size
+
+
+def test_a_written_file_may_have_an_indexs_name(checkpoint):
+    out = checkpoint.with_name("model.safetensors.index.json")
+    assert run_json("compress", checkpoint, "-o", out)["destination_bytes"] == out.stat().st_size
 
 
 def test_nothing_to_compress_is_sound(checkpoint):
