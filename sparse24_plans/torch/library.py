@@ -153,16 +153,22 @@ def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: K
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args)
         wants_gradient = grad_enabled() and wanted(*args)
-        if wants_gradient and _transform() is not None:
-            raise UnsupportedError(
-                f"{op.name()} has no gradient in transforms of torch.func (grad, vjp, jacrev, vmap); call "
-                "torch.autograd.grad or backward outside of them"
-            )
+        if wants_gradient:
+            refuse_in_transforms(op.name())
         if not wants_gradient and (keyset & _below_views).highestPriorityTypeId() in _BACKENDS:
             return kernel(*args, **kwargs)
         return full(keyset, *args, **kwargs)
 
     return call
+
+
+def refuse_in_transforms(name: str) -> None:
+    """Raise UnsupportedError inside of a transform of torch.func, whose gradients autograd doesn't make."""
+    if _transform() is not None:
+        raise UnsupportedError(
+            f"{name} has no gradient in transforms of torch.func (grad, vjp, jacrev, vmap); call "
+            "torch.autograd.grad or backward outside of them"
+        )
 
 
 def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
