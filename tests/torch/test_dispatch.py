@@ -523,6 +523,24 @@ def test_in_place_writes_reach_copies_in_other_layouts(op, mode):
         assert not torch.equal(call(x, weight), before)
 
 
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_writes_of_a_fused_optimizer_reach_the_product(kind, freezes):
+    """PyTorch doesn't count them, so a weight that requires gradients has no copy that could be old."""
+    values, meta, _ = weight()
+    x = randn(5, 64)
+    if freezes:
+        S.linear(x, values, meta)
+    values.requires_grad_()
+    optimizer = kind([values], lr=0.1, fused=True)
+    for _ in range(2):
+        S.linear(x, values, meta).square().sum().backward()
+        optimizer.step()
+        close(S.linear(x, values, meta), x.double() @ S.decompress(values, meta).double().t())
+    values.requires_grad_(not freezes)
+    close(S.linear(x, values, meta), x.double() @ S.decompress(values, meta).double().t())
+
+
 def test_a_weight_that_goes_takes_its_copies_along():
     """A weight in another layout is kept for as long as the weight lives, and no longer."""
     from sparse24_plans.torch import packed_weight_cache
