@@ -15,7 +15,7 @@ from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, Tier
 from ..vocab.fields import checked_integer
 from .activations import FORWARD, GATED_BY, GRADIENTS, called, is_gated, name_of
-from .library import autocasts
+from .library import autocasts, refuse_in_transforms
 from .linear import DTYPES, PreferenceLike, RequirementLike, Sparse24Linear
 from .origin import noted_origin
 from .weight_only_linear import Sparse24WeightOnlyLinear
@@ -282,6 +282,7 @@ class Sparse24Experts(nn.Module):
 
     def _differentiable(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Compute what ``forward`` does, with the same bits, by operations that have gradients."""
+        refuse_in_transforms("Sparse24Experts")
         experts, order = index.flatten().sort(stable=True)
         bounds = torch.arange(self.num_experts + 1, device=experts.device, dtype=experts.dtype)
         offsets = torch.searchsorted(experts, bounds, out_int32=True)
@@ -311,6 +312,8 @@ def _check_routing(x: Tensor, width: int, index: Tensor, weights: Tensor) -> Non
         raise InvalidProblemError(
             f"top_k_index: expected int32 or int64 [{tokens}, top_k], got {index.dtype} {list(index.shape)}"
         )
+    if not index.shape[1]:
+        raise InvalidProblemError(f"top_k_index: expected an expert or more of a token, got {[tokens, 0]}")
     if weights.shape != index.shape or not weights.is_floating_point():
         raise InvalidProblemError(
             f"top_k_weights: expected floating point {list(index.shape)}, "

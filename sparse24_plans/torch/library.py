@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import _C
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from ..device.log import COMPILE
 from ..errors import UnsupportedError
@@ -73,6 +74,10 @@ def define(
     if call is not None:
         fake = _announced(op, call, fake)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    if written := [index for index, one in enumerate(op._schema.arguments) if one.is_write]:
+        kernel = _counting_writes(kernel, written)
+        views = _counting_writes(_below_views_alone(op), [1 + index for index in written])
+        _library.impl(name, views, "ADInplaceOrView", with_keyset=True)
     _library.impl(name, _autograd(op, kernel, backward, setup_context), "Autograd", with_keyset=True)
     _library.impl(name, _no_vmap(name), "FuncTorchBatched")
     if autocast is not None:
@@ -148,16 +153,22 @@ def _autograd(op: Any, kernel: Kernel, backward: Kernel | None, setup_context: K
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args)
         wants_gradient = grad_enabled() and wanted(*args)
-        if wants_gradient and _transform() is not None:
-            raise UnsupportedError(
-                f"{op.name()} has no gradient in transforms of torch.func (grad, vjp, jacrev, vmap); call "
-                "torch.autograd.grad or backward outside of them"
-            )
+        if wants_gradient:
+            refuse_in_transforms(op.name())
         if not wants_gradient and (keyset & _below_views).highestPriorityTypeId() in _BACKENDS:
             return kernel(*args, **kwargs)
         return full(keyset, *args, **kwargs)
 
     return call
+
+
+def refuse_in_transforms(name: str) -> None:
+    """Raise UnsupportedError inside of a transform of torch.func, whose gradients autograd doesn't make."""
+    if _transform() is not None:
+        raise UnsupportedError(
+            f"{name} has no gradient in transforms of torch.func (grad, vjp, jacrev, vmap); call "
+            "torch.autograd.grad or backward outside of them"
+        )
 
 
 def _refuse_tangents(op: Any, args: tuple[Any, ...]) -> None:
@@ -177,6 +188,30 @@ def _without_gradient(op: Any) -> Kernel:
             return op.redispatch(keyset & _below_autograd, *args, **kwargs)
 
     return call
+
+
+def _below_views_alone(op: Any) -> Kernel:
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        with _C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & _below_views, *args, **kwargs)
+
+    return call
+
+
+def _counting_writes(call: Kernel, written: list[int]) -> Kernel:
+    """The call, which then increments the version of the arguments that it has ``written``.
+
+    Versions tell autograd, and us of weights, that a tensor has changed. An inference tensor has none.
+    """
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        for one in (args[index] for index in written if index < len(args)):
+            if one is not None and not one.is_inference():
+                increment_version(one)
+        return result
+
+    return counting
 
 
 def _no_vmap(name: str) -> Kernel:

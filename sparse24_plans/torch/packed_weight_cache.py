@@ -85,13 +85,15 @@ def converted(
     """The weight in the layout that the plan's kernel reads, converted again after each write to the weight.
 
     ``scales`` are a quantized weight's. PyTorch counts the writes that tell an old copy, but not those
-    through ``.data``, after which an old copy stays in use. It counts none to an inference tensor, so a
-    weight or scales made in ``torch.inference_mode`` are converted at each call. Metadata is taken to change
+    through ``.data``, after which an old copy stays in use. It counts none to an inference tensor, and those
+    of fused optimizers and of ``fully_shard`` neither, so a weight or scales made in ``torch.inference_mode``
+    and a weight that requires gradients are converted at each call. Metadata is taken to change
     only with its weight, because a layer's is an inference view in that mode.
 
     Raises UnsupportedError in a CUDA-graph capture: run once before it, or pack the weight.
     """
     if not _writes_are_counted(weight, scales):
+        _kept.pop(id(weight), None)  # it may be written before it is frozen again
         return _convert(plan, weight, meta, m, k, scales)
     desc = plan.descriptor
     layout = plan.sku.layout, desc.element, desc.quantization
@@ -111,7 +113,9 @@ def converted(
 
 
 def _writes_are_counted(weight: torch.Tensor, scales: torch.Tensor | None) -> bool:
-    return not (weight.is_inference() or (scales is not None and scales.is_inference()))
+    if weight.requires_grad or weight.is_inference():
+        return False
+    return scales is None or not scales.is_inference()
 
 
 def state_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -129,7 +133,9 @@ def _convert(
 ) -> PackedWeight:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         remedy = "run the op once before it"
-        if not _writes_are_counted(weight, scales):
+        if weight.requires_grad:
+            remedy = "freeze the weight by requires_grad_(False), and run the op once before it"
+        elif not _writes_are_counted(weight, scales):
             remedy = "make the weight and its scales outside torch.inference_mode"
         raise UnsupportedError(
             f"weight: layout {plan.sku.layout!r} can't be made in a CUDA-graph capture: {remedy}, or pass "

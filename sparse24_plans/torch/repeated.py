@@ -53,7 +53,7 @@ class Repeated(Tensor):
     ) -> Any:
         first, *rest = args
         op = func._overloadpacket
-        if op is _aten.bmm and isinstance(rest[0], Repeated) and not isinstance(first, Repeated):
+        if func is _aten.bmm.default and isinstance(rest[0], Repeated) and not isinstance(first, Repeated):
             return _product(first, rest[0].matrix)
         if isinstance(first, Repeated):
             count, matrix = first.dim(), first.matrix

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -184,6 +184,42 @@ class Sparse24Tensor(SparseSemiStructuredTensor):
                     f"got {shown(function)} for {shown(op)}"
                 )
         cls.SPARSE_DISPATCH = {**cls.SPARSE_DISPATCH, **custom}
+
+    # Memory -------------------------------------------------------------------------------------------
+
+    # The tensor itself has no memory, which PyTorch's own methods would read and write at address 0.
+
+    @property
+    def data(self) -> Any:
+        """The detached tensor. Setting it raises UnsupportedError, because the parts would stay."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: object) -> None:
+        raise UnsupportedError(
+            f"data: a {type(self).__name__} keeps its parts, so no other tensor can be set; assign a new "
+            "parameter, or call torch.utils.swap_tensors. A model moves to the CPU, where the tensor becomes "
+            "dense, after torch.__future__.set_overwrite_module_params_on_conversion(True)"
+        )
+
+    def share_memory_(self) -> Sparse24Tensor:
+        """Move the parts to memory that processes share."""
+        for part in self._held_parts():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the parts lie in memory that processes share."""
+        return all(part.is_shared() for part in self._held_parts())
+
+    def _held_parts(self) -> list[Tensor]:
+        return [part for name in PARTS if (part := getattr(self, name)) is not None]
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedError: DLPack has no 2:4 matrices."""
+        raise UnsupportedError(
+            f"__dlpack__: expected a dense tensor, got a {type(self).__name__}; take its to_dense()"
+        )
 
     # Making one ---------------------------------------------------------------------------------------
 

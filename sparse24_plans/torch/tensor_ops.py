@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import InvalidProblemError, UnsupportedError
 from .prepare_ops import kept_values
 from .repeated import Repeated, as_view_of
 from .tensor import FP8, PARTS, SemiStructuredError, Sparse24Tensor
@@ -95,7 +96,8 @@ def _permute(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
 
 def _view(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
     tensor, shape = args
-    if tuple(shape) not in (tuple(tensor.shape), (-1, tensor.shape[1]), (tensor.shape[0], -1)):
+    same = tuple(tensor.shape), (-1, tensor.shape[1]), (tensor.shape[0], -1)
+    if isinstance(shape, torch.dtype) or tuple(shape) not in same:
         raise UnsupportedError(
             f"`{func._opname}` is not implemented for SparseSemiStructuredTensor, except for the dummy case "
             f"(shape={shape})"
@@ -114,10 +116,18 @@ def _expand(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _mm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-    first, second = args
+    first, second, *out_dtype = args
+    _refuse_out_dtype(func, out_dtype)
     if isinstance(first, Sparse24Tensor):
         return first._mm(second)
     return cast(Tensor, second.t()._mm(first, should_transpose_dense=True))
+
+
+def _refuse_out_dtype(func: Any, given: list[torch.dtype]) -> None:
+    if given:
+        raise UnsupportedError(
+            f"`SparseSemiStructuredTensor` {func._opname}: expected no out_dtype, got {given[0]}"
+        )
 
 
 def _matmul(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
@@ -130,17 +140,28 @@ def _matmul(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _addmm(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     """``beta * added + first @ second``; a bias [M] is added as it is where beta is 1."""
-    added, first, second = args
+    added, first, second, *out_dtype = args
+    _refuse_out_dtype(func, out_dtype)
     if isinstance(first, Sparse24Tensor) or isinstance(added, Sparse24Tensor):
         raise UnsupportedError("`SparseSemiStructuredTensor` matmul: only operand B of `addmm` can be sparse")
     alpha, beta = (kwargs.get(name, 1) for name in ("alpha", "beta"))
     if alpha != 1:
         raise UnsupportedError(f"`SparseSemiStructuredTensor` addmm: expected alpha 1, got {alpha}")
     options: dict[str, Any] = {"bias": added}
-    if added.ndim != 1 or beta != 1:
-        residual = added.expand(first.shape[0], second.shape[1]) if beta else None
+    if added.shape != second.shape[1:] or beta != 1:
+        residual = _broadcast(added, *first.shape[:1], second.shape[1]) if beta else None
         options = {"residual": residual, "beta": float(beta)}
     return cast(Tensor, second.t()._mm(first, should_transpose_dense=True, **options))
+
+
+def _broadcast(added: Tensor, *sizes: int) -> Tensor:
+    try:
+        return added.expand(sizes)
+    except RuntimeError as error:
+        name = "bias" if added.ndim == 1 else "input"
+        raise InvalidProblemError(
+            f"{name}: expected a tensor that broadcasts to {list(sizes)}, got {list(added.shape)}"
+        ) from error
 
 
 def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
@@ -148,6 +169,10 @@ def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
     bias = rest[0] if rest else kwargs.get("bias")
     if isinstance(x, Sparse24Tensor) or not isinstance(weight, Sparse24Tensor):
         raise UnsupportedError("`SparseSemiStructuredTensor` linear: only the weight can be sparse")
+    if not x.dim():
+        raise InvalidProblemError(
+            f"input: expected [..., {weight.shape[1]}], got a tensor without dimensions"
+        )
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
     y = weight._mm(rows, bias=bias, should_transpose_dense=True)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -238,6 +263,9 @@ def _pointwise(func: Any, types: Any, args: Any, kwargs: Any) -> Sparse24Tensor:
         None if part is None else func(*(one[side] for one in operands), **kwargs)
         for side, part in enumerate((like.packed, like.packed_t))
     )
+    made: Any = packed if packed is not None else packed_t
+    if made.dtype != like.dtype:
+        raise UnsupportedError(f"{func.__name__}: expected a result of {like.dtype}, got {made.dtype}")
     return _with_values(like, packed, packed_t)
 
 
@@ -308,7 +336,22 @@ def _have_equal_metadata(first: Sparse24Tensor, second: Sparse24Tensor) -> bool:
     )
 
 
-Sparse24Tensor.SPARSE_DISPATCH = {
+def _without_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a dispatch table. It refuses results in given memory, which none of them writes."""
+
+    @wraps(function)
+    def checked(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs and any(one.is_out for one in func._schema.arguments):
+            raise UnsupportedError(
+                f"{func.__name__}: expected no tensor to write to, because what is computed of a "
+                "Sparse24Tensor is in new memory; copy that"
+            )
+        return function(func, types, args, kwargs)
+
+    return checked
+
+
+_SERVED = {
     _aten.values: _values,
     _aten.indices: _indices,
     _aten.is_same_size: _is_same_size,
@@ -343,3 +386,4 @@ Sparse24Tensor.SPARSE_DISPATCH = {
     _aten.gelu_backward: _pointwise,
     _aten.silu_backward: _pointwise,
 }
+Sparse24Tensor.SPARSE_DISPATCH = {op: _without_out(function) for op, function in _SERVED.items()}

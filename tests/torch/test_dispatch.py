@@ -342,6 +342,39 @@ def test_autocast_gradients_have_the_operands_dtypes():
     close(x.grad, dense.double().sum(0).expand(5, 64), torch.bfloat16)
 
 
+WRITING = [name for name, (op, *_) in SAMPLES.items() if op.default._schema.is_mutable]
+
+
+@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("named", [False, True])
+def test_versions_count_what_an_op_writes(name, mode, named):
+    """Autograd refuses a saved tensor of another version, and a copy of a weight is made anew."""
+    op, *args = SAMPLES[name]
+    fields = op.default._schema.arguments
+    (index,) = [index for index, one in enumerate(fields) if one.is_write]
+    args[index] = args[index].clone()
+    with mode():
+        if named:
+            op(**{one.name: given for one, given in zip(fields, args, strict=False)})
+        else:
+            op(*args)
+    assert args[index].any()
+    assert args[index]._version == 1
+    with torch.inference_mode():
+        args[index] = args[index].clone()
+    op(*args)  # one that counts nothing
+
+
+def test_a_saved_tensor_that_an_op_wrote_is_refused_by_autograd():
+    values, meta, _ = weight()
+    out, factor = torch.ones(5, 96, device=DEVICE), wanting(randn(5, 96))
+    y = (factor * out).sum()
+    S.linear_out(randn(5, 64), values, meta, None, out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_lazy_negatives_are_resolved():
     values, meta, dense = weight()
     x = torch._neg_view(randn(5, 64))
@@ -488,6 +521,24 @@ def test_in_place_writes_reach_copies_in_other_layouts(op, mode):
         weight.copy_(other)
         assert torch.equal(call(x, weight), call(x, other))
         assert not torch.equal(call(x, weight), before)
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_writes_of_a_fused_optimizer_reach_the_product(kind, freezes):
+    """PyTorch doesn't count them, so a weight that requires gradients has no copy that could be old."""
+    values, meta, _ = weight()
+    x = randn(5, 64)
+    if freezes:
+        S.linear(x, values, meta)
+    values.requires_grad_()
+    optimizer = kind([values], lr=0.1, fused=True)
+    for _ in range(2):
+        S.linear(x, values, meta).square().sum().backward()
+        optimizer.step()
+        close(S.linear(x, values, meta), x.double() @ S.decompress(values, meta).double().t())
+    values.requires_grad_(not freezes)
+    close(S.linear(x, values, meta), x.double() @ S.decompress(values, meta).double().t())
 
 
 def test_a_weight_that_goes_takes_its_copies_along():

@@ -152,6 +152,7 @@ X, INDEX, WEIGHTS = randn(4, 128), torch.zeros(4, 3, dtype=torch.int64), torch.z
         ((X[:3], INDEX, WEIGHTS), r"top_k_index: expected int32 or int64 \[3, top_k\], got .* \[4, 3\]"),
         ((X, INDEX[:3], WEIGHTS[:3]), r"top_k_index: expected .* \[4, top_k\], got torch.int64 \[3, 3\]"),
         ((X, INDEX[:, 0], WEIGHTS[:, 0]), r"top_k_index: expected .* \[4, top_k\], got torch.int64 \[4\]"),
+        ((X, INDEX[:, :0], WEIGHTS[:, :0]), r"top_k_index: expected an expert or more .* \[4, 0\]"),
         ((X, WEIGHTS, INDEX), r"top_k_index: expected .*, got torch.float32"),
         ((X, INDEX > 0, WEIGHTS), r"top_k_index: expected .*, got torch.bool"),
         ((X, INDEX, WEIGHTS[:, :2]), r"top_k_weights: expected floating point \[4, 3\], got .* \[4, 2\]"),
@@ -197,6 +198,13 @@ def test_inputs_and_routing_weights_have_the_gradients_of_dense_experts(activati
         grads.append((x.grad, factors.grad))
     for got, wanted in zip(*grads, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_transforms_that_take_gradients_are_refused(transform):
+    _, experts, _ = case("cpu")
+    with pytest.raises(UnsupportedError, match=r"Sparse24Experts has no gradient in .*torch\.func"):
+        transform(lambda x: experts(x, INDEX, WEIGHTS).sum())(X.clone())
 
 
 def test_gradients_of_the_op_itself_are_refused():

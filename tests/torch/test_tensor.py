@@ -166,7 +166,7 @@ def test_addmm():
 
 
 @pytest.mark.parametrize("beta", [1, 0, -0.5])
-@pytest.mark.parametrize("shape", [(5, 0), (1, 0), (5, 1), (0,)])
+@pytest.mark.parametrize("shape", [(5, 0), (1, 0), (5, 1), (0,), (1,), ()])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_addmm_adds_beta_times_whatever_broadcasts(beta, shape, transposed):
     """0 stands for the width of the result."""
@@ -234,6 +234,10 @@ UNSERVED = {
     "not supported, expected 64 summands": lambda a: randn(5, 128) @ a,
     "Broadcasting is not implemented": lambda a: a @ randn(3, 128, 5),
     "expand: expected sizes that end with": lambda a: a.expand(3, 64, 64),
+    "`view` is not implemented .*int32": lambda a: a.view(torch.int32),
+    "mm: expected no out_dtype, got torch.float32": lambda a: torch.mm(a, randn(128, 5), torch.float32),
+    "addmm: expected no out_dtype": lambda a: torch.addmm(randn(64), randn(5, 128), a.t(), torch.float32),
+    "got bmm.dtype": lambda a: torch.bmm(randn(2, 5, 64), a.expand(2, 64, 128), torch.float32),
 }
 
 
@@ -242,6 +246,49 @@ def test_unserved_operations_raise_pytorchs_kind_of_error(message):
     kind = ValueError if "hardware" in message else NotImplementedError
     with pytest.raises(kind, match=message):
         UNSERVED[message](sparse())
+
+
+INTO_MEMORY = {
+    "mm": lambda a, out: torch.mm(a, randn(128, 5), out=out(64, 5)),
+    "mm on the right": lambda a, out: torch.mm(randn(5, 64), a, out=out(5, 128)),
+    "mm into it": lambda a, out: torch.mm(randn(64, 5), randn(5, 128), out=a),
+    "matmul": lambda a, out: torch.matmul(randn(2, 5, 64), a, out=out(2, 5, 128)),
+    "addmm": lambda a, out: torch.addmm(randn(128), randn(5, 64), a, out=out(5, 128)),
+    "linear": lambda a, out: torch.ops.aten.linear.out(randn(5, 128), a, out=out(5, 64)),
+    "bmm": lambda a, out: torch.bmm(randn(2, 5, 64), a.expand(2, 64, 128), out=out(2, 5, 128)),
+    "mul": lambda a, out: torch.mul(a, 2, out=out(64, 128)),
+    "add": lambda a, out: torch.add(a, a, out=out(64, 128)),
+    "relu": lambda a, out: torch.ops.aten.relu.out(a, out=out(64, 128)),
+    "add into another": lambda a, out: torch.add(a, a, out=a.clone()),
+}
+
+
+@pytest.mark.parametrize("how", INTO_MEMORY)
+@pytest.mark.parametrize("inference", [False, True])
+def test_results_in_given_memory_are_refused_instead_of_lost(how, inference):
+    held = []
+
+    def out(*sizes):
+        held.append(torch.full(sizes, 7.0, device=DEVICE))
+        return held[0]
+
+    a = sparse()
+    with torch.inference_mode(inference), pytest.raises(UnsupportedError, match=r"\bout\b"):
+        INTO_MEMORY[how](a, out)
+    assert all((one == 7).all() for one in held)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 64), (1, 5, 64)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_addmm_cannot_add_is_refused(shape, transposed):
+    a = sparse(64, 64)
+    with pytest.raises(InvalidProblemError, match=r"(bias|input): expected .* broadcasts to \[5, 64\]"):
+        torch.addmm(randn(*shape), randn(5, 64), a if transposed else a.t())
+
+
+def test_a_scalar_has_no_features():
+    with torch.inference_mode(), pytest.raises(InvalidProblemError, match=r"input: expected \[..., 128\]"):
+        nn.functional.linear(torch.tensor(1.0, device=DEVICE), sparse())
 
 
 # Other operations of a tensor -----------------------------------------------------------------------

@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from sparse24_plans import FormatError, InvalidProblemError
+from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import Sparse24Tensor
 from sparse24_plans.torch.tensor import PARTS, load_tensor
 
@@ -172,6 +173,52 @@ def broken(**change: Any) -> Any:
 def test_a_hostile_file_is_refused(change, kind, message):
     with pytest.raises(kind, match=message):
         saved(broken(**{n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in change.items()}))
+
+
+# Memory ---------------------------------------------------------------------------------------------
+
+
+def test_setting_data_is_refused_instead_of_changing_nothing():
+    tensor, wanted = tiles(), tiles().to_dense()
+    assert_same_parts(tensor.data, tensor)
+    assert not tensor.requires_grad_().data.requires_grad
+    for other in (sparse(), wanted):
+        with pytest.raises(UnsupportedError, match="data: a Sparse24Tensor keeps its parts"):
+            tensor.data = other
+    assert torch.equal(tensor.to_dense(), wanted)
+
+
+def test_a_model_whose_tensors_become_dense_says_what_to_do():
+    layer = nn.Linear(K, M, device=DEVICE)
+    layer.weight = nn.Parameter(tiles(), requires_grad=False)
+    with pytest.raises(UnsupportedError, match="set_overwrite_module_params_on_conversion"):
+        layer.to("cpu", torch.float16)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        layer.to("cpu", torch.float16)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert torch.equal(layer.weight, tiles().to_dense().half().cpu())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="memory of a GPU is shared already")
+def test_a_model_shares_its_parts_with_processes():
+    layer = nn.Linear(K, M)
+    layer.weight = nn.Parameter(tiles(), requires_grad=False)
+    before = layer(randn(3, K))
+    assert not layer.weight.is_shared()
+    assert layer.share_memory() is layer
+    assert layer.weight.is_shared()
+    assert all(part.is_shared() for part in parts_of(layer.weight).values())
+    assert torch.equal(layer(randn(3, K)), before)
+
+
+def test_dlpack_gives_no_null_address():
+    tensor = sparse()
+    with pytest.raises(UnsupportedError, match="to_dense"):
+        np.from_dlpack(tensor)
+    with pytest.raises(UnsupportedError, match="to_dense"):
+        tensor.__dlpack__()
 
 
 # Compiled code --------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ REFUSED = {
     r"mul.Tensor: expected an operand that broadcasts to \[32, 64\].* got \[2, 32, 64\]": lambda a: (
         a * randn(2, M, K)
     ),
+    "mul.Tensor: expected a result of torch.float32, got torch.complex64": lambda a: a * 1j,
     "mul.Tensor: expected torch.float32 on .* got torch.float16": lambda a: a * randn(M, K).half(),
     "mul.Tensor: .* got torch.float32 on meta": lambda a: a * randn(M, K).to("meta"),
     "relu.default: expected float32, float16 or bfloat16, got torch.int8": lambda a: torch.relu(
