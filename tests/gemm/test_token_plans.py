@@ -127,6 +127,14 @@ def test_no_plan_needs_more_than_the_bound(m, k, n, most, element, x_order, pref
     assert plans[n].workspace_size() <= plans.workspace_size()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("preference", [{}, INVARIANT, {"max_workspace_bytes": 0}], ids=str)
+@pytest.mark.parametrize("element", ["f32", "bf16", "s8", "fp8_e4m3"])
+def test_no_outputs_have_a_bound_too(element, preference):
+    plans = GemmSparse24Plan.for_tokens(problem(0, 128, element), 8, preference=preference, device=H200)
+    assert plans.workspace_size() >= plans[8].workspace_size() == 0
+
+
 @pytest.mark.parametrize(("m", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])
 @pytest.mark.parametrize(("preference", "slack"), [({}, 1.05), (INVARIANT, 3.01)])
 def test_the_bound_is_not_far_above_what_is_needed(m, k, preference, slack):
