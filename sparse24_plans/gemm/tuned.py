@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -234,9 +233,18 @@ def _checked(entries: Iterable[TunedKernel]) -> tuple[TunedKernel, ...]:
 EMPTY = TuningTable("", "", ())
 
 
-@cache
+_SHIPPED: dict[str, TuningTable] = {}
+
+
 def shipped(gpu: str) -> TuningTable:
-    """The package's table for a GPU of this name, or EMPTY."""
+    """The package's table for a GPU of this name, or EMPTY. It is one object, by which plans know it."""
+    found = _SHIPPED.get(gpu)
+    if found is None:  # threads may get here at once, and all take the first one's table
+        found = _SHIPPED.setdefault(gpu, _loaded(gpu))
+    return found
+
+
+def _loaded(gpu: str) -> TuningTable:
     wanted = f"{gpu.lower().replace(' ', '_')}.json"
     # The name is compared and never opened, since it may hold anything.
     return next((TuningTable.load(path) for path in _FOLDER.glob("*.json") if path.name == wanted), EMPTY)
