@@ -9,6 +9,7 @@ algorithm's number may mean another algorithm in another version (pytorch#115178
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from .descriptor import GemmSparse24Descriptor
 from .kernel_table import GemmEntry
 
 SCHEMA = 1
+_PACKAGE = f"{__package__.partition('.')[0]}."
 _MAX_BYTES = 100_000_000
 _FOLDER = Path(__file__).parent.parent / "tuning" / "tables"
 
@@ -181,7 +183,7 @@ class TuningTable:
             f"{problem.element} is not applied: {reason}; run `sparse24 tune`"
         )
         TUNING.warning("%s", message)
-        warnings.warn(message, TuningWarning, stacklevel=7)
+        warnings.warn(message, TuningWarning, stacklevel=1 + _depth_of_caller())
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -215,6 +217,14 @@ def _plain(entry: TunedKernel) -> dict[str, Any]:
     document = entry.model_dump(mode="json")
     document["problem"] = entry.problem.model_dump(mode="json", exclude_defaults=True)
     return document
+
+
+def _depth_of_caller() -> int:
+    """The number of calls since the last function that is not this package's, of which a warning tells."""
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def _checked(entries: Iterable[TunedKernel]) -> tuple[TunedKernel, ...]:

@@ -236,6 +236,17 @@ def test_a_promise_of_another_version_is_none():
     assert chosen(table(old), deterministic=True) is None
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [GemmSparse24Plan.select, GemmSparse24Plan.explain_choice, explain],
+    ids=lambda one: one.__qualname__,
+)
+def test_a_warning_names_the_callers_line(ask):
+    with pytest.warns(TuningWarning) as caught:
+        ask(DESC, preference=MMA, device=H200, tuning=table(entry(), driver="570.9"))
+    assert [one.filename for one in caught] == [__file__]
+
+
 # The shipped tables --------------------------------------------------------------------------------
 
 SHIPPED = shipped("NVIDIA H200")
