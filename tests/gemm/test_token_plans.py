@@ -94,6 +94,15 @@ def test_kernels_and_bound_equal_those_of_checking_every_n(name):
     assert all(plan.workspace_alignment <= plans.workspace_alignment for plan in found)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_fewest_tokens_have_the_kernel_of_one_plan(name):
+    desc, device, preference = CASES[name]
+    plans = GemmSparse24Plan.for_tokens(desc, desc.step, preference=preference, device=device)
+    assert plans.kernels == (plans[desc.step].kernel,)
+    assert plans.layouts == (plans[desc.step].sku.layout,)
+    assert plans.workspace_size() >= plans[desc.step].workspace_size()
+
+
 @pytest.mark.parametrize("most", [140, 190, 224, 300])
 def test_a_kernel_of_some_numbers_between_others_is_found(most):
     """The workspace leaves inflate_cublas 129 to 183 tokens. Fewer are mma_sp's, more are mma_sp_many's."""
