@@ -9,9 +9,9 @@ algorithm's number may mean another algorithm in another version (pytorch#115178
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from .descriptor import GemmSparse24Descriptor
 from .kernel_table import GemmEntry
 
 SCHEMA = 1
+_PACKAGE = f"{__package__.partition('.')[0]}."
 _MAX_BYTES = 100_000_000
 _FOLDER = Path(__file__).parent.parent / "tuning" / "tables"
 
@@ -182,7 +183,7 @@ class TuningTable:
             f"{problem.element} is not applied: {reason}; run `sparse24 tune`"
         )
         TUNING.warning("%s", message)
-        warnings.warn(message, TuningWarning, stacklevel=7)
+        warnings.warn(message, TuningWarning, stacklevel=1 + _depth_of_caller())
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -218,6 +219,14 @@ def _plain(entry: TunedKernel) -> dict[str, Any]:
     return document
 
 
+def _depth_of_caller() -> int:
+    """The number of calls since the last function that is not this package's, of which a warning tells."""
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
 def _checked(entries: Iterable[TunedKernel]) -> tuple[TunedKernel, ...]:
     """Check the entries one at a time, because an iterable of other objects may have no end."""
     found = []
@@ -234,9 +243,18 @@ def _checked(entries: Iterable[TunedKernel]) -> tuple[TunedKernel, ...]:
 EMPTY = TuningTable("", "", ())
 
 
-@cache
+_SHIPPED: dict[str, TuningTable] = {}
+
+
 def shipped(gpu: str) -> TuningTable:
-    """The package's table for a GPU of this name, or EMPTY."""
+    """The package's table for a GPU of this name, or EMPTY. It is one object, by which plans know it."""
+    found = _SHIPPED.get(gpu)
+    if found is None:  # threads may get here at once, and all take the first one's table
+        found = _SHIPPED.setdefault(gpu, _loaded(gpu))
+    return found
+
+
+def _loaded(gpu: str) -> TuningTable:
     wanted = f"{gpu.lower().replace(' ', '_')}.json"
     # The name is compared and never opened, since it may hold anything.
     return next((TuningTable.load(path) for path in _FOLDER.glob("*.json") if path.name == wanted), EMPTY)

@@ -248,6 +248,8 @@ def test_unsorted_unsigned_columns_are_refused(dtype):
         ([[0, 0]], (1, 32, 48), r"indices: expected \[3, blocks\], got shape \[1, 2\]"),
         ([[0], [0], [0]], (32, 48), r"shape: expected \(heads, rows, cols\), got"),
         ([[0], [0], [0]], (1, 33, 48), "rows: expected a multiple of block 16"),
+        ([[0], [0], [0]], (None, 32, 48), r"shape: expected heads from 0 to 2\^31 - 1, got None"),
+        ([[0], [0], [0]], (-1, 32, 48), r"shape: expected heads from 0 to 2\^31 - 1, got -1"),
     ],
 )
 def test_bad_coo_is_refused(indices, shape, words):

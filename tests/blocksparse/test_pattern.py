@@ -169,6 +169,10 @@ def test_what_conversions_refuse():
             lambda: decompress_blocks(layout, values, metadata[:, :, :32], along="rows"),
         ),
         ("metadata: expected u8", lambda: decompress_blocks(layout, values, values, along="rows")),
+        (
+            "metadata: expected u8.* got s8",
+            lambda: decompress_blocks(layout, values, metadata.view(np.int8), along="rows"),
+        ),
     ]
     for words, call in wrong:
         with pytest.raises(InvalidProblemError, match=words):

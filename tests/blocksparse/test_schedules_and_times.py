@@ -129,6 +129,26 @@ def test_where_tiles_of_64_x_64_run(block, slices):
         )
 
 
+def test_no_tile_is_narrowed_if_launches_could_not_count_their_tiles():
+    shape = BlockSparseShape(heads=1, rows=1 << 12, cols=1 << 12, block=64, blocks=1 << 9)
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, element="bf16", n=64, batch=1)
+    wide = Cut(fitting(128, 64, 2, 1))
+    for batch, narrow in ((1 << 17, True), (1 << 18, False), (1 << 19, False)):
+        many = desc.model_copy(update={"batch": batch})
+        assert NARROW.work_tiles(many) == 2 * wide.schedule.work_tiles(many) == batch << 6
+        assert (wide.narrowed(many).schedule == NARROW) == narrow
+
+
+@pytest.mark.parametrize("n", [64, 8192])
+def test_narrow_tiles_of_slices_are_two_for_each_wide_one(n):
+    shape = BlockSparseShape(heads=1, rows=1 << 14, cols=1 << 14, block=32, blocks=1 << 14)
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, element="bf16", n=n, batch=2)
+    wide = fitting(128, 64, 2, 1)
+    more = wide.most_work_tiles(desc) - wide.work_tiles(desc)
+    assert more > 0
+    assert NARROW.most_work_tiles(desc) - NARROW.work_tiles(desc) == 2 * more
+
+
 @pytest.mark.parametrize("name", ["256,2,0", "128,1,1", "64,1,3", *NARROWED])
 def test_a_cut_has_the_name_that_it_is_made_from(name):
     assert Cut.named(name).name == name

@@ -234,6 +234,19 @@ def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out
         assert stages + used - 16 * buffers + 8 * barriers <= cut.shared_bytes(lines)
 
 
+@pytest.mark.parametrize("groups", [1, 8, 1024])
+def test_shared_memory_has_room_for_the_table_of_groups(groups):
+    """It holds three numbers of each group and one more, with a total of each warp."""
+    one = GemmSparse24Descriptor(n=8 * groups, m=256, k=256, element="bf16")
+    grouped = one.model_copy(update={"groups": groups})
+    lines, without = map(wgmma_schedules.OperandLayouts.of, (grouped, one))
+    for cut in wgmma_heuristics.allowed_schedules(one, row_of("wgmma_sp")):
+        (weights, sources), (weight, source) = cut.stages(lines), cut._stage_bytes(lines)
+        used = weights * weight + sources * source + cut._fixed_bytes(without)
+        warps = 4 * (cut.warpgroups + 1)
+        assert used + 4 * (3 * groups + 1 + warps) <= cut.shared_bytes(lines) <= 227 << 10
+
+
 def every_width(n: int, widest: int, m: int) -> tuple[int, ...]:
     """Return the tile widths of more than 64 tokens, from every number of token tiles."""
     fewest, most = -(-n // widest), -(-n // 64)

@@ -94,6 +94,15 @@ def test_kernels_and_bound_equal_those_of_checking_every_n(name):
     assert all(plan.workspace_alignment <= plans.workspace_alignment for plan in found)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_fewest_tokens_have_the_kernel_of_one_plan(name):
+    desc, device, preference = CASES[name]
+    plans = GemmSparse24Plan.for_tokens(desc, desc.step, preference=preference, device=device)
+    assert plans.kernels == (plans[desc.step].kernel,)
+    assert plans.layouts == (plans[desc.step].sku.layout,)
+    assert plans.workspace_size() >= plans[desc.step].workspace_size()
+
+
 @pytest.mark.parametrize("most", [140, 190, 224, 300])
 def test_a_kernel_of_some_numbers_between_others_is_found(most):
     """The workspace leaves inflate_cublas 129 to 183 tokens. Fewer are mma_sp's, more are mma_sp_many's."""
@@ -125,6 +134,14 @@ def test_no_plan_needs_more_than_the_bound(m, k, n, most, element, x_order, pref
     n = min(n, most)
     assert plans[n].kernel in plans.kernels
     assert plans[n].workspace_size() <= plans.workspace_size()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("preference", [{}, INVARIANT, {"max_workspace_bytes": 0}], ids=str)
+@pytest.mark.parametrize("element", ["f32", "bf16", "s8", "fp8_e4m3"])
+def test_no_outputs_have_a_bound_too(element, preference):
+    plans = GemmSparse24Plan.for_tokens(problem(0, 128, element), 8, preference=preference, device=H200)
+    assert plans.workspace_size() >= plans[8].workspace_size() == 0
 
 
 @pytest.mark.parametrize(("m", "k"), [(4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192)])

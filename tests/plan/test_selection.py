@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ from ..strategies import (
 )
 from ..support import check_each
 from .cases import ON_HOST_ALONE, PLANS, PROBLEMS, name_of, select
+from .toy import ToyDescriptor, ToyPlan, ToyRow
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,26 @@ def test_a_workspace_limit_does_not_affect_other_plans():
         for size in (None, 0, 1)
     ]
     assert [plan.preference.max_workspace_bytes for plan in plans] == [None, 0, 1]
+
+
+def test_the_next_kernel_does_not_take_batches_that_lack_workspace():
+    """Smaller batches keep the kernel above it, whose bits are others."""
+
+    class GrowingRow(ToyRow):
+        def least_workspace(self, choice: Choice) -> int:
+            return 1
+
+    one = ToyPlan.table[0]
+    first = GrowingRow(
+        "toy", "other", one.tier, one.guarantee, one.elements, min_workspace=lambda desc: desc.n
+    )
+    table = first, replace(one, name="second", min_workspace=lambda desc: 0)
+    wanted = PlanPreference(max_workspace_bytes=1, require={"batch_invariant": True})
+    found = consider(table, ToyDescriptor(n=2), wanted, HOST)
+    assert [one.reason for one in found] == [
+        "needs a workspace of 2 bytes, max_workspace_bytes is 1",
+        "has other bits than toy, to which max_workspace_bytes leaves smaller batches",
+    ]
 
 
 # Explanations -------------------------------------------------------------------------------------

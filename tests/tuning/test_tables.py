@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -234,6 +236,17 @@ def test_a_promise_of_another_version_is_none():
     assert chosen(table(old), deterministic=True) is None
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [GemmSparse24Plan.select, GemmSparse24Plan.explain_choice, explain],
+    ids=lambda one: one.__qualname__,
+)
+def test_a_warning_names_the_callers_line(ask):
+    with pytest.warns(TuningWarning) as caught:
+        ask(DESC, preference=MMA, device=H200, tuning=table(entry(), driver="570.9"))
+    assert [one.filename for one in caught] == [__file__]
+
+
 # The shipped tables --------------------------------------------------------------------------------
 
 SHIPPED = shipped("NVIDIA H200")
@@ -242,6 +255,18 @@ SHIPPED = shipped("NVIDIA H200")
 def test_a_gpu_without_a_table_has_an_empty_one():
     assert len(shipped("NVIDIA Nothing")) == 0
     assert len(shipped("../../secret")) == 0
+
+
+def test_threads_that_first_need_a_table_get_one():
+    """Plans tell a table that a caller gave from the package's own, which their pickles leave out."""
+    start = threading.Barrier(8, timeout=60)
+
+    def ask(_: int) -> TuningTable:
+        start.wait()
+        return shipped("nvidia H200")  # no test asks by this name
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len({id(found) for found in list(pool.map(ask, range(8)))}) == 1
 
 
 def test_the_shipped_table_is_stamped_and_full():

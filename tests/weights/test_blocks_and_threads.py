@@ -19,6 +19,8 @@ from sparse24_plans import (
     DecompressSparse24Descriptor,
     DecompressSparse24Plan,
     FormatError,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
     PruneCompressSparse24Args,
     PruneCompressSparse24Descriptor,
     PruneCompressSparse24Plan,
@@ -31,6 +33,7 @@ from sparse24_plans import (
 from sparse24_plans.weights import canonical, compiled, groups, threads
 
 from ..forks import Fork
+from ..plan.cases import PlanCase, equal, random_inputs
 from ..support import same_bits
 from .canonical_model import assert_is, every_element, model_prune
 from .test_canonical_properties import without_payloads
@@ -127,6 +130,18 @@ def test_first_bad_group_is_named_whichever_block_is_done_first(bad):
 
 
 # Threads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", ["none", "tensor", "row"])
+def test_blocks_of_results_are_finished_as_all_at_once(monkeypatch, scale):
+    scales = {"scale_x": scale, "scale_w": scale, "beta": 0.5, "epilogue": "bias_relu"}
+    desc = GemmSparse24Descriptor(n=7, m=16, k=16, element="fp8_e4m3", **scales)
+    plan = GemmSparse24Plan.select(desc, device="host", preference={"require": {"batch_invariant": True}})
+    case = PlanCase(plan, random_inputs(desc))
+    want = case.run()
+    case.poison()
+    monkeypatch.setattr(canonical, "_HOST_STEP", 2 * desc.m)
+    assert equal(case.run(), want)
 
 
 def test_every_block_is_worked_on_once_and_in_callers_context(monkeypatch):

@@ -62,9 +62,9 @@ class Kernel(WgmmaKernel):
 
     @classmethod
     def most_workspace(cls, choice: Choice) -> int:
-        if choice.entry.promoted:
-            return 0  # its schedules hold all sums in registers
         desc, preference = choice.descriptor, choice.preference
+        if choice.entry.promoted or desc.is_empty:
+            return 0  # promoted kernels hold all sums in registers
         chunks = {one.k_chunks for one in allowed_schedules(desc, choice.entry, preference.whole_m)}
         transposed = transpose_bytes(desc) if desc.x_order is MatrixOrder.COLUMN else 0
         return transposed + max(one.workspace_bytes() for one in possible_schedules(choice, chunks))
