@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checkpoints.layers import Layer, origin_in, origin_of_all
+from ..device.log import LOAD
 from ..errors import InvalidProblemError
 from ..weights.packed_layouts import Quantization
 from .activations import GATED_ACTIVATIONS
@@ -91,10 +92,17 @@ class StoredExperts:
         return self.sources.get(name, {}).get(stack)
 
     def _gives_way(self, name: str, module: nn.Module, owners: Counter[int]) -> bool:
-        """Whether Sparse24Experts can replace a dense module."""
-        if not holds_stacks(module) or any(owners[id(one)] > 1 for one in module.parameters()):
+        """Whether Sparse24Experts can replace a dense module. The log says why a module of stacks stays."""
+        if not holds_stacks(module):
             return False
-        return obstacle(module) is None and (name in self.saved or is_known(module))
+        reason = obstacle(module)
+        if any(owners[id(one)] > 1 for one in module.parameters()):
+            reason = "another module shares its weights"
+        elif reason is None and name not in self.saved and not is_known(module):
+            reason = f"{type(module).__name__} isn't known to compute what transformers' experts do"
+        if reason is not None:
+            LOAD.warning("experts stay dense: %s: %s", name, reason)
+        return reason is None
 
     def forms(self, name: str) -> set[Quantization | None]:
         """How the checkpoint stores the values of these experts' matrices."""

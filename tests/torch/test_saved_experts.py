@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
+from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError, compress_checkpoint
 from sparse24_plans.torch import (
     Sparse24Experts,
     Sparse24Recipe,
@@ -211,3 +211,18 @@ def test_experts_without_a_kernel_on_their_gpu_stay_dense(tmp_path, monkeypatch,
     assert "experts stay dense: model.layers.0.mlp.experts: needs compute capability 9.0" in caplog.text
     wanted = model.model.layers[0].mlp.experts.dense_weights()
     assert all(torch.equal(getattr(experts, name), weight) for name, weight in wanted.items())
+
+
+@pytest.mark.parametrize("loader", [from_pretrained, AutoModelForCausalLM.from_pretrained])
+def test_compressed_experts_that_stay_dense_are_named(tmp_path, loader, caplog):
+    """Their rows are too few for any kernel."""
+    config = mixtral_config(num_hidden_layers=1, intermediate_size=40, num_local_experts=2)
+    model = transformers.MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path / "dense")
+    compress_checkpoint(tmp_path / "dense", tmp_path / "sparse")
+    with caplog.at_level("WARNING", "sparse24_plans.load"):
+        experts = loader(tmp_path / "sparse").model.layers[0].mlp.experts
+    assert type(experts) is type(model.model.layers[0].mlp.experts)
+    said = [one.getMessage() for one in caplog.records if one.name == "sparse24_plans.load"]
+    assert len(said) == 1
+    assert said[0].startswith("experts stay dense: model.layers.0.mlp.experts: expected")
