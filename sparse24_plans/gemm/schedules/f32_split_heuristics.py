@@ -84,7 +84,8 @@ def _facts(one: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -> tuple[float, .
 
 def microseconds(work: SplitCostInputs, fit: Mapping[str, float]) -> Array:
     """Predicted time of one launch of each pair, weights coming from memory."""
-    multiply = (fit["tile"] + fit["token"] * work.width) * (0.5 + 0.25 * work.m_tiles)
+    rows = constants("f32_split_rows")
+    multiply = (fit["tile"] + fit["token"] * work.width) * (rows["any"] + rows["tile"] * work.m_tiles)
     multiply *= np.where(work.multicasts, fit["multicast"], 1.0)
     bandwidth = np.minimum(fit["sm_bandwidth"], fit["dram_bandwidth"] / work.busy)
     load = work.m_tiles * work.weight_bytes / bandwidth
