@@ -76,8 +76,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   // CTAs that share a multiprocessor; registers of a producer and of a consumer thread after reallocation.
   static constexpr int kCtasPerSm = kWarpgroups == 1 ? 2 : 1;
   static constexpr bool kBusyProducers = kSCpAsync || kSlices != Slices::None || kCtasPerSm > 1;
-  static constexpr int kProducerRegisters = kBusyProducers ? 56 : 40,
-                       kConsumerRegisters = kCtasPerSm > 1   ? 200
-                                            : kBusyProducers ? 224
-                                                             : 232;
+  static constexpr int kProducerRegisters = kBusyProducers ? 56 : 40, kConsumerRegisters = kCtasPerSm > 1   ? 200
+                                                                                           : kBusyProducers ? 224
+                                                                                                            : 232;
 };
