@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -20,12 +19,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from sparse24_plans import InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import ColwiseSparse24, RowwiseSparse24, Sparse24Linear, parallel
 
-from .cases import close, same_bits
+from .cases import close
+from .parallel_cases import INVARIANT, K, M, layer, mesh_of, pack, part, same, tokens
 from .rank_processes import World
 
 F = nn.functional
-INVARIANT = {"batch_invariant": True}
-K, M = 128, 192
 
 
 @pytest.fixture(scope="module")
@@ -34,36 +32,6 @@ def world(tmp_path_factory) -> Iterator[World]:
     world = World(4, tmp_path_factory.mktemp("world"), __name__)
     yield world
     world.close()
-
-
-@cache
-def mesh_of(ranks: int) -> DeviceMesh:
-    """The mesh that this rank is in: of all ranks, or of a row of them. A new one opens new connections."""
-    if ranks == dist.get_world_size():
-        return init_device_mesh("cpu", (ranks,))
-    return init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("rows", "tp"))[
-        "tp"
-    ]
-
-
-def layer(
-    dtype: torch.dtype = torch.float32, bias: bool = True, m: int = M, k: int = K, seed: int = 1, **options
-) -> Sparse24Linear:
-    torch.manual_seed(seed)
-    return Sparse24Linear.from_linear(nn.Linear(k, m, bias, dtype=dtype), **options)
-
-
-def tokens(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 2) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    assert type(one) is torch.Tensor
-    return same_bits(one, other)
 
 
 # Columns --------------------------------------------------------------------------------------------
@@ -238,14 +206,6 @@ def test_rows_are_batch_invariant_where_it_is_required(world):
 
 
 # Packed, compiled -----------------------------------------------------------------------------------
-
-
-def pack(one: Sparse24Linear) -> Sparse24Linear:
-    """Pack the layer as a GPU holds a frozen 16-bit layer."""
-    values, meta = one._held()
-    one.packed = torch.ops.sparse24.pack(values.detach(), meta)
-    one.values = one.metadata = None
-    return one
 
 
 def packed_layers(style: ColwiseSparse24 | RowwiseSparse24) -> None:

@@ -68,13 +68,16 @@ def test_nothing_is_kept_where_it_is_no_use():
 
 
 @pytest.mark.usefixtures("always_dense")
-@pytest.mark.parametrize("change", ["weight", "loaded", "mask", "moved"])
+@pytest.mark.parametrize("change", ["weight", "fused optimizer", "loaded", "mask", "moved"])
 def test_a_copy_follows_the_weight_and_the_mask(change):
     layer, x = made_layer(), randn(5, 32, dtype=torch.float16)
     with torch.no_grad():
         before = layer(x)
         if change == "weight":
             layer.weight.mul_(2)
+        elif change == "fused optimizer":
+            layer.weight.grad = torch.ones_like(layer.weight)
+            torch.optim.SGD([layer.weight], lr=1.0, fused=True).step()
         elif change == "loaded":
             layer.load_state_dict(
                 {key: one * 3 if "layout" not in key else one for key, one in layer.state_dict().items()}
