@@ -7,6 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
+from sparse24_plans.blocksparse.kernel_problem import KernelProblem
+
 from ..kernels.index_functions import Table, check_tables
 
 HEADER = "blocksparse/unaligned_rows.cuh"
@@ -116,3 +119,20 @@ def test_the_kernel_has_the_models_places(size):
             [[[tail_begin(skew, one, end) for end in ends] for one in first] for skew in skews],
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("op", "n", "out", "by_warps"),
+    [
+        ("dsd", 5, "bf16", True),
+        ("dsd", 8, "bf16", False),
+        ("dsd", 4, "f32", False),
+        ("dsd", 4, "bf16", True),
+        ("dds", 5, "bf16", False),
+        ("sdd", 5, "bf16", False),
+    ],
+)
+def test_warps_store_rows_of_tokens_that_are_no_multiples_of_16_bytes(op, n, out, by_warps):
+    shape = BlockSparseShape(heads=1, rows=64, cols=128, block=32, blocks=3)
+    desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, element="bf16", out_element=out)
+    assert KernelProblem(desc).unaligned_rows == by_warps

@@ -97,7 +97,8 @@ def test_a_wrong_weight(desc, device):
         weight = getattr(case.args, name)
         packed = isinstance(weight, PackedWeight)
         for wrong in (None, 3, weight.buffers[0] if packed else weight.views[0], ()):
-            says(case, replace(case.args, **{name: wrong}), name, type(wrong).__name__)
+            said = says(case, replace(case.args, **{name: wrong}), name, type(wrong).__name__)
+            assert "plan.pack" not in said  # which takes weights alone
 
 
 def other_weights(weight: Any) -> list[tuple[Any, str]]:
