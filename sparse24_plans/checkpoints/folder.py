@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import Self
@@ -59,6 +59,40 @@ class Shard:
     reader: SafetensorsReader
 
 
+class _ModelFiles(NamedTuple):
+    """The files of a model."""
+
+    folder: Path | None
+    """None for a single file."""
+    index_name: str | None
+    shards: list[str]
+    weight_map: dict[str, str]
+    """The index: the shard of each tensor."""
+
+
+def _files_of(path: Path) -> _ModelFiles:
+    """The files of the model at ``path``. Raises what ModelReader does of the folder and the index."""
+    with storage_errors(path):
+        names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else None
+    if names is not None:
+        indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+        files = [name for name in names if name.endswith(".safetensors")]
+        if not indexes and len(files) == 1:
+            return _ModelFiles(path, None, files, {})
+        if len(indexes) != 1:
+            raise InvalidProblemError(
+                f"expected one *{INDEX_SUFFIX} or one safetensors file in {path}, "
+                f"got {len(indexes)} and {len(files)}"
+            )
+        folder, index_name = path, indexes[0]
+    elif path.name.endswith(INDEX_SUFFIX):
+        folder, index_name = path.parent, path.name
+    else:
+        return _ModelFiles(None, None, [path.name], {})
+    weight_map = _read_weight_map(folder / index_name)
+    return _ModelFiles(folder, index_name, sorted(set(weight_map.values())), weight_map)
+
+
 class ModelReader:
     """The tensors of a file, or of all shards of a folder. A context manager; for one thread at a time.
 
@@ -71,15 +105,14 @@ class ModelReader:
 
     def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
-        self.index_name: str | None = None
-        self.folder: Path | None = None
-        names, weight_map = self._find()
+        found = _files_of(self.path)
+        self.folder, self.index_name = found.folder, found.index_name
         with ExitStack() as stack:
             where = self.folder or self.path.parent
             self.shards = tuple(
-                Shard(name, stack.enter_context(SafetensorsReader(where / name))) for name in names
+                Shard(name, stack.enter_context(SafetensorsReader(where / name))) for name in found.shards
             )
-            self._homes = self._locate(weight_map)
+            self._homes = self._locate(found.weight_map)
             self.tensors: Mapping[str, TensorInfo] = {
                 name: shard.reader.tensors[name] for name, shard in self._homes.items()
             }
@@ -125,30 +158,6 @@ class ModelReader:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _find(self) -> tuple[list[str], dict[str, str]]:
-        """Set ``folder`` and ``index_name``; return the names of the shards, and the index."""
-        with storage_errors(self.path):
-            if self.path.is_dir():
-                self.folder = self.path
-                names = sorted(entry.name for entry in self.path.iterdir())
-        if self.folder is not None:
-            indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-            files = [name for name in names if name.endswith(".safetensors")]
-            if not indexes and len(files) == 1:
-                return files, {}
-            if len(indexes) != 1:
-                raise InvalidProblemError(
-                    f"expected one *{INDEX_SUFFIX} or one safetensors file in {self.path}, "
-                    f"got {len(indexes)} and {len(files)}"
-                )
-            self.index_name = indexes[0]
-        elif self.path.name.endswith(INDEX_SUFFIX):
-            self.folder, self.index_name = self.path.parent, self.path.name
-        else:
-            return [self.path.name], {}
-        weight_map = _read_weight_map(self.folder / self.index_name)
-        return sorted(set(weight_map.values())), weight_map
-
     def _locate(self, weight_map: Mapping[str, str]) -> dict[str, Shard]:
         """The shard of each tensor. Raises FormatError if the index says otherwise."""
         homes: dict[str, Shard] = {}
@@ -190,19 +199,15 @@ def _small_files(folder: Path) -> list[Path] | None:
 
 
 def stored_bytes(path: StrPath) -> int:
-    """Bytes of a model's safetensors file, or of those that its index names; 0 without any.
+    """Bytes of a model's safetensors file, or of those that its index names. What is no file counts as none.
 
-    Raises StorageError for a path that can't be looked at, FormatError for a broken index.
+    Raises StorageError for a path that can't be looked at, FormatError for a broken index, and
+    InvalidProblemError if a folder doesn't hold exactly one model.
     """
     place = Path(path)
+    found = _files_of(place)
     with storage_errors(place):
-        is_index = place.name.endswith(INDEX_SUFFIX) and not place.is_dir()
-        folder = place.parent if is_index else place
-        indexes = [place] if is_index else list(folder.glob(f"*{INDEX_SUFFIX}"))
-        if len(indexes) == 1:
-            files = [folder / name for name in set(_read_weight_map(indexes[0]).values())]
-        else:
-            files = list(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+        files = [(found.folder or place.parent) / name for name in found.shards]
         return sum(file.stat().st_size for file in files if file.is_file())
 
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 FOLDER = Path(__file__).parent.parent / "tuning" / "models"
 REFERENCE_GPU, REFERENCE_SMS = "nvidia_h200", 132
 """The GPU by which every device chooses what fixes bits, and its number of SMs."""
+SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10}
+"""Maximum shared memory of a CTA of compute capability 9.0, by how many CTAs share an SM."""
 
 S = TypeVar("S")
 

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..device.install import import_cupy
 from ..errors import UnsupportedError
@@ -30,13 +31,22 @@ class _Copy(NamedTuple):
     """A weight in another layout."""
 
     made_of: tuple[int, ...]
-    """Addresses and versions of the tensors at the time of the conversion."""
+    """The states of the tensors at the time of the conversion."""
     packed: PackedWeight
 
 
 _kept: dict[int, dict[Any, _Copy]] = {}
 """The copies of each living weight by its id, and by their layouts, elements and quantization."""
 _version_of = attrgetter("_version")  # PyTorch increments it with every write in place
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)  # PyTorch counts no writes of fused optimizers
 
 
 def fits(plan: GemmSparse24Plan, weight: torch.Tensor, meta: torch.Tensor | None) -> bool:
@@ -119,8 +129,9 @@ def _writes_are_counted(weight: torch.Tensor, scales: torch.Tensor | None) -> bo
 
 
 def state_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The place of a tensor, and its version, which each write in place changes."""
-    return tensor.data_ptr(), -1 if tensor.is_inference() else _version_of(tensor)
+    """The place of a tensor, and its version, which each write in place changes, or each step of training."""
+    version = -1 if tensor.is_inference() else _version_of(tensor)
+    return tensor.data_ptr(), version, _optimizer_steps if tensor.requires_grad else 0
 
 
 def _convert(

@@ -139,7 +139,8 @@ def tiles_of(
     yield from ((desc, one) for one in tiles)
     if desc.op != "sdd" and desc.layout.block < blocks_wgmma.PANEL_ROWS:
         yield desc.model_copy(update={"longest_panel": 1}), blocks_wgmma.NARROW
-        yield from ((desc, blocks_wgmma.NARROW) for _ in tiles[:1])
+        if tiles:
+            yield desc, blocks_wgmma.NARROW
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from ...device.streams import Launch
 from ...plan.kernel import Choice, align_up, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
+from ...plan.schedule_choice import SHARED_BYTES
 from ...vocab import DeviceProperties
 from ..attention import (
     BOX,
@@ -37,7 +38,6 @@ from ..limits import (
     score_gradient_bytes,
 )
 from ..lookup_tables import addresses
-from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_backward_wgmma.cu"
 _ROW_THREADS, _ROW_ELEMENTS, _LEAST_ROW_LANES = 256, 8, 4
@@ -243,7 +243,7 @@ class Tiling(NamedTuple):
             (1, LEAST_STREAMED_ROWS if desc.dropout else 64),
         )
         tilings = (cls(*cut, n) for cut in tries for n in range(MAX_STAGES, 1, -1))
-        return next(cut for cut in tilings if cut.groups * _pipeline_bytes(desc, one, cut) <= SHARED_BYTES)
+        return next(cut for cut in tilings if cut.groups * _pipeline_bytes(desc, one, cut) <= SHARED_BYTES[1])
 
 
 def _pipeline_bytes(desc: BlockSparseAttentionDescriptor, one: Pass, tiling: Tiling) -> int:

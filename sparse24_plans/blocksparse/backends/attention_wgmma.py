@@ -10,6 +10,7 @@ from ...device.streams import Launch
 from ...plan.kernel import Choice, align_up, launch_in_order, nothing
 from ...plan.kernel import Kernel as BaseKernel
 from ...plan.operands import Alignment, Views
+from ...plan.schedule_choice import SHARED_BYTES
 from ..attention import (
     BOX,
     MAX_STAGES,
@@ -22,7 +23,6 @@ from ..attention import (
 )
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import COUNTER_BYTES
-from ..schedules.blocks_wgmma import SHARED_BYTES
 
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
@@ -105,7 +105,7 @@ def _fixed_bytes(desc: BlockSparseAttentionDescriptor) -> int:
 
 def _stages(desc: BlockSparseAttentionDescriptor, tile: int) -> int:
     """Pipeline stages of a pipeline group."""
-    space = (SHARED_BYTES - _fixed_bytes(desc)) // pipeline_groups(desc)
+    space = (SHARED_BYTES[1] - _fixed_bytes(desc)) // pipeline_groups(desc)
     return min(space // (tile * row_bytes(desc)), MAX_STAGES)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest
+from ...plan.schedule_choice import REFERENCE_SMS, SHARED_BYTES, constants, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
@@ -31,8 +31,6 @@ from ..shape import BlockSparseShape
 from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
-SHARED_BYTES, HALF_SHARED_BYTES = 227 << 10, 113 << 10
-"""Shared memory of a CTA on Hopper, and of each of two CTAs of a multiprocessor."""
 _ROW_BYTES = 128
 _BARRIER_BYTES = 256
 _MAX_STAGES = 8
@@ -140,7 +138,7 @@ class BlocksWgmmaSchedule(NamedTuple):
 def fitting(rows: int, tokens: int, warpgroups: int, cluster_n: int) -> BlocksWgmmaSchedule:
     """The schedule with as many stages as shared memory has room for."""
     one = BlocksWgmmaSchedule(rows, tokens, warpgroups, cluster_n, stages=0, buffers=2)
-    room = (SHARED_BYTES if one.ctas_per_sm == 1 else HALF_SHARED_BYTES) - one.shared_bytes()
+    room = SHARED_BYTES[one.ctas_per_sm] - one.shared_bytes()
     return one._replace(stages=min(room // one.stage_bytes, _MAX_STAGES))
 
 

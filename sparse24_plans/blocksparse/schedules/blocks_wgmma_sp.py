@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import isqrt
 from typing import NamedTuple
 
-from ...plan.schedule_choice import constants
+from ...plan.schedule_choice import SHARED_BYTES, constants
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..panels import PANEL_ROWS
-from .blocks_wgmma import SHARED_BYTES, busy_tokens
+from .blocks_wgmma import busy_tokens
 from .blocks_wgmma_cost import panel_count
 
 THREADS = 384
@@ -94,7 +94,7 @@ def _sparse_bytes(block: int) -> int:
 def fitting(block: int, tokens: int, cluster_n: int) -> BlocksWgmmaSpSchedule:
     """The schedule with as many stages of X as shared memory has room for."""
     one = BlocksWgmmaSpSchedule(tokens, cluster_n, PANEL_ROWS // block * _SPARSE_STAGES, 0, _BUFFERS)
-    stages = min((SHARED_BYTES - one.shared_bytes(block)) // (tokens * _LINE_BYTES), _MAX_STAGES)
+    stages = min((SHARED_BYTES[1] - one.shared_bytes(block)) // (tokens * _LINE_BYTES), _MAX_STAGES)
     return one._replace(dense_stages=stages)
 
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import UnsupportedError
-from ...plan.schedule_choice import REFERENCE_SMS
+from ...plan.schedule_choice import REFERENCE_SMS, SHARED_BYTES
 from ...vocab import DeviceProperties
 from ...weights.packed_layouts import ROW_BYTES, TILE_M, TILES_16BIT, TileLayout, layout_of
 from ..descriptor import GemmSparse24Descriptor
 
 WARP_PAIRS = 4
 """Tiles of W that a CTA multiplies side by side."""
-_SHARED_BYTES = {1: 227 << 10, 2: 113 << 10}
-"""Maximum shared memory of a CTA, by how many CTAs share an SM."""
 _WITH_CLUSTERS = ((9, 0), (12, 0))
 """Compute capabilities, from and below, whose CTAs can reduce in clusters and have that much memory."""
 _MIDDLE_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10}
@@ -100,7 +98,7 @@ def _schedule(
     schedule = MmaSpSchedule(
         slices, n8_tiles, warp_pairs_m, ctas_per_sm, 0, token_blocks, blocks, layout.tile_bytes
     )
-    return schedule._replace(stages=min(8, _SHARED_BYTES[ctas_per_sm] // schedule.stage_bytes))
+    return schedule._replace(stages=min(8, SHARED_BYTES[ctas_per_sm] // schedule.stage_bytes))
 
 
 def schedule_in_block(

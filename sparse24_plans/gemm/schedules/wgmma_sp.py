@@ -6,14 +6,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import REFERENCE_SMS, constants
+from ...plan.schedule_choice import REFERENCE_SMS, SHARED_BYTES, constants
 from ...vocab import MatrixOrder
 from ...weights.packed_layouts import TILE_M, TileLayout, layout_of, quantized_tiles
 from ..descriptor import GemmSparse24Descriptor
 from ..limits import most_token_tiles
 
-_SHARED_BYTES = {1: 227 << 10, 2: 113 << 10, 3: 75 << 10, 4: 56 << 10, 5: 0}
-"""Maximum shared memory of a CTA, by how many CTAs share an SM."""
 _STAGED_BYTES, _BUFFERS, _BUFFERS_WITH_C = 16384, 2, 4
 """Bytes of all staging buffers of a warpgroup, and how many it has: more where they also receive C ahead."""
 _BARRIER_BYTES, _C_BARRIER_BYTES = 512, 16
@@ -228,7 +226,7 @@ class WgmmaSpSchedule(NamedTuple):
         A stage of X has half the columns of one of W; with split terms it has as many, of one term.
         """
         weight, source = self._stage_bytes(lines)
-        room = _SHARED_BYTES[self.ctas_per_sm] - self._fixed_bytes(lines)
+        room = SHARED_BYTES[self.ctas_per_sm] - self._fixed_bytes(lines)
         if self.joins_stages(lines):
             both = max(w for w in range(2, 9) if align_up(w * weight, _PATTERN) + 2 * w * source <= room)
             return both, 2 * both
@@ -258,7 +256,7 @@ class WgmmaSpSchedule(NamedTuple):
         """
         (weights, sources), (weight, source) = self.stages(lines, terms), self._stage_bytes(lines)
         used = align_up(weights * weight, _PATTERN) + sources * source + self._fixed_bytes(lines)
-        return max(used, _SHARED_BYTES[self.ctas_per_sm + 1] + 1)
+        return max(used, SHARED_BYTES.get(self.ctas_per_sm + 1, 0) + 1)
 
     def work_tiles(self, n: int, m: int) -> int:
         """Work tiles; a cluster takes one at a time."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...blocksparse.descriptor import HALVES, BlockSparseMatmulDescriptor
 from ...blocksparse.layout import BlockSparseLayout
@@ -21,15 +20,6 @@ from .layout_buffers import Layout
 from .plan_dispatch import shape_of
 
 _DTYPES = tuple(DTYPE_OF[element] for element in HALVES)
-_optimizer_steps = 0
-
-
-def _count_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)  # PyTorch counts no writes of fused optimizers
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +82,7 @@ class DenseCopy:
             layout.sizes, layout.panels[1], len(rows), element, epilogue, plan_device(weight)
         ):
             return None
-        key = *state_of(weight), weight.requires_grad and _optimizer_steps, id(layout.layout)
+        key = *state_of(weight), id(layout.layout)
         made = self._made
         known = made is not None and made[0] == key
         if weight.is_cuda and torch.cuda.is_current_stream_capturing() and not (known and layer.weight_stays):
