@@ -13,7 +13,8 @@ from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSpar
 from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import Cut, tiles_of_large_blocks
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import tiles_of_large_blocks
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut, as_run, slices_us
 from sparse24_plans.blocksparse.schedules.predicted_times import (
     BLOCKS,
     DENSE,
@@ -126,9 +127,10 @@ def block_problems(op: str, block: int, gpu: str) -> list[Any]:
 
 
 def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
-    """Lines whose inflated product was measured, too, and whose tile isn't one of 64 x 64, which none has."""
+    """Lines whose inflated product was measured, too, and whose panels are not narrow or cut evenly, as none
+    was measured with."""
     rows = [(row, described(row)) for row in block_lines(gpu) if row.get("inflate_us") is not None]
-    return [row for row, desc in rows if (cut := Cut.of(desc, REFERENCE_SMS)).narrowed(desc) == cut]
+    return [row for row, desc in rows if as_run(desc, REFERENCE_SMS) == Cut.of(desc, REFERENCE_SMS)]
 
 
 def both_ways(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BlockSparseMatmulDescriptor], Array, Array]:
@@ -228,7 +230,7 @@ def measured_of(problem: Any) -> tuple[list[blocks_wgmma.BlocksWgmmaSchedule], l
 def chosen_us(problem: Any) -> float:
     """The measured time of the schedule that the package chooses."""
     tried, times = measured_of(problem)
-    return times[tried.index(blocks_wgmma.Cut.of(problem[0], REFERENCE_SMS).schedule)]
+    return times[tried.index(Cut.of(problem[0], REFERENCE_SMS).schedule)]
 
 
 def block_choices(problems: Sequence[Any], predict: Callable[[Array], Array]) -> Choices:
@@ -385,6 +387,45 @@ def dense_problems(gpu: str) -> list[Any]:
         )  # of any n its rows are aligned, and nothing is copied
         found.append((desc, [(DENSE.work(desc), row["us"])]))
     return found
+
+
+def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, Cut, dict[int, float]]]:
+    """Measured products of packed operands whose panels were cut evenly, too.
+
+    Each comes with the cut that it runs with otherwise, and the times by the number of a panel's slices.
+    """
+    found = []
+    for row, desc in packed_lines(gpu):
+        if "even_us" in row:
+            cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
+            whole = row["us"][cut.name] if isinstance(row["us"], dict) else row["us"]
+            found.append((desc, cut, {1: whole, **{int(parts): us for parts, us in row["even_us"].items()}}))
+    return found
+
+
+def even_slices_entry(gpu: str) -> Constants:
+    """The time of an exchange of sums between slices: the one by which the choice of slices loses least."""
+    problems = even_times(gpu)
+    predicted = [
+        (
+            cut.schedule.rows * cut.schedule.tokens,
+            {parts: slices_us(desc, cut.in_parts(desc, parts)) for parts in us},
+            us,
+        )
+        for desc, cut, us in problems
+    ]
+
+    def lost(exchange: float, cell: float) -> Array:
+        chosen = [
+            us[min(us, key=lambda n: whole[n] + (exchange + cell * n * cells) * (n > 1))]
+            for cells, whole, us in predicted
+        ]
+        return np.array([mine / min(us.values()) for mine, (_, _, us) in zip(chosen, predicted, strict=True)])
+
+    tried = [(us / 4, cell * 1e-6) for us in range(2, 20) for cell in range(0, 64, 4)]
+    best = min(tried, key=lambda one: np.log(lost(*one)).sum())
+    constants = {"exchange_us": plain(best[0]), "cell_us": plain(best[1])}
+    return limits_entry(constants, lost(*best).tolist(), file_of(gpu, PACKED))
 
 
 def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tuple[tuple[float, ...], float]]:

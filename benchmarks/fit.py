@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from sparse24_plans import GemmSparse24Descriptor
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import EVEN_SLICES
 from sparse24_plans.blocksparse.schedules.predicted_times import INFLATING, SAMPLED_LIMIT
 from sparse24_plans.gemm.schedules import f32_split_heuristics as f32_split
 from sparse24_plans.gemm.schedules.wgmma_cost_model import (
@@ -51,12 +52,15 @@ from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
     BLOCKS_MEASURED,
+    PACKED,
     SDD_MODELS,
     SHORT_SUMS,
     SMALL_MODELS,
     WAY_OF,
     beside_inflated,
     block_fit,
+    even_slices_entry,
+    even_times,
     inflating_entry,
     sampled_choice_entry,
     short_sums_entry,
@@ -237,12 +241,14 @@ F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few"
 STREAM_K = "wgmma_sp_stream_k"
 BLOCK_LIMITS = {
     SHORT_SUMS: short_sums_entry,
+    EVEN_SLICES: even_slices_entry,
     INFLATING: inflating_entry,
     SAMPLED_LIMIT: sampled_choice_entry,
 }
 STAGES = (
     (STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS),
     (SHORT_SUMS, *WAY_OF),
+    (EVEN_SLICES,),
     (INFLATING, SAMPLED_LIMIT),
 )
 """The models, each behind those whose choices it is fitted to."""
@@ -260,6 +266,8 @@ def families_of(model: str) -> list[str]:
         return way_families(model)
     if model in F32_MODELS:
         return [F32]
+    if model == EVEN_SLICES:
+        return [PACKED]
     blocks = (*SMALL_MODELS, *SDD_MODELS, *BLOCK_LIMITS)
     return [BLOCKS_MEASURED if model in blocks else gemm_family(model)]
 
@@ -267,6 +275,8 @@ def families_of(model: str) -> list[str]:
 def is_measured(model: str, gpu: str) -> bool:
     """Whether problems of the model have been measured on the GPU. Else its given constants stay."""
     exist = all((SCHEDULES / file_of(gpu, family)).is_file() for family in families_of(model))
+    if exist and model == EVEN_SLICES:
+        return bool(even_times(gpu))
     return exist and (model not in BLOCK_LIMITS or bool(beside_inflated(gpu)))
 
 

@@ -56,14 +56,10 @@ from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
-    APART,
-    LONG_FIRST,
-    Cut,
-    schedules_by_density,
-    tiles_of_large_blocks,
-)
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density, tiles_of_large_blocks
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import APART, LONG_FIRST, Cut
 from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS
+from sparse24_plans.blocksparse.schedules.sdd_mma import MOST_TERMS
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
 from sparse24_plans.gemm.schedules import f32_split_heuristics
@@ -289,7 +285,7 @@ def measure_blocks(rng: random.Random, end: float) -> Iterator[Row]:
         problem = blocks.Problem(cell)
         contenders = [problem.dense()]
         backends = {"inflate": "inflate_cublas"}
-        if cell.op is BlockSparseOp.SDD and cell.n <= FEW_TOKENS:
+        if cell.op is BlockSparseOp.SDD and cell.n <= MOST_TERMS:
             backends["mma"] = "blocks_mma"
         contenders += [forced(problem, name, backend) for name, backend in backends.items()]
         for schedule in schedules_by_density(problem.desc):
@@ -337,10 +333,15 @@ def cuts_of(desc: BlockSparseMatmulDescriptor) -> dict[str, Cut]:
     return found
 
 
+def running(cut: Cut) -> Any:
+    """A context in which ``blocks_wgmma`` runs this cut."""
+    return mock.patch("sparse24_plans.blocksparse.backends.blocks_wgmma.as_run", return_value=cut)
+
+
 def compile_cut(device: DeviceProperties, cell: random_blocks.Cell, name: str) -> None:
     """Compile into the cache what the plan of one of the cell's cuts launches."""
     desc = cell.descriptor(cell.layout())
-    with mock.patch.object(Cut, "of", return_value=cuts_of(desc)[name]):
+    with running(cuts_of(desc)[name]):
         BlockSparseMatmulPlan.compile(desc, preference={"prefer_backend": "blocks_wgmma"}, device=device)
 
 
@@ -367,7 +368,7 @@ def measure_large_blocks(rng: random.Random, end: float) -> Iterator[Row]:
             contenders = [problem.dense()]
             for name, cut in cuts_of(problem.desc).items():
                 spare += 1
-                with mock.patch.object(Cut, "of", return_value=cut):
+                with running(cut):
                     contenders.append(forced(problem, name, "blocks_wgmma", max_workspace_bytes=spare))
             try:
                 times = time_contenders(contenders, rounds=5, round_ms=0.7)
@@ -393,16 +394,22 @@ def packed_times(problem: blocks.Problem) -> dict[str, Any]:
 
     Tiles of large blocks have a name.
     """
-    contenders = [forced(problem, "us", "blocks_wgmma")]
-    tried = BlocksMmaSchedule.candidates(problem.desc) if problem.desc.n <= FEW_TOKENS else []
+    desc, contenders = problem.desc, []
+    cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
+    for parts in cut.parts_to_try(desc):
+        with running(cut.in_parts(desc, parts)):  # plans are cached
+            contenders.append(
+                forced(problem, str(parts), "blocks_wgmma", max_workspace_bytes=(1 << 31) + parts)
+            )
+    tried = BlocksMmaSchedule.candidates(desc) if desc.n <= FEW_TOKENS[desc.layout.block] else []
     for number, one in enumerate(tried):
         with mock.patch.object(BlocksMmaSchedule, "of", return_value=one):  # plans are cached
             contenders.append(forced(problem, one.name, "blocks_mma", max_workspace_bytes=(1 << 30) + number))
     times = {name: round(us, 2) for name, us in time_contenders(contenders, rounds=5, round_ms=0.7).items()}
-    us: Any = times.pop("us")
-    if problem.desc.layout.block >= NARROW_PANEL_ROWS:
-        us = {Cut.of(problem.desc, REFERENCE_SMS).narrowed(problem.desc).name: us}
-    return {"us": us, "mma_us": times} if times else {"us": us}
+    even = {name: times.pop(name) for name in list(times) if name.isdigit()}
+    us: Any = even.pop("1")
+    found: dict[str, Any] = {"us": {cut.name: us} if desc.layout.block >= NARROW_PANEL_ROWS else us}
+    return found | {name: some for name, some in (("even_us", even), ("mma_us", times)) if some}
 
 
 def measure_packed(seed: int, end: float) -> Iterator[Row]:

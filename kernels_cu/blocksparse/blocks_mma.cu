@@ -291,13 +291,25 @@ __device__ __forceinline__ void write(const BlocksMmaParams& p, const ResultTile
   }
 }
 
+// Prefetches the tables and the values. All lanes of a warp call it together.
+__device__ __forceinline__ void prefetch_operand(const BlocksMmaParams& p) {
+  if (p.order) prefetch_part_l2(p.order, 4ll * p.block_rows);
+  prefetch_part_l2(p.pointers, 4ll * p.block_rows);
+  prefetch_part_l2(p.columns, 4 * p.blocks);
+  if constexpr (!Config::kLeftAlongK) prefetch_part_l2(p.value_index, 4 * p.blocks);
+  prefetch_part_l2(p.values, 2 * p.blocks * (Config::kBlock * Config::kBlock));
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResidentWarps / Config::kWarps)
     blocks_mma(const __grid_constant__ BlocksMmaParams p) {
   extern __shared__ __align__(16) float buffers[];
   __shared__ ResultTile tile;
   __shared__ WarpTables of_warps[Config::kWarps];
   launch_dependent_grids();
-  if constexpr (!Config::kXCopied) grid_dependency_wait();
+  if constexpr (!Config::kXCopied) {
+    if (threadIdx.x < 32) prefetch_operand(p);
+    grid_dependency_wait();
+  }
   const WorkTile work(p);
   const int warp = threadIdx.x / 32;
   WarpTables& mine = of_warps[warp];

@@ -164,6 +164,27 @@ struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Co
 // requests would compete for memory. With small blocks that made no difference.
 constexpr bool kStartsNextAtOnce = Config::kSCpAsync || Config::kCtasPerSm > 1;
 
+// Prefetches the tables and the values. All lanes of a warp call it together.
+__device__ __forceinline__ void prefetch_operand(const BlocksWgmmaParams& p) {
+  const i64 block_rows = (i64)p.heads * p.head_block_rows, blocks = p.blocks;
+  if constexpr (Config::kSlices == Slices::Apart) {
+    prefetch_part_l2(p.slices, 4ll * WorkTile::kSliceFields * p.panels);
+  } else {
+    prefetch_part_l2(p.panel_order, 4ll * p.panels);
+    prefetch_part_l2(p.panel_columns, 4ll * p.panels);
+  }
+  if constexpr (Config::kSmall) {
+    prefetch_part_l2(p.pointers, 4ll * p.panels);
+    prefetch_part_l2(p.columns, 4 * blocks / Config::kPanelBlockRows);
+    prefetch_part_l2(p.value_index, 4 * blocks);
+  } else {
+    prefetch_part_l2(p.pointers, 4 * block_rows);
+    prefetch_part_l2(p.kept, 4 * block_rows * p.bit_words);
+    if (p.value_index) prefetch_part_l2(p.value_index, 4 * blocks);
+  }
+  prefetch_part_l2(p.values, (i64)Config::kBytes * blocks * (Config::kBlock * Config::kBlock));
+}
+
 extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     blocks_wgmma(const __grid_constant__ BlocksWgmmaParams p) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -185,7 +206,10 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
   __syncthreads();
   if constexpr (Config::kClusterN > 1) cluster_sync_relaxed();
   if constexpr (kStartsNextAtOnce) launch_dependent_grids();
-  if constexpr (!Config::kXCopied) grid_dependency_wait();
+  if constexpr (!Config::kXCopied) {
+    if (!Config::kSampled && threadIdx.x < 32) prefetch_operand(p);
+    grid_dependency_wait();
+  }
 
   if (warpgroup == Config::kWarpgroups) {
     warpgroup_reg_dealloc<Config::kProducerRegisters>();
@@ -217,9 +241,9 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
       } else {
         const u32 token = work.token + warpgroup_n * Config::kWarpgroupN;
         const SlicesApart apart{p, 1 + (int)warpgroup, warpgroup_m, token};
-        const u64 seen = Config::kSlices == Slices::Apart ? apart.seen(work) : 0;
+        const u64 seen = Config::kExchanges ? apart.seen(work) : 0;
         mainloop.multiply(sums, work.steps(p));
-        if (Config::kSlices != Slices::Apart || work.slices == 1) epilogue.write(sums, work, warpgroup_m, warpgroup_n);
+        if (!Config::kExchanges || work.slices == 1) epilogue.write(sums, work, warpgroup_m, warpgroup_n);
         else if (apart.store(sums, work, seen))
           epilogue.write(apart.sums_of<Sum>(work), work, warpgroup_m, warpgroup_n);
       }

@@ -13,6 +13,7 @@ from .descriptor import (
     BlockSparseMatmulDescriptor,
 )
 from .kernel_problem import KernelProblem
+from .schedules.blocks_wgmma_cuts import may_be_evened
 
 TILE_ROWS = 64
 """Rows of a tile of the tensor cores."""
@@ -125,7 +126,8 @@ def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuaran
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # Few tokens make panels worth cutting that more tokens do not. Sums of integers have the same bits then.
     found = blocks_wgmma_any(problem)
-    if KernelProblem(problem).slicing is None or problem.element is ElementKind.S8:
+    may_cut = KernelProblem(problem).slicing is not None or may_be_evened(problem)
+    if not may_cut or problem.element is ElementKind.S8:
         return found
     return found.model_copy(update={"batch_invariant": False})
 

@@ -23,6 +23,7 @@ from sparse24_plans import (
 from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut
 from sparse24_plans.blocksparse.schedules.predicted_times import Way, cut_work
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm.schedules import f32_split_heuristics
@@ -45,13 +46,13 @@ def test_every_model_is_fitted_or_says_why_not():
             assert (one["constants"], one["reason"]) == (GIVEN[name]["constants"], GIVEN[name]["reason"])
 
 
-CHOOSE = cache(blocks_wgmma.Cut.of)
+CHOOSE = cache(Cut.of)
 
 
 @pytest.fixture(autouse=True)
 def schedules_are_chosen_once(monkeypatch):
     """The models stay what they are in these tests, and many ask for schedules of the same problems."""
-    monkeypatch.setattr(blocks_wgmma.Cut, "of", CHOOSE)
+    monkeypatch.setattr(Cut, "of", CHOOSE)
 
 
 @pytest.mark.parametrize("model", [fit.STREAM_K, *fit.BLOCK_LIMITS, list(block_fits.PACKED_MODELS)[1]])
@@ -138,7 +139,7 @@ def made_times(seed: int) -> list[dict]:
         desc = replace(cell, packed=True).descriptor(cell.layout())
         us: object = made_us("us", predicted_times.BLOCKS, desc, predicted_times.BLOCKS.work(desc))
         if cell.block >= NARROW_PANEL_ROWS:
-            us = {blocks_wgmma.Cut.of(desc, 132).name: us}
+            us = {Cut.of(desc, 132).name: us}
         few = {
             one.name: made_us("mma_us", predicted_times.FEW, desc, one.work(desc, 132))
             for one in BlocksMmaSchedule.candidates(desc)
@@ -154,7 +155,7 @@ def made_times_of_tiles(seed: int) -> list[dict]:
     for cell in itertools.islice(large_block_cells(random.Random(seed)), 60):
         desc = cell.descriptor(cell.layout())
         us = {
-            blocks_wgmma.Cut(one).name: made_us("us", predicted_times.BLOCKS, desc, cut_work(desc, one, 0))
+            Cut(one).name: made_us("us", predicted_times.BLOCKS, desc, cut_work(desc, one, 0))
             for one in blocks_wgmma.tiles_of_large_blocks(desc)
         }
         lines.append({**asdict(cell), "us": us})

@@ -56,7 +56,7 @@ chosen = partial(shared.chosen, layout=SHAPE)
 def test_it_serves_few_tokens_if_predicted_fastest(device, op, k_last, monkeypatch):
     form = {"trans_b": True} if op == "dsd" and k_last else {"trans_a": op == "dds" and not k_last}
     model = constants(f"packed_mma_{'k' if k_last else 'n'}_last_64")
-    for launch, most in ((-1e6, FEW_TOKENS), (1e6, 0)):
+    for launch, most in ((-1e6, FEW_TOKENS[64]), (1e6, 0)):
         monkeypatch.setitem(model, "launch", launch)
         few_tokens_us.cache_clear()
         for n, packed in itertools.product((0, 1, 8, 64, 65), (False, True)):
@@ -73,7 +73,7 @@ def test_it_serves_few_tokens_if_predicted_fastest(device, op, k_last, monkeypat
 )
 def test_denser_packed_operands_may_be_faster_as_a_dense_copy(packed, kept, serves):
     layout = SHAPE.model_copy(update={"blocks": int(kept * 64 * 64)})
-    assert (chosen(op="dsd", n=16, layout=layout, packed=packed, device=H200) == "blocks_mma") == serves
+    assert (chosen(op="dsd", n=4, layout=layout, packed=packed, device=H200) == "blocks_mma") == serves
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=str)

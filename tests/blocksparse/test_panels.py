@@ -18,7 +18,8 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse.backends.blocks_wgmma import defines
 from sparse24_plans.blocksparse.panels import SLICE_FIELDS, Slicing
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import LONG_FIRST, best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import LONG_FIRST
 
 from ..kernels.index_functions import Table, check_tables, ptx_of
 

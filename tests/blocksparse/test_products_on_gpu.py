@@ -17,6 +17,7 @@ from sparse24_plans import (
     UnsupportedError,
 )
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
+from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
 from sparse24_plans.blocksparse.schedules.predicted_times import sampled_loses
 from sparse24_plans.plan.schedule_choice import constants
 
@@ -311,11 +312,11 @@ def results_by_schedule(
 
     It is batch invariant, because whether panels are cut may depend on the schedule otherwise.
     """
-    monkeypatch.setattr(schedules.Cut, "narrowed", lambda cut, desc: cut)
+    monkeypatch.setattr(cuts.Cut, "narrowed", lambda cut, desc: cut)
     fields = {"op": op, "layout": layout, "n": 200, "trans_a": transposed[0], "trans_b": transposed[1]}
     desc, results = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16"), []
     tried = schedules.schedules_by_density(desc) or schedules.tiles_of_large_blocks(desc)
-    for one in tried if op == "sdd" else [*tried, schedules.NARROW]:
+    for one in tried if op == "sdd" else [*tried, cuts.NARROW]:
         monkeypatch.setattr(schedules, "best_schedule", lambda *_, one=one: one)
         spare = (1 << 30) + len(results)  # of its own: plans are cached
         wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}

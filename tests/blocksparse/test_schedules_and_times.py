@@ -25,15 +25,17 @@ from benchmarks.descent import lines_of
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
 from sparse24_plans.blocksparse.kernel_problem import KernelProblem
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
+    BlocksWgmmaSchedule,
+    fitting,
+    schedules_by_density,
+)
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
     APART,
     IN_TURN,
     LONG_FIRST,
     NARROW,
     NO_SLICES,
-    BlocksWgmmaSchedule,
     Cut,
-    fitting,
-    schedules_by_density,
 )
 from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS, dense_wins, sampled_loses
 

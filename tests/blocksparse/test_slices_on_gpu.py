@@ -21,6 +21,7 @@ from sparse24_plans import (
 from sparse24_plans.blocksparse.guarantees import blocks_wgmma
 from sparse24_plans.blocksparse.panels import Slicing
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
+from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
 
 from ..sample_devices import H200
 from ..support import same_bits
@@ -55,7 +56,7 @@ def select(preference: Any = None, **fields: Any) -> BlockSparseMatmulPlan:
 
 def plan_of(preference: Any = None, **fields: Any) -> BlockSparseMatmulPlan:
     """A batch-invariant plan that cuts panels, whose slices are summed by several CTAs."""
-    with mock.patch.object(schedules, "_evens_out", return_value=False):
+    with mock.patch.object(cuts, "_evens_out", return_value=False):
         plan = select({**INVARIANT, **(preference or {})}, **fields)
     assert "long panels are cut, and summed by several CTAs" in plan.explain().details
     return plan
@@ -116,8 +117,8 @@ def test_bits_do_not_depend_on_neighbours(op, block):
 def test_bits_do_not_depend_on_the_schedule(block, monkeypatch):
     layout, found = uneven("dsd", block), []
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=200, element="bf16")
-    monkeypatch.setattr(schedules.Cut, "narrowed", lambda cut, desc: cut)
-    for at, one in enumerate([*schedules.schedules_by_density(desc), schedules.NARROW]):
+    monkeypatch.setattr(cuts.Cut, "narrowed", lambda cut, desc: cut)
+    for at, one in enumerate([*schedules.schedules_by_density(desc), cuts.NARROW]):
         monkeypatch.setattr(schedules, "best_schedule", lambda *_, one=one: one)
         plan = plan_of(preference={"max_workspace_bytes": (1 << 30) + at}, op="dsd", layout=layout, n=200)
         assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
@@ -212,16 +213,16 @@ def claiming(slices: int, op: str, block: int, n: int, **fields: Any) -> BlockSp
     """A plan that cuts long panels or takes them first. CTAs claim work tiles, as there are more of these."""
     layout = many_panels(op, block)
     desc = BlockSparseMatmulDescriptor(op=op, layout=layout, n=n, element="bf16", **fields)
-    with mock.patch.object(schedules, "_pays_to_cut", return_value=slices == schedules.APART):
+    with mock.patch.object(cuts, "_pays_to_cut", return_value=slices == cuts.APART):
         wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": (1 << 34) + slices}
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
     tiles, ctas = map(int, re.findall(r"(\d+) tiles.* on (\d+) CTAs", plan.explain().details)[0])
     assert tiles > ctas
-    assert ("come first" in plan.explain().details) == (slices == schedules.LONG_FIRST)
+    assert ("come first" in plan.explain().details) == (slices == cuts.LONG_FIRST)
     return plan
 
 
-every_claim = pytest.mark.parametrize("slices", [schedules.APART, schedules.LONG_FIRST])
+every_claim = pytest.mark.parametrize("slices", [cuts.APART, cuts.LONG_FIRST])
 
 
 @gpu
@@ -252,7 +253,7 @@ def test_replays_claim_work_tiles_again(slices, block):
 @every_block
 def test_order_of_panels_changes_no_bit(op, block):
     """Long panels that come first have the bits of a plan without workspace, which takes them as others."""
-    plan = claiming(schedules.LONG_FIRST, op, block, 2056)
+    plan = claiming(cuts.LONG_FIRST, op, block, 2056)
     without = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": 0}
     static = BlockSparseMatmulPlan.select(plan.descriptor, device=0, preference=without)
     assert "long panels" not in static.explain().details
@@ -294,8 +295,10 @@ def test_only_a_plan_that_may_cut_gives_up_batch_invariance(op):
 
     assert not invariant(uneven(op, 64))
     assert invariant(uneven(op, 64), element="s8")
-    assert invariant(BlockSparseLayout(np.ones((1, 32, 32), bool), 64))  # no row is longer than others
-    alike = BlockSparseLayout(np.tile(np.arange(32) < 3, (1, 32, 1)), 64)
+    many = BlockSparseLayout(np.ones((1, 134, 134), bool), 64)
+    assert invariant(many)  # no row is longer than others
+    assert not invariant(BlockSparseLayout(many.bitmap[:, 2:, 2:], 64))  # few tokens would leave CTAs idle
+    alike = BlockSparseLayout(np.tile(np.arange(134) < 3, (1, 134, 1)), 64)
     assert not invariant(alike.shape)
     assert invariant(alike.transposed() if op == "dds" else alike)  # so are its rows
 

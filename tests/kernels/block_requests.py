@@ -24,6 +24,7 @@ from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntr
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import BlocksWgmmaSchedule, schedules_by_density
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import NARROW, NO_SLICES, Cut
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice
 
@@ -138,9 +139,14 @@ def tiles_of(
     tiles = schedules_by_density(desc)
     yield from ((desc, one) for one in tiles)
     if desc.op != "sdd" and desc.layout.block < blocks_wgmma.PANEL_ROWS:
-        yield desc.model_copy(update={"longest_panel": 1}), blocks_wgmma.NARROW
+        yield desc.model_copy(update={"longest_panel": 1}), NARROW
         if tiles:
-            yield desc, blocks_wgmma.NARROW
+            yield desc, NARROW
+
+
+def in_halves(cut: Cut, desc: BlockSparseMatmulDescriptor, _: int | None) -> Cut:
+    """The cut with every panel cut into two slices, if none is cut and the op has panels of kept blocks."""
+    return cut if cut.slices != NO_SLICES or desc.op == "sdd" else cut.in_parts(desc, 2)
 
 
 @functools.cache
@@ -163,9 +169,11 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
                 for problem, one in tiles_of(desc) if row.backend == "blocks_wgmma" else ():
                     with (
                         mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one),
-                        mock.patch.object(blocks_wgmma.Cut, "narrowed", lambda cut, _: cut),
+                        mock.patch.object(Cut, "narrowed", lambda cut, _: cut),
                     ):
                         row.kernel(Choice(problem, device, row, preference, {}))
+                        with mock.patch.object(Cut, "evened", in_halves):
+                            row.kernel(Choice(problem, device, row, preference, {}))
     return found
 
 

@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 
 from sparse24_plans import ElementKind
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import NARROW
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import NARROW
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
 from sparse24_plans.weights.packed_layouts import layout_of
 

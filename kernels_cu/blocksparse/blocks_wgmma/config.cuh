@@ -10,7 +10,8 @@
 
 // How long panels are computed. None: like other panels. Apart: several CTAs each sum a slice, and exchange the sums
 // in the workspace. InTurn: one CTA sums the slices one after the other. LongFirst: whole, before all other panels.
-enum class Slices { None, Apart, InTurn, LongFirst };
+// Even: like Apart, but every panel has p.even_slices slices.
+enum class Slices { None, Apart, InTurn, LongFirst, Even };
 
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
@@ -25,7 +26,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
   static constexpr bool kUnalignedRows = S24_UNALIGNED_ROWS;        // rows of C begin where TMA cannot store them
   static constexpr Slices kSlices = Slices(S24_SLICES);
-  static constexpr bool kCuts = kSlices == Slices::Apart || kSlices == Slices::InTurn;
+  static constexpr bool kExchanges = kSlices == Slices::Apart || kSlices == Slices::Even;  // CTAs exchange sums
+  static constexpr bool kCuts = kExchanges || kSlices == Slices::InTurn;
   static constexpr bool kClaims = kSlices == Slices::Apart || kSlices == Slices::LongFirst;  // if a panel is long
   static constexpr bool kXCopied = S24_X_COPIED;  // by a pre-pass, which began once everything before it was done
   static constexpr bool kRaw = S24_RAW;           // results are the integer sums themselves

@@ -42,7 +42,10 @@ struct TileScheduler {
   u32 long_panels = 0;                // with kClaims
 
   __device__ __forceinline__ explicit TileScheduler(const BlocksWgmmaParams& p)
-      : panels(having(p, 0)), slices(Config::kSlices == Slices::Apart ? (u32)*p.slice_count : p.panels) {
+      : panels(having(p, 0)),
+        slices(Config::kSlices == Slices::Apart  ? (u32)*p.slice_count
+               : Config::kSlices == Slices::Even ? p.panels * p.even_slices
+                                                 : p.panels) {
     if constexpr (Config::kClaims) long_panels = (u32)*p.long_panels;
   }
 
@@ -70,7 +73,7 @@ struct TileScheduler {
     } else {
       // The first work tiles are known to exist before the number of slices has been loaded.
       const u32 least = p.panels * p.batch * p.cluster_tiles;
-      return index < least || (Config::kSlices == Slices::Apart && index < count(p));
+      return index < least || (Config::kExchanges && index < count(p));
     }
   }
   // Number of work tiles; not for sdd.
@@ -116,7 +119,7 @@ struct WorkTile {
   int first;                          // the first block column: its index in the tables for sdd, or in the panel
   u32 slice, slices;                  // the slice of the panel; the panel's slices
   u32 in_partials;                    // index of the panel's first slice in p.partials
-  int columns;                        // InTurn: block columns of the panel
+  int columns;                        // InTurn and Even: block columns of the panel
   static constexpr int kSliceFields = 5;
 
   __device__ __forceinline__ WorkTile(const BlocksWgmmaParams& p, const WorkSequence& sequence, u32 cta_rank) {
@@ -147,6 +150,11 @@ struct WorkTile {
       panel = (u32)p.panel_order[position];
       columns = p.panel_columns[panel], slices = (u32)p.panel_slices[panel];
       take_slice(0);
+    } else if constexpr (Config::kSlices == Slices::Even) {
+      panel = (u32)p.panel_order[position / p.even_slices];
+      columns = p.panel_columns[panel], slices = p.even_slices;
+      take_slice(position % slices);
+      in_partials = position - slice;
     } else {
       const int* const found = p.slices + (i64)kSliceFields * position;
       const u32 of_panel = (u32)found[3];

@@ -18,7 +18,8 @@ from ...vocab import INT64_MAX, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, Prepared, launched, prepared_bytes
 from ..prepasses import SOURCES, PrePasses
-from ..schedules.blocks_wgmma import APART, IN_TURN, LONG_FIRST, NO_SLICES, BlocksWgmmaSchedule, Cut
+from ..schedules.blocks_wgmma import BlocksWgmmaSchedule
+from ..schedules.blocks_wgmma_cuts import APART, EVEN, IN_TURN, LONG_FIRST, NO_SLICES, as_run
 from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
@@ -32,6 +33,7 @@ _SLICES = {
     APART: "; long panels are cut, and summed by several CTAs",
     IN_TURN: "; long panels are cut, and summed in turn",
     LONG_FIRST: "; long panels come first",
+    EVEN: "; every panel is cut, and summed by {parts} CTAs",
 }
 _COUNT_BITS = 16
 """Bits of a counter of arrivals below those of the launch's id."""
@@ -87,6 +89,7 @@ class BlocksWgmmaParams(KernelParams):
     raster_tiles = field("u32", "Number of token tiles of a raster group, which L2 holds.")
     panel_groups = field("u32", "Work tiles of a panel at most, for sdd.")
     k_steps = field("u32", "Number of steps along the tokens, for sdd.")
+    even_slices = field("u32", "Slices of every panel, if all have as many.")
     full_boxes = field("u32", "Small blocks: 1 if a box of right_map holds a whole token tile, else 0.")
 
 
@@ -101,12 +104,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._problem = problem = KernelProblem(desc)
         most = choice.preference.max_workspace_bytes
         needed = prepared_bytes(problem.prepared_operands())
-        self._cut = cut = Cut.of(
+        self._cut = cut = as_run(
             desc,
             device.multiprocessors,
             None if most is None else most - needed,
             invariant=choice.entry.invariant,
-        ).narrowed(desc)
+        )
         prepared = problem.prepared_operands(None if most is None else most - cut.workspace)
         self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
         self.workspace_size = self._prepasses.workspace_size + cut.workspace
@@ -115,14 +118,16 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = cut.schedule
         work_tiles = most_tiles = schedule.work_tiles(desc)
-        if cut.slices == APART:
+        if cut.slices == EVEN:
+            most_tiles *= cut.parts
+        elif cut.slices == APART:
             most_tiles = schedule.most_work_tiles(desc)
         self._ctas = min(most_tiles, schedule.resident_clusters(device.multiprocessors)) * schedule.cluster_n
         self.details = (
             ("up to " if problem.sampled else "")
             + f"{work_tiles * schedule.cluster_n} tiles of {schedule.rows} rows x {schedule.tokens} tokens "
             f"on {self._ctas} CTAs, clusters of {schedule.cluster_n}, {schedule.stages} stages"
-            + _SLICES[cut.slices]
+            + _SLICES[cut.slices].format(parts=cut.parts)
             + self._prepasses.details
         )
         self._function = load(
@@ -139,6 +144,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             raster_tiles=schedule.raster_tiles(desc),
             panel_groups=schedule.groups(desc.layout),
             k_steps=-(-desc.n // _depth(desc)),
+            even_slices=cut.parts,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:

@@ -13,40 +13,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...plan.kernel import align_up
-from ...plan.schedule_choice import REFERENCE_SMS, SHARED_BYTES, constants, fastest
+from ...plan.schedule_choice import SHARED_BYTES, constants, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
+from ..kernel_problem import KernelProblem
 from ..panels import (
     NARROW_PANEL_ROWS,
     PANEL_ROWS,
-    Slicing,
     expected_occupancy,
     narrow_panel_block_rows,
     narrow_panel_rows,
-    panel_block_rows,
 )
 from ..shape import BlockSparseShape
-from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
+from .blocks_wgmma_cost import cost_model, panel_count, work
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 _ROW_BYTES = 128
 _BARRIER_BYTES = 256
 _MAX_STAGES = 8
 """The kernel's producer has a bit of 64 for each of 8 stages and 8 pieces."""
-_TOKENS = (256, 128, 64)
+TOKENS = (256, 128, 64)
 SIZES = ((64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
 """Rows and tokens of the tiles that are tried for ``dsd`` and ``dds`` with blocks below 64."""
 _SDD_COLUMNS = (64, 128, 192, 256)
 """Columns of a warpgroup that are tried for ``sdd``."""
-NO_SLICES, APART, IN_TURN, LONG_FIRST = 0, 1, 2, 3
-"""How long panels are handled. In order: there are none; their slices have CTAs of their own, which exchange
-sums in the workspace; one CTA takes the slices of a panel one after the other; they are not cut, but come
-first."""
-_MOST_CLAIMS = 1 << 24
-"""Bound of the work tiles that a launch's counter counts."""
-_HELD_CELLS = 128 * 128
+HELD_CELLS = 128 * 128
 """Cells of a tile for which registers hold the sums of two slices."""
 _MAX_PANELS = 2048
 """The model of ``sdd`` looks at no more row panels than these, to be quick."""
@@ -118,7 +109,7 @@ class BlocksWgmmaSchedule(NamedTuple):
         """Workspace bytes of the sums of earlier slices of all CTAs: none if they fit in registers."""
         cells = self.rows * self.tokens
         ctas = min(self.work_tiles(desc), self.resident_clusters(multiprocessors)) * self.cluster_n
-        return 0 if cells <= _HELD_CELLS else 4 * cells * ctas
+        return 0 if cells <= HELD_CELLS else 4 * cells * ctas
 
     def resident_clusters(self, multiprocessors: int) -> int:
         """Clusters that run at once."""
@@ -164,9 +155,9 @@ def tiles_of_large_blocks(
 ) -> list[BlocksWgmmaSchedule]:
     """The candidates for blocks of 64 and 128 whose tiles have at most ``most_cells`` cells."""
     found = []
-    for tokens in _TOKENS:
+    for tokens in TOKENS:
         # Multicast of S's values pays if they are a large part of the loaded bytes.
-        is_large_part = (tokens == _TOKENS[0]) != (desc.layout.block == PANEL_ROWS)
+        is_large_part = (tokens == TOKENS[0]) != (desc.layout.block == PANEL_ROWS)
         shares = is_large_part and -(-desc.n // tokens) % 2 == 0
         if most_cells is None or PANEL_ROWS * tokens <= most_cells:
             found.append(fitting(PANEL_ROWS, tokens, 2, 2 if shares else 1))
@@ -181,137 +172,6 @@ def large_time(
     return [model.microseconds(work(desc, one.rows, one.tokens, longest, multiprocessors)) for one in tried]
 
 
-NARROW = fitting(NARROW_PANEL_ROWS, _TOKENS[-1], 1, 1)
-"""The tile in place of one of 128 x 64."""
-
-
-class Cut(NamedTuple):
-    """A schedule, and who sums the slices of panels that are cut."""
-
-    schedule: BlocksWgmmaSchedule
-    slices: int = NO_SLICES
-    """``NO_SLICES``, ``APART``, ``IN_TURN`` or ``LONG_FIRST``."""
-    counter_bytes: int = 0
-    """Workspace bytes of the counters of claimed work tiles and of arrivals."""
-    sum_bytes: int = 0
-    """Workspace bytes of the sums of slices."""
-
-    @property
-    def workspace(self) -> int:
-        return self.counter_bytes + self.sum_bytes
-
-    @property
-    def name(self) -> str:
-        """The name of this cut among others of large blocks, in files of measured times."""
-        rows = "" if self.schedule.rows == PANEL_ROWS else f",{self.schedule.rows}"
-        return f"{self.schedule.tokens},{self.schedule.cluster_n},{self.slices}{rows}"
-
-    @classmethod
-    def named(cls, name: str) -> Cut:
-        """The cut of such a name."""
-        tokens, cluster_n, slices, *rows = map(int, name.split(","))
-        return cls(NARROW if rows else fitting(PANEL_ROWS, tokens, 2, cluster_n), slices)
-
-    @classmethod
-    def of(
-        cls,
-        desc: BlockSparseMatmulDescriptor,
-        multiprocessors: int,
-        most: int | None = None,
-        *,
-        invariant: bool = False,
-    ) -> Cut:
-        """The fastest cut that needs at most ``most`` bytes of workspace.
-
-        ``invariant``: long panels are cut, whatever ``n`` is, and no bit depends on who sums their slices.
-        Otherwise they are cut if that is faster than taking them first, which costs no exchange of sums: then
-        CTAs without a long panel take more of the others.
-        """
-        problem, alike = KernelProblem(desc), _of_unknown_panels(desc)
-        whole = best_schedule(desc if has_long_panel(desc) else alike, multiprocessors)
-        if problem.slicing is None:
-            return cls(whole)
-        one = _with_long_panels(desc, multiprocessors)
-        found = cls(one, APART, *slice_bytes(problem))
-        if invariant and one.rows == PANEL_ROWS and _evens_out(desc, one, multiprocessors):
-            found = cls(one, IN_TURN, 0, one.held_bytes(desc, multiprocessors))
-        elif not (invariant or _pays_to_cut(desc, problem.slicing)):
-            if one.work_tiles(desc) <= one.resident_clusters(multiprocessors):
-                return cls(whole)
-            found = cls(one, LONG_FIRST, align_up(COUNTER_BYTES))
-        fits = (most is None or found.workspace <= most) and one.most_work_tiles(desc) < _MOST_CLAIMS
-        if fits or (found.slices == IN_TURN and found.workspace == 0):
-            return found
-        return cls(best_schedule(desc, multiprocessors, _HELD_CELLS), IN_TURN) if invariant else cls(whole)
-
-    def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
-        """The same with tiles of 64 x 64 in place of 128 x 64, where the tables serve them: it is what runs.
-
-        A multiprocessor has two such CTAs, so more loads are in flight, and a panel has fewer columns: unless
-        most blocks are kept.
-        """
-        layout, wide = desc.layout, (PANEL_ROWS, NARROW.tokens)
-        if desc.op is BlockSparseOp.SDD or layout.block == PANEL_ROWS or self.schedule[:2] != wide:
-            return self
-        is_large = layout.block == NARROW_PANEL_ROWS
-        lacks_tables = self.slices == IN_TURN or (self.slices != NO_SLICES and is_large)
-        is_dense = layout.density > constants("blocks_tiles")["narrow_density"]
-        is_counted = NARROW.most_work_tiles(desc) < _MOST_CLAIMS
-        return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
-
-
-def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:
-    """The schedule where long panels are cut or come first, so that others do not wait for them.
-
-    Tiles of few waves are narrower if a panel is known to be long: more tiles are shared out better.
-    """
-    alike, limits = _of_unknown_panels(desc), constants("blocks_tiles")
-    waves = panel_count(desc) * -(-desc.n // _TOKENS[0]) / multiprocessors
-    is_large = desc.layout.block >= NARROW_PANEL_ROWS
-    narrower = is_large and has_long_panel(desc) and waves < limits["wide_waves"]
-    return best_schedule(alike, multiprocessors, _HELD_CELLS if narrower else None)
-
-
-def _of_unknown_panels(desc: BlockSparseMatmulDescriptor) -> BlockSparseMatmulDescriptor:
-    """The problem without its longest panel. A copy is validated, so none is made if nothing changes."""
-    return desc.model_copy(update={"longest_panel": 0}) if desc.longest_panel else desc
-
-
-def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
-    """Whether a panel is known to be much longer than the mean."""
-    return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * mean_panel(desc))
-
-
-def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
-    """Whether slices that several CTAs sum take less time than whole panels, of which long ones come first.
-
-    Times are counted in columns of a panel. A CTA has its share of all work, and with slices an exchange for
-    each, of which it ends with one. Whole panels end with the longest one at the earliest. If its length is
-    unknown, it is taken to be that of rows whose blocks follow 1 / rank. A column takes less time in a narrow
-    tile, and an exchange takes still less.
-    """
-    layout, problem = desc.layout, KernelProblem(desc)
-    lines, across = problem.head_block_rows, desc.reduction // layout.block
-    one = _with_long_panels(desc, REFERENCE_SMS)
-    tiles = one.work_tiles(desc) * one.cluster_n
-    share = tiles / REFERENCE_SMS * across * expected_occupancy(layout, max(one.rows // layout.block, 1))
-    of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
-    longest = desc.longest_panel or min(across, mean_panel(desc) + of_rank_1)
-    exchange = math.sqrt(one.tokens / _TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block
-    cut = max(share * (1 + exchange / slicing.longest), slicing.longest / 2) + exchange
-    return bool(max(longest, share) > cut)
-
-
-def _evens_out(desc: BlockSparseMatmulDescriptor, one: BlocksWgmmaSchedule, multiprocessors: int) -> bool:
-    """Whether a CTA has so many panels that a long one makes no CTA much later than the others."""
-    layout, problem = desc.layout, KernelProblem(desc)
-    occupancy = expected_occupancy(layout, panel_block_rows(layout))
-    across = layout.block_rows if problem.by_columns else layout.block_cols
-    longest = desc.longest_panel / across if desc.longest_panel else 1.0
-    waves = one.work_tiles(desc) / one.resident_clusters(multiprocessors)
-    return waves * occupancy >= float(constants("blocks_tiles")["in_turn_work"]) * longest
-
-
 def model_of(desc: BlockSparseMatmulDescriptor) -> str:
     """The name of the model whose constants serve the problem."""
     return f"blocks_wgmma_{desc.op}_{desc.layout.block}"
@@ -320,8 +180,8 @@ def model_of(desc: BlockSparseMatmulDescriptor) -> str:
 def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
     """The widest tile with which enough SMs have work, and whether it is the widest of all."""
     enough = multiprocessors * constants("blocks_tiles")["busy_percent"] // 100
-    tokens = next((one for one in _TOKENS if panels * -(-n // one) >= enough), _TOKENS[-1])
-    return tokens, tokens == _TOKENS[0]
+    tokens = next((one for one in TOKENS if panels * -(-n // one) >= enough), TOKENS[-1])
+    return tokens, tokens == TOKENS[0]
 
 
 def small_time(

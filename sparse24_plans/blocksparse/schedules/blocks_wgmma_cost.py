@@ -25,11 +25,12 @@ _ELEMENT_BYTES = 2
 
 
 def work(
-    desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, longest_panel: int, ctas: int
+    desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, longest_panel: int, ctas: int, parts: int = 1
 ) -> tuple[float, ...]:
     """The amount of each kind of work in ``TERMS`` with tiles of ``rows`` x ``tokens``, ``ctas`` at once.
 
-    ``longest_panel`` has the block columns of the longest panel or slice that a CTA computes, or is 0.
+    ``longest_panel`` has the block columns of the longest panel, or of its longest slice if long panels are
+    cut, or is 0. Every panel or slice is computed in ``parts``.
     """
     one, size = desc.layout, desc.element.itemsize
     across = one.block_rows if KernelProblem(desc).by_columns else one.block_cols
@@ -37,9 +38,9 @@ def work(
     mean, alike = across * expected_occupancy(one, max(rows // one.block, 1)), mean_panel(desc)
     longest = mean * max(1.0, longest_panel / alike if alike else 1.0)
     mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
-    waves = max(panels * tiles / ctas, 1.0)
+    waves = max(panels * parts * tiles / ctas, 1.0)
     # A partial wave takes a part of a whole one, and no CTA ends before its longest slice does.
-    steps = max((waves + ceil(waves)) / 2 * mean, longest) * one.block * size / _STEP_BYTES
+    steps = max((waves + ceil(waves)) / 2 * mean, longest) / parts * one.block * size / _STEP_BYTES
     cells = desc.batch * one.blocks * one.block**2
     return (
         steps,

@@ -18,21 +18,15 @@ from . import blocks_wgmma_cost
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
 from .blocks_mma import BlocksMmaSchedule
-from .blocks_wgmma import (
-    APART,
-    IN_TURN,
-    BlocksWgmmaSchedule,
-    Cut,
-    best_schedule,
-    sdd_time,
-)
+from .blocks_wgmma import BlocksWgmmaSchedule, best_schedule, sdd_time
 from .blocks_wgmma import model_of as blocks_wgmma_model
 from .blocks_wgmma_cost import by_order_and_block, by_prepared_order, dense_bytes, mean_panel
+from .blocks_wgmma_cuts import APART, IN_TURN, Cut, as_run, exchange_us, slices_us
 
 INFLATING, SAMPLED_LIMIT = "inflate_blocks", "sampled_choice"
 """The names of the model of inflating, and of the limit up to which ``sdd`` is multiplied by kept blocks."""
-FEW_TOKENS = 64
-"""Most tokens that a kernel for few of them is preferred for."""
+FEW_TOKENS = {16: 128, 32: 128, 64: 64, 128: 64}
+"""Size of a block -> most tokens that a kernel for few of them is preferred for."""
 _TILE_ROWS, _TILE_TOKENS = 128, 256
 """The tile of a large dense product."""
 _STEP_TERMS = 64
@@ -63,7 +57,7 @@ class Way(NamedTuple):
 
 
 def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
-    """The terms of a product by ``blocks_wgmma``, as it is cut."""
+    """The terms of a product by ``blocks_wgmma``, as it is cut if panels are not cut evenly."""
     cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
     return cut_work(desc, cut.schedule, cut.slices)
 
@@ -77,6 +71,14 @@ def cut_work(
         longest = min(longest, slicing.longest)
     ctas = REFERENCE_SMS * schedule.ctas_per_sm
     return blocks_wgmma_cost.work(desc, schedule.rows, schedule.tokens, longest, ctas)
+
+
+def blocks_us(desc: BlockSparseMatmulDescriptor) -> float:
+    """Predicted microseconds by ``blocks_wgmma``."""
+    cut = as_run(desc, REFERENCE_SMS)
+    if cut.parts == 1:
+        return BLOCKS.microseconds(desc)
+    return slices_us(desc, cut) + exchange_us(cut) + _pre_pass_us(desc)
 
 
 def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
@@ -219,7 +221,7 @@ class _Chosen(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _chosen(desc: BlockSparseMatmulDescriptor) -> _Chosen:
-    blocks, dense = BLOCKS.microseconds(desc), dense_us(desc)
+    blocks, dense = blocks_us(desc), dense_us(desc)
     if desc.packed:
         most = constants("packed_choice")["most_of_dense"]
     else:
@@ -273,8 +275,9 @@ def few_tokens_us(desc: BlockSparseMatmulDescriptor) -> float:
 
 def few_tokens_lose(desc: BlockSparseMatmulDescriptor, *, beside_wgmma: bool) -> str | None:
     """The reason why ``dsd`` or ``dds`` is faster by another kernel than one for few tokens, or None."""
-    if not 0 < desc.n <= FEW_TOKENS:
-        return f"is preferred for n up to {FEW_TOKENS}, not {desc.n}"
+    few = FEW_TOKENS[desc.layout.block]
+    if not 0 < desc.n <= few:
+        return f"is preferred for n up to {few} here, not {desc.n}"
     us, other = few_tokens_us(desc), _chosen(desc)
     name, other_us, most = "wgmma", other.blocks_us, 1.0
     if other.is_dense or not beside_wgmma:

@@ -1,0 +1,233 @@
+"""Who computes a row panel of ``blocksparse/blocks_wgmma.cu``, and in how many slices.
+
+Long panels are cut, or come first; where few CTAs would leave others idle, every panel is cut. Bits depend on
+the slices alone, and not on who sums them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ...plan.kernel import align_up
+from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest
+from ...vocab import BlockSparseOp
+from ..descriptor import BlockSparseMatmulDescriptor
+from ..kernel_problem import COUNTER_BYTES, KernelProblem, bytes_of_slices, slice_bytes
+from ..panels import NARROW_PANEL_ROWS, PANEL_ROWS, Slicing, expected_occupancy, panel_block_rows
+from . import blocks_wgmma
+from .blocks_wgmma import HELD_CELLS, TOKENS, BlocksWgmmaSchedule, fitting
+from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
+
+NO_SLICES, APART, IN_TURN, LONG_FIRST, EVEN = 0, 1, 2, 3, 4
+"""How long panels are handled. In order: there are none; their slices have CTAs of their own, which exchange
+sums in the workspace; one CTA takes the slices of a panel one after the other; they are not cut, but come
+first; every panel is cut, into as many slices, and their CTAs exchange sums, too."""
+_MOST_CLAIMS = 1 << 24
+"""Bound of the work tiles that a launch's counter counts."""
+EVEN_SLICES = "even_slices"
+"""The name of the constants of an exchange of sums between the slices of a panel."""
+_MOST_PARTS = 12
+"""Most slices into which every panel is cut."""
+NARROW = fitting(NARROW_PANEL_ROWS, TOKENS[-1], 1, 1)
+"""The tile in place of one of 128 x 64."""
+
+
+class Cut(NamedTuple):
+    """A schedule, and who sums the slices of panels that are cut."""
+
+    schedule: BlocksWgmmaSchedule
+    slices: int = NO_SLICES
+    """``NO_SLICES``, ``APART``, ``IN_TURN``, ``LONG_FIRST`` or ``EVEN``."""
+    counter_bytes: int = 0
+    """Workspace bytes of the counters of claimed work tiles and of arrivals."""
+    sum_bytes: int = 0
+    """Workspace bytes of the sums of slices."""
+    parts: int = 1
+    """Slices of every panel, if it is ``EVEN``."""
+
+    @property
+    def workspace(self) -> int:
+        return self.counter_bytes + self.sum_bytes
+
+    @property
+    def name(self) -> str:
+        """The name of this cut among others of large blocks, in files of measured times."""
+        rows = "" if self.schedule.rows == PANEL_ROWS else f",{self.schedule.rows}"
+        return f"{self.schedule.tokens},{self.schedule.cluster_n},{self.slices}{rows}"
+
+    @classmethod
+    def named(cls, name: str) -> Cut:
+        """The cut of such a name."""
+        tokens, cluster_n, slices, *rows = map(int, name.split(","))
+        return cls(NARROW if rows else fitting(PANEL_ROWS, tokens, 2, cluster_n), slices)
+
+    @classmethod
+    def of(
+        cls,
+        desc: BlockSparseMatmulDescriptor,
+        multiprocessors: int,
+        most: int | None = None,
+        *,
+        invariant: bool = False,
+    ) -> Cut:
+        """The fastest cut that needs at most ``most`` bytes of workspace.
+
+        ``invariant``: long panels are cut, whatever ``n`` is, and no bit depends on who sums their slices.
+        Otherwise they are cut if that is faster than taking them first, which costs no exchange of sums: then
+        CTAs without a long panel take more of the others.
+        """
+        problem, alike = KernelProblem(desc), _of_unknown_panels(desc)
+        whole = blocks_wgmma.best_schedule(desc if has_long_panel(desc) else alike, multiprocessors)
+        if problem.slicing is None:
+            return cls(whole)
+        one = _with_long_panels(desc, multiprocessors)
+        found = cls(one, APART, *slice_bytes(problem))
+        if invariant and one.rows == PANEL_ROWS and _evens_out(desc, one, multiprocessors):
+            found = cls(one, IN_TURN, 0, one.held_bytes(desc, multiprocessors))
+        elif not (invariant or _pays_to_cut(desc, problem.slicing)):
+            if one.work_tiles(desc) <= one.resident_clusters(multiprocessors):
+                return cls(whole)
+            found = cls(one, LONG_FIRST, align_up(COUNTER_BYTES))
+        fits = (most is None or found.workspace <= most) and one.most_work_tiles(desc) < _MOST_CLAIMS
+        if fits or (found.slices == IN_TURN and found.workspace == 0):
+            return found
+        if not invariant:
+            return cls(whole)
+        return cls(blocks_wgmma.best_schedule(desc, multiprocessors, HELD_CELLS), IN_TURN)
+
+    def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
+        """The same with tiles of 64 x 64 in place of 128 x 64, where the tables serve them: it is what runs.
+
+        A multiprocessor has two such CTAs, so more loads are in flight, and a panel has fewer columns: unless
+        most blocks are kept.
+        """
+        layout, wide = desc.layout, (PANEL_ROWS, NARROW.tokens)
+        if desc.op is BlockSparseOp.SDD or layout.block == PANEL_ROWS or self.schedule[:2] != wide:
+            return self
+        is_large = layout.block == NARROW_PANEL_ROWS
+        lacks_tables = self.slices == IN_TURN or (self.slices != NO_SLICES and is_large)
+        is_dense = layout.density > constants("blocks_tiles")["narrow_density"]
+        is_counted = NARROW.most_work_tiles(desc) < _MOST_CLAIMS
+        return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
+
+    def evened(self, desc: BlockSparseMatmulDescriptor, most: int | None = None) -> Cut:
+        """The same with every panel cut into as many slices, where few CTAs would leave others idle.
+
+        CTAs exchange the sums of slices as with ``APART``. There are as many slices as take the least time by
+        prediction, and need at most ``most`` bytes of workspace. They are chosen for the H200 on every
+        device, because the choice decides guarantees.
+        """
+        return fastest(
+            [self.in_parts(desc, parts) for parts in self.parts_to_try(desc)],
+            lambda some: [slices_us(desc, one) + exchange_us(one) for one in some],
+            lambda one: one.workspace,
+            most,
+        )
+
+    def parts_to_try(self, desc: BlockSparseMatmulDescriptor) -> range:
+        """Numbers of slices of every panel, with which all slices are computed at once: 1 if it isn't cut.
+
+        Panels of unknown lengths are taken to be alike.
+        """
+        tiles = self.schedule.work_tiles(desc)
+        is_alike = self.slices == NO_SLICES or (self.slices == APART and not desc.longest_panel)
+        if not is_alike or desc.op is BlockSparseOp.SDD or not tiles:
+            return range(1, 2)
+        idle = self.schedule.resident_clusters(REFERENCE_SMS) // tiles
+        return range(1, max(1, min(idle, desc.reduction // desc.layout.block, _MOST_PARTS)) + 1)
+
+    def in_parts(self, desc: BlockSparseMatmulDescriptor, parts: int) -> Cut:
+        """The same with every panel cut into so many slices."""
+        if parts == 1:
+            return self
+        slices = panel_count(desc, self.schedule.rows) * parts
+        counters, sums = bytes_of_slices(desc, slices * (self.schedule.rows // NARROW_PANEL_ROWS))
+        return self._replace(slices=EVEN, parts=parts, counter_bytes=counters, sum_bytes=sums)
+
+
+def as_run(
+    desc: BlockSparseMatmulDescriptor,
+    multiprocessors: int,
+    most: int | None = None,
+    *,
+    invariant: bool = False,
+) -> Cut:
+    """The cut that runs, which needs at most ``most`` bytes of workspace: see ``Cut.of``."""
+    found = Cut.of(desc, multiprocessors, most, invariant=invariant).narrowed(desc)
+    return found if invariant else found.evened(desc, most)
+
+
+def slices_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
+    """Predicted microseconds of panels that are whole or cut evenly, without the exchange of sums."""
+    one = cut.schedule
+    ctas = REFERENCE_SMS * one.ctas_per_sm
+    return cost_model(desc).microseconds(
+        work(desc, one.rows, one.tokens, desc.longest_panel, ctas, cut.parts)
+    )
+
+
+def exchange_us(cut: Cut) -> float:
+    """Predicted microseconds in which CTAs exchange the sums of a tile's slices."""
+    if cut.parts == 1:
+        return 0.0
+    given, one = constants(EVEN_SLICES), cut.schedule
+    return float(given["exchange_us"] + given["cell_us"] * cut.parts * one.rows * one.tokens)
+
+
+def may_be_evened(desc: BlockSparseMatmulDescriptor) -> bool:
+    """Whether panels may be cut evenly for any number of tokens, or batch elements, with this layout."""
+    few = desc.model_copy(update={"batch": 1})
+    return desc.op is not BlockSparseOp.SDD and 2 * panel_count(few) <= REFERENCE_SMS
+
+
+def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:
+    """The schedule where long panels are cut or come first, so that others do not wait for them.
+
+    Tiles of few waves are narrower if a panel is known to be long: more tiles are shared out better.
+    """
+    alike, limits = _of_unknown_panels(desc), constants("blocks_tiles")
+    waves = panel_count(desc) * -(-desc.n // TOKENS[0]) / multiprocessors
+    is_large = desc.layout.block >= NARROW_PANEL_ROWS
+    narrower = is_large and has_long_panel(desc) and waves < limits["wide_waves"]
+    return blocks_wgmma.best_schedule(alike, multiprocessors, HELD_CELLS if narrower else None)
+
+
+def _of_unknown_panels(desc: BlockSparseMatmulDescriptor) -> BlockSparseMatmulDescriptor:
+    """The problem without its longest panel. A copy is validated, so none is made if nothing changes."""
+    return desc.model_copy(update={"longest_panel": 0}) if desc.longest_panel else desc
+
+
+def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
+    """Whether a panel is known to be much longer than the mean."""
+    return bool(desc.longest_panel > constants("blocks_tiles")["uneven_panel"] * mean_panel(desc))
+
+
+def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
+    """Whether slices that several CTAs sum take less time than whole panels, of which long ones come first.
+
+    Times are counted in columns of a panel. A CTA has its share of all work, and with slices an exchange for
+    each, of which it ends with one. Whole panels end with the longest one at the earliest. If its length is
+    unknown, it is taken to be that of rows whose blocks follow 1 / rank. A column takes less time in a narrow
+    tile, and an exchange takes still less.
+    """
+    layout, problem = desc.layout, KernelProblem(desc)
+    lines, across = problem.head_block_rows, desc.reduction // layout.block
+    one = _with_long_panels(desc, REFERENCE_SMS)
+    tiles = one.work_tiles(desc) * one.cluster_n
+    share = tiles / REFERENCE_SMS * across * expected_occupancy(layout, max(one.rows // layout.block, 1))
+    of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
+    longest = desc.longest_panel or min(across, mean_panel(desc) + of_rank_1)
+    exchange = math.sqrt(one.tokens / TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block
+    cut = max(share * (1 + exchange / slicing.longest), slicing.longest / 2) + exchange
+    return bool(max(longest, share) > cut)
+
+
+def _evens_out(desc: BlockSparseMatmulDescriptor, one: BlocksWgmmaSchedule, multiprocessors: int) -> bool:
+    """Whether a CTA has so many panels that a long one makes no CTA much later than the others."""
+    layout, problem = desc.layout, KernelProblem(desc)
+    occupancy = expected_occupancy(layout, panel_block_rows(layout))
+    across = layout.block_rows if problem.by_columns else layout.block_cols
+    longest = desc.longest_panel / across if desc.longest_panel else 1.0
+    waves = one.work_tiles(desc) / one.resident_clusters(multiprocessors)
+    return waves * occupancy >= float(constants("blocks_tiles")["in_turn_work"]) * longest

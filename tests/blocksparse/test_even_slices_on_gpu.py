@@ -1,0 +1,189 @@
+"""Every panel is cut into as many slices where few CTAs would leave others idle: results, bits, choices."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from sparse24_plans import (
+    BlockSparseLayout,
+    BlockSparseMatmulDescriptor,
+    BlockSparseMatmulPlan,
+    BlockSparseShape,
+    explain,
+)
+from sparse24_plans.blocksparse import limits
+from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
+from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
+
+from ..sample_devices import H200
+from ..support import same_bits
+from . import products_on_gpu as shared
+from .problems import Operands, case_of, random_operands
+from .products_on_gpu import TRANSPOSITIONS, gpu
+from .sample_layouts import random_layout
+from .test_products import check
+
+every_block = pytest.mark.parametrize("block", [16, 32, 64, 128])
+every_op = pytest.mark.parametrize("op", ["dsd", "dds"])
+PARTS = (2, 3, 12)
+
+
+def plan_of(parts: int, **fields: Any) -> BlockSparseMatmulPlan:
+    """A plan that cuts every panel into ``parts`` slices, or none with 1."""
+    desc = BlockSparseMatmulDescriptor(**{"n": 72, "batch": 2, "element": "bf16", **fields})
+    wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": (1 << 33) + parts}  # plans are cached
+    evened = mock.patch.object(cuts.Cut, "evened", lambda cut, desc, most: cut.in_parts(desc, parts))
+    with evened, mock.patch.object(limits, "dense_wins", return_value=None):
+        plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
+    assert (f"every panel is cut, and summed by {parts} CTAs" in plan.explain().details) == (parts > 1)
+    return plan
+
+
+@gpu
+@every_op
+@every_block
+@pytest.mark.parametrize("transposed", TRANSPOSITIONS)
+def test_products_are_right(op, block, transposed):
+    """Heads, rows that keep nothing, panels of fewer columns than slices, and n round the sizes of tiles."""
+    layout = random_layout(block=block)
+    for parts, n in zip((*PARTS, *PARTS), (8, 63, 72, 130, 257, 600), strict=True):
+        plan = plan_of(parts, op=op, layout=layout, n=n, trans_a=transposed[0], trans_b=transposed[1])
+        check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))
+
+
+@gpu
+@every_op
+@every_block
+@pytest.mark.parametrize("parts", PARTS)
+def test_bits_are_those_of_the_slices_own_products_added_in_order(op, block, parts):
+    """All rows keep the same columns, so that panels of any width have the same slices."""
+    rng = np.random.default_rng(parts)
+    columns = np.flatnonzero(rng.random(2048 // block) < 0.4)
+    fields = {"op": op, "n": 72, "out_element": "f32"}
+
+    def layout_of(kept: np.ndarray) -> BlockSparseLayout:
+        bitmap = np.zeros((1, 256 // block, 2048 // block), np.bool_)
+        bitmap[..., kept] = True
+        return BlockSparseLayout(bitmap.transpose(0, 2, 1) if op == "dds" else bitmap, block)
+
+    whole = layout_of(columns)
+    plan = plan_of(parts, layout=whole, **fields)
+    operands = random_operands(plan.descriptor, whole, rng)
+    wanted, name = np.float32(0), "a" if op == "dsd" else "b"
+    for part in range(parts):
+        kept = columns[part * len(columns) // parts : (part + 1) * len(columns) // parts]
+        layout = layout_of(kept)
+        of_slice = layout.bitmap[whole.bitmap]
+        arrays = {**operands.arrays, name: np.ascontiguousarray(operands.arrays[name][:, of_slice])}
+        wanted = wanted + check(plan_of(1, layout=layout, **fields), Operands(layout, arrays))
+    assert same_bits(check(plan, operands), wanted)
+
+
+@gpu
+@every_block
+def test_bits_of_another_run(block):
+    """In a workspace that held other things, and whichever CTA adds the slices."""
+    layout = random_layout(block=block)
+    plan = plan_of(3, op="dsd", layout=layout, n=200)
+    case = case_of(plan, random_operands(plan.descriptor, layout, np.random.default_rng(1)))
+    first = case.run()["c"].copy()
+    for _ in range(20):
+        case.poison()
+        assert same_bits(case.run()["c"].copy(), first)
+
+
+@gpu
+@every_block
+def test_replays_count_again_and_follow_the_mask(block):
+    layout = random_layout(block=block)
+    shared.captured_launches_follow_the_mask(plan_of(2, op="dsd", layout=layout, batch=1), layout)
+
+
+@gpu
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("element", ["s8", "fp8_e4m3"])
+def test_8_bit_products_are_right(block, element):
+    layout = random_layout(block=block)
+    for out in ("f32", "bf16"):
+        plan = plan_of(3, op="dsd", layout=layout, n=80, element=element, out_element=out, trans_b=True)
+        check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(2)))
+
+
+@gpu
+@every_op
+@shared.every_epilogue
+def test_epilogues_follow_the_last_slice(op, epilogue):
+    layout = random_layout(block=64)
+    plan = plan_of(2, op=op, layout=layout, n=200, epilogue=epilogue, alpha=0.25)
+    check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(3)))
+
+
+# Selection, without a GPU -------------------------------------------------------------------------
+
+FEW_ROWS = random_layout(heads=1, rows=32, cols=512, block=64, density=0.25)
+
+
+def details_of(preference: Any = None, **fields: Any) -> str:
+    desc = BlockSparseMatmulDescriptor(
+        **{"op": "dsd", "layout": FEW_ROWS, "n": 64, "element": "bf16", **fields}
+    )
+    wanted = {"prefer_backend": "blocks_wgmma", **(preference or {})}
+    return explain(desc, preference=wanted, device=H200).details
+
+
+def test_few_tiles_of_long_panels_are_cut():
+    assert "every panel is cut, and summed by" in details_of()
+
+
+@pytest.mark.parametrize(
+    ("fields", "preference"),
+    [
+        ({"n": 8192}, {}),
+        ({"layout": random_layout(heads=1, rows=32, cols=512, block=64, density=0.01)}, {}),
+        ({}, {"max_workspace_bytes": 0}),
+        ({}, {"require": {"batch_invariant": True}}),
+        ({"op": "sdd"}, {}),
+    ],
+    ids=["many tiles", "short panels", "no workspace", "batch invariance", "sdd"],
+)
+def test_others_are_not(fields, preference):
+    assert "every panel is cut" not in details_of(preference, **fields)
+
+
+@pytest.mark.parametrize("most", [1 << 20, 1 << 22, 1 << 24])
+def test_the_workspace_bounds_the_slices(most):
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=FEW_ROWS, n=64, element="bf16")
+    found = explain(
+        desc, preference={"prefer_backend": "blocks_wgmma", "max_workspace_bytes": most}, device=H200
+    )
+    assert found.workspace_size <= most
+
+
+@every_block
+@pytest.mark.parametrize("batch", [1, 3])
+def test_slices_are_all_computed_at_once(block, batch):
+    """As many as CTAs that run at once, and no more than a panel has block columns."""
+    for rows, cols, n in ((256, 4096, 8), (1152, 512, 200), (8448, 256, 64), (4096, 65536, 1000)):
+        shape = BlockSparseShape(
+            heads=1, rows=rows, cols=cols, block=block, blocks=rows * cols // block**2 // 9
+        )
+        desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=n, batch=batch, element="bf16")
+        cut = cuts.Cut(schedules.fitting(128, 64, 2, 1))
+        tried = cut.parts_to_try(desc)
+        assert all(cut.in_parts(desc, one).parts == one for one in tried)
+        assert tried[-1] <= max(1, cols // block)
+        assert tried[-1] == 1 or tried[-1] * cut.schedule.work_tiles(desc) <= H200.multiprocessors
+
+
+def test_plans_that_give_up_no_batch_invariance_are_never_cut():
+    """Whatever n and the batch are: a guarantee names neither."""
+    for block_rows in (132, 133):
+        shape = BlockSparseShape(heads=1, rows=64 * block_rows, cols=65536, block=64, blocks=132 * 200)
+        desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=8, element="bf16")
+        assert cuts.may_be_evened(desc) == (block_rows == 132)
+        for one in (cuts.NARROW, schedules.fitting(128, 64, 2, 1)):
+            assert (len(cuts.Cut(one).parts_to_try(desc)) > 1) == (block_rows == 132)
