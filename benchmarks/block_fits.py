@@ -14,7 +14,7 @@ from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import tiles_of_large_blocks
-from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut, as_run, slices_us
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut, as_run, cut_us, cut_work, exchange_us
 from sparse24_plans.blocksparse.schedules.predicted_times import (
     BLOCKS,
     DENSE,
@@ -22,7 +22,6 @@ from sparse24_plans.blocksparse.schedules.predicted_times import (
     SAMPLED,
     SAMPLED_DENSE,
     Way,
-    cut_work,
 )
 from sparse24_plans.blocksparse.shape import BLOCK_SIZES
 from sparse24_plans.plan.schedule_choice import REFERENCE_SMS
@@ -53,6 +52,8 @@ TIMES_COUNT = 3.0
 """Weight of the errors of predicted times, by which ways are compared, relative to the losses of choices."""
 WAY_STEPS = 6000
 """Steps of a descent to the constants of a way."""
+ALIKE = 0.002
+"""Mean loss by which shares are alike for unknown layouts: any layout has the same dense product."""
 LEAST_PAIRS = 8
 """Problems of a kind from which a limit is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
@@ -140,17 +141,21 @@ def both_ways(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BlockSparseMatmul
     return [desc for desc, _ in lines], kept, np.array([row["inflate_us"] for _, row in lines])
 
 
-def best_share(given: float, ratio: Array, kept: Array, inflated: Array) -> tuple[float, Array]:
+def best_share(
+    given: float, ratio: Array, kept: Array, inflated: Array, alike: float = 0.0
+) -> tuple[float, Array]:
     """The share of a dense product's predicted time up to which kept blocks lose least, and what is lost.
 
-    Few problems leave the given one.
+    It is the least share whose mean loss is at most ``alike`` above the least. Few problems leave the given
+    one.
     """
 
     def lost(most: float) -> Array:
         return np.where(ratio > most, inflated, kept) / np.minimum(inflated, kept)
 
     tried = (np.arange(16, 33) / 20).tolist() if len(ratio) >= LEAST_PAIRS else [given]
-    best = min(tried, key=lambda most: np.log(lost(most)).sum())
+    losses = [float(np.log(lost(most)).mean()) for most in tried]
+    best = next(most for most, loss in zip(tried, losses, strict=True) if loss <= min(losses) + alike)
     return best, lost(best)
 
 
@@ -177,7 +182,7 @@ def inflating_entry(gpu: str) -> Constants:
         kind: best_share(given[kind], *(one[near == kind] for one in (known, kept, inflated)))
         for kind in ("random", "close")
     }
-    shares["unknown"] = best_share(given["unknown"], unknown, kept, inflated)
+    shares["unknown"] = best_share(given["unknown"], unknown, kept, inflated, ALIKE)
     found = {
         "launch": plain(float(f"{launch:.4g}")),
         "bytes": plain(float(f"{each:.4g}")),
@@ -373,7 +378,7 @@ def timed_tiles(
     found = []
     for name, time in us.items():
         cut = Cut.named(name)
-        found.append((cut_work(desc, cut.schedule, cut.slices), time))
+        found.append((cut_work(desc, cut), time))
     return found
 
 
@@ -389,42 +394,35 @@ def dense_problems(gpu: str) -> list[Any]:
     return found
 
 
-def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, Cut, dict[int, float]]]:
-    """Measured products of packed operands whose panels were cut evenly, too.
-
-    Each comes with the cut that it runs with otherwise, and the times by the number of a panel's slices.
-    """
+def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, dict[Cut, float]]]:
+    """Measured products of packed operands whose panels were cut evenly, too, with the time of each cut."""
     found = []
     for row, desc in packed_lines(gpu):
         if "even_us" in row:
             cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
             whole = row["us"][cut.name] if isinstance(row["us"], dict) else row["us"]
-            found.append((desc, cut, {1: whole, **{int(parts): us for parts, us in row["even_us"].items()}}))
+            us = {1: whole, **{int(parts): us for parts, us in row["even_us"].items()}}
+            found.append((desc, {one: us[one.parts] for one in (cut, *cut.evenly(desc)) if one.parts in us}))
     return found
 
 
 def even_slices_entry(gpu: str) -> Constants:
-    """The time of an exchange of sums between slices: the one by which the choice of slices loses least."""
-    problems = even_times(gpu)
-    predicted = [
-        (
-            cut.schedule.rows * cut.schedule.tokens,
-            {parts: slices_us(desc, cut.in_parts(desc, parts)) for parts in us},
-            us,
-        )
-        for desc, cut, us in problems
+    """The time of an exchange of sums in a cluster: the one by which the choice of slices loses least."""
+    problems = [
+        [(cut, cut_us(desc, cut) - exchange_us(cut), us) for cut, us in times.items()]
+        for desc, times in even_times(gpu)
     ]
 
     def lost(exchange: float, cell: float) -> Array:
-        chosen = [
-            us[min(us, key=lambda n: whole[n] + (exchange + cell * n * cells) * (n > 1))]
-            for cells, whole, us in predicted
-        ]
-        return np.array([mine / min(us.values()) for mine, (_, _, us) in zip(chosen, predicted, strict=True)])
+        def predicted(timed: tuple[Cut, float, float]) -> float:
+            one = timed[0].schedule
+            return timed[1] + (exchange + cell * one.rows * one.tokens) * (timed[0].parts > 1)
 
-    tried = [(us / 4, cell * 1e-6) for us in range(2, 20) for cell in range(0, 64, 4)]
+        return np.array([min(some, key=predicted)[2] / min(us for _, _, us in some) for some in problems])
+
+    tried = [(us / 4, cells * 1e-5) for us in range(12) for cells in range(0, 40, 2)]
     best = min(tried, key=lambda one: np.log(lost(*one)).sum())
-    constants = {"exchange_us": plain(best[0]), "cell_us": plain(best[1])}
+    constants = {"exchange_us": plain(best[0]), "cell_us": plain(round(best[1], 7))}
     return limits_entry(constants, lost(*best).tolist(), file_of(gpu, PACKED))
 
 

@@ -396,15 +396,15 @@ def packed_times(problem: blocks.Problem) -> dict[str, Any]:
     """
     desc, contenders = problem.desc, []
     cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
-    for parts in cut.parts_to_try(desc):
-        with running(cut.in_parts(desc, parts)):  # plans are cached
-            contenders.append(
-                forced(problem, str(parts), "blocks_wgmma", max_workspace_bytes=(1 << 31) + parts)
-            )
+    for one in (cut, *cut.evenly(desc)):
+        with running(one):  # plans are cached
+            spare = (1 << 31) + one.parts
+            contenders.append(forced(problem, str(one.parts), "blocks_wgmma", max_workspace_bytes=spare))
     tried = BlocksMmaSchedule.candidates(desc) if desc.n <= FEW_TOKENS[desc.layout.block] else []
-    for number, one in enumerate(tried):
-        with mock.patch.object(BlocksMmaSchedule, "of", return_value=one):  # plans are cached
-            contenders.append(forced(problem, one.name, "blocks_mma", max_workspace_bytes=(1 << 30) + number))
+    for number, schedule in enumerate(tried):
+        with mock.patch.object(BlocksMmaSchedule, "of", return_value=schedule):
+            spare = (1 << 30) + number
+            contenders.append(forced(problem, schedule.name, "blocks_mma", max_workspace_bytes=spare))
     times = {name: round(us, 2) for name, us in time_contenders(contenders, rounds=5, round_ms=0.7).items()}
     even = {name: times.pop(name) for name in list(times) if name.isdigit()}
     us: Any = even.pop("1")

@@ -26,6 +26,7 @@
 #include "gemm/split_k.cuh"
 #include "ptx/async.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/prefetch.cuh"
 
 // All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {

@@ -36,9 +36,11 @@
 // 2G - 1 - c, then 2G + c, so that no cluster gets only long panels. If a panel is long, clusters claim all but
 // their first work tile from a counter; which cluster computes a work tile changes no bit.
 #include "blocksparse/block_mainloop.cuh"
+#include "blocksparse/blocks_wgmma/cluster_sums.cuh"
 #include "blocksparse/blocks_wgmma/cp_async_producer.cuh"
 #include "blocksparse/blocks_wgmma/slice_sums.cuh"
 #include "blocksparse/tile_epilogue.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/stmatrix.cuh"
 
 constexpr int kSparseGroup = Config::kSCpAsync ? Config::kBlockBytes : Config::kBox64Bytes;
@@ -113,6 +115,13 @@ struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Co
     }
   }
 
+  // The bits of one result.
+  template <class Sum, class Out = Config::Out> __device__ __forceinline__ auto rounded(Sum sum, float bias) const ->
+      typename Out::Bits {
+    if constexpr (Config::kRaw) return (typename Out::Bits)sum;
+    else return Out::from_float(canonical_nan(result(sum, bias)));
+  }
+
   // Converts the accumulators of one step, which may be integers; results may have 8 bits or be the sums themselves. It
   // is a template of Out so that functions that a result type lacks are never looked up.
   template <class Sum, class Out = Config::Out>
@@ -125,8 +134,7 @@ struct EpilogueStore : TileEpilogue<EpilogueStore, Config, BlocksWgmmaParams, Co
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const u32 to = buffer + staged_at(row + g + i / 2 * 8, 8 * j + 2 * t + i % 2);
-          if constexpr (Config::kRaw) store_shared(to, (u32)sum[i]);
-          else store_shared(to, Out::from_float(canonical_nan(result(sum[i], bias[i / 2]))));
+          store_shared(to, rounded<Sum, Out>(sum[i], bias[i / 2]));
         }
       } else {
         const u32 above = Out::pair(result(sum[0], bias[0]), result(sum[1], bias[0]));
@@ -238,12 +246,17 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
           if (slice.slices > 1) in_turn.add(sums, slice);
         });
         epilogue.write(sums, work, warpgroup_m, warpgroup_n);
+      } else if constexpr (Config::kParts > 1) {
+        mainloop.multiply(sums, work.steps(p));
+        const ClusterSums exchanged{p, base};
+        exchanged.store(sums, warpgroup_m, warpgroup_n);
+        exchanged.write<Sum>(work, [&](Sum sum, float bias) { return epilogue.rounded(sum, bias); });
       } else {
         const u32 token = work.token + warpgroup_n * Config::kWarpgroupN;
         const SlicesApart apart{p, 1 + (int)warpgroup, warpgroup_m, token};
-        const u64 seen = Config::kExchanges ? apart.seen(work) : 0;
+        const u64 seen = Config::kSlices == Slices::Apart ? apart.seen(work) : 0;
         mainloop.multiply(sums, work.steps(p));
-        if (!Config::kExchanges || work.slices == 1) epilogue.write(sums, work, warpgroup_m, warpgroup_n);
+        if (Config::kSlices != Slices::Apart || work.slices == 1) epilogue.write(sums, work, warpgroup_m, warpgroup_n);
         else if (apart.store(sums, work, seen))
           epilogue.write(apart.sums_of<Sum>(work), work, warpgroup_m, warpgroup_n);
       }

@@ -275,12 +275,8 @@ def slice_bytes(problem: KernelProblem) -> tuple[int, int]:
     """
     if problem.slicing is None:
         return 0, 0
-    return bytes_of_slices(problem.desc, problem.slicing.cut * (PANEL_ROWS // _TILE) * problem.desc.batch)
-
-
-def bytes_of_slices(desc: BlockSparseMatmulDescriptor, tiles: int) -> tuple[int, int]:
-    """Workspace bytes of the counters and of the sums of so many tiles of 64 rows, in all slices."""
-    tokens = -(-desc.n // _TOKEN_GROUP) * _TOKEN_GROUP
+    tiles = problem.slicing.cut * (PANEL_ROWS // _TILE) * problem.desc.batch
+    tokens = -(-problem.desc.n // _TOKEN_GROUP) * _TOKEN_GROUP
     return align_up(COUNTER_BYTES * (1 + tiles * -(-tokens // _TILE))), 4 * tiles * _TILE * tokens
 
 

@@ -23,8 +23,8 @@ from sparse24_plans import (
 from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
-from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut
-from sparse24_plans.blocksparse.schedules.predicted_times import Way, cut_work
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut, cut_work
+from sparse24_plans.blocksparse.schedules.predicted_times import Way
 from sparse24_plans.device.jit import compiler
 from sparse24_plans.gemm.schedules import f32_split_heuristics
 from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
@@ -155,7 +155,7 @@ def made_times_of_tiles(seed: int) -> list[dict]:
     for cell in itertools.islice(large_block_cells(random.Random(seed)), 60):
         desc = cell.descriptor(cell.layout())
         us = {
-            Cut(one).name: made_us("us", predicted_times.BLOCKS, desc, cut_work(desc, one, 0))
+            Cut(one).name: made_us("us", predicted_times.BLOCKS, desc, cut_work(desc, Cut(one)))
             for one in blocks_wgmma.tiles_of_large_blocks(desc)
         }
         lines.append({**asdict(cell), "us": us})

@@ -77,9 +77,8 @@ def test_long_row_of_blocks_makes_dense_copy_faster():
     assert chosen(density=0.3, block=32, n=2048, longest_panel=128).chosen == "blocks_wgmma"
     few = {"density": 0.02, "block": 64, "n": 512}
     assert chosen(**few).chosen == "blocks_wgmma"
-    wide = BlockSparseShape(heads=1, rows=1024, cols=32768, block=64, blocks=1400)
-    assert chosen(layout=wide, n=128).chosen == "blocks_wgmma"
-    assert chosen(layout=wide, n=128, longest_panel=512).chosen == "packed_dense"
+    assert chosen(density=0.3, block=32, n=512).chosen == "blocks_wgmma"
+    assert chosen(density=0.3, block=32, n=512, longest_panel=128).chosen == "packed_dense"
 
 
 @pytest.mark.parametrize(("op", "transposed"), [("dsd", False), ("dsd", True), ("dds", False), ("dds", True)])

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
-from sparse24_plans.blocksparse.backends.blocks_wgmma import NO_SLICES, defines
+from sparse24_plans.blocksparse.backends.blocks_wgmma import defines
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     BlocksWgmmaSchedule,
     best_schedule,
     sampled_schedules,
 )
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut
 from sparse24_plans.plan.schedule_choice import constants
 
 from ..kernels.index_functions import Table, check_tables
@@ -82,7 +83,7 @@ def test_the_kernel_divides_work_as_the_model_does(block, which):
     first = (np.arange(5)[:, None] * one.cluster_n + ranks) * each[:, None, None]
     check_tables(
         "blocksparse/blocks_wgmma/tile_scheduler.cuh",
-        defines(desc, one, (), NO_SLICES),
+        defines(desc, Cut(one), ()),
         Table("i0 == 0 ? Config::kPiecesPerBlock : Config::kClusterN", [deal.pieces_per_block, deal.ctas]),
         Table("TileScheduler::pieces_before(i0)", np.arange(9) * deal.most),
         Table("TileScheduler::pieces_of_cta(1 + i0)", each),

@@ -144,9 +144,9 @@ def tiles_of(
             yield desc, NARROW
 
 
-def in_halves(cut: Cut, desc: BlockSparseMatmulDescriptor, _: int | None) -> Cut:
+def in_halves(cut: Cut, desc: BlockSparseMatmulDescriptor) -> Cut:
     """The cut with every panel cut into two slices, if none is cut and the op has panels of kept blocks."""
-    return cut if cut.slices != NO_SLICES or desc.op == "sdd" else cut.in_parts(desc, 2)
+    return cut if cut.slices != NO_SLICES or desc.op == "sdd" else cut.in_parts(2)
 
 
 @functools.cache

@@ -5,13 +5,12 @@
 #include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma_dense.cuh"
 
-#define S24_CLUSTER_SIZE S24_CLUSTER_N
+#define S24_CLUSTER_SIZE (S24_CLUSTER_N * S24_PARTS)
 #include "common/cluster.cuh"
 
 // How long panels are computed. None: like other panels. Apart: several CTAs each sum a slice, and exchange the sums
 // in the workspace. InTurn: one CTA sums the slices one after the other. LongFirst: whole, before all other panels.
-// Even: like Apart, but every panel has p.even_slices slices.
-enum class Slices { None, Apart, InTurn, LongFirst, Even };
+enum class Slices { None, Apart, InTurn, LongFirst };
 
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
@@ -26,8 +25,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
   static constexpr bool kUnalignedRows = S24_UNALIGNED_ROWS;        // rows of C begin where TMA cannot store them
   static constexpr Slices kSlices = Slices(S24_SLICES);
-  static constexpr bool kExchanges = kSlices == Slices::Apart || kSlices == Slices::Even;  // CTAs exchange sums
-  static constexpr bool kCuts = kExchanges || kSlices == Slices::InTurn;
+  static constexpr int kParts = S24_PARTS;  // slices of every panel, which a cluster computes and adds; 1 if whole
+  static constexpr bool kCuts = kSlices == Slices::Apart || kSlices == Slices::InTurn || kParts > 1;
   static constexpr bool kClaims = kSlices == Slices::Apart || kSlices == Slices::LongFirst;  // if a panel is long
   static constexpr bool kXCopied = S24_X_COPIED;  // by a pre-pass, which began once everything before it was done
   static constexpr bool kRaw = S24_RAW;           // results are the integer sums themselves
@@ -73,11 +72,13 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
                 "a warpgroup has 64 rows and whole groups of tokens");
   static_assert(kBytes == 2 || (kSparseMajor == Major::K && kDenseMajor == Major::K),
                 "only 16-bit elements may be MN-major");
+  static_assert(kParts == 1 || (kSlices == Slices::None && !kSampled && kClusterN == 1),
+                "if every panel is cut, a cluster has its slices");
   static_assert(kBoxBytes >= 32, "a block holds at least one k step of wgmma");
 
   // CTAs that share a multiprocessor; registers of a producer and of a consumer thread after reallocation.
   static constexpr int kCtasPerSm = kWarpgroups == 1 ? 2 : 1;
-  static constexpr bool kBusyProducers = kSCpAsync || kSlices != Slices::None || kCtasPerSm > 1;
+  static constexpr bool kBusyProducers = kSCpAsync || kCuts || kClaims || kCtasPerSm > 1;
   static constexpr int kProducerRegisters = kBusyProducers ? 56 : 40, kConsumerRegisters = kCtasPerSm > 1   ? 200
                                                                                            : kBusyProducers ? 224
                                                                                                             : 232;

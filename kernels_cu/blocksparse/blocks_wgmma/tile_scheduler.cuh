@@ -42,10 +42,7 @@ struct TileScheduler {
   u32 long_panels = 0;                // with kClaims
 
   __device__ __forceinline__ explicit TileScheduler(const BlocksWgmmaParams& p)
-      : panels(having(p, 0)),
-        slices(Config::kSlices == Slices::Apart  ? (u32)*p.slice_count
-               : Config::kSlices == Slices::Even ? p.panels * p.even_slices
-                                                 : p.panels) {
+      : panels(having(p, 0)), slices(Config::kSlices == Slices::Apart ? (u32)*p.slice_count : p.panels) {
     if constexpr (Config::kClaims) long_panels = (u32)*p.long_panels;
   }
 
@@ -73,7 +70,7 @@ struct TileScheduler {
     } else {
       // The first work tiles are known to exist before the number of slices has been loaded.
       const u32 least = p.panels * p.batch * p.cluster_tiles;
-      return index < least || (Config::kExchanges && index < count(p));
+      return index < least || (Config::kSlices == Slices::Apart && index < count(p));
     }
   }
   // Number of work tiles; not for sdd.
@@ -81,22 +78,27 @@ struct TileScheduler {
 };
 
 // The work tiles that a cluster takes. If clusters claim them, a producer warp does so once it has requested all loads
-// of the work tile before: earlier, a cluster with a long panel would claim what others have time for.
+// of the work tile before: earlier, a cluster with a long panel would claim what others have time for. If every panel
+// is cut, the launch has a cluster for each work tile.
 struct WorkSequence {
   TileScheduler scheduler;
   u32 base, round = 0, index;
 
   __device__ __forceinline__ WorkSequence(const BlocksWgmmaParams& p, u32 base)
-      : scheduler(p), base(base), index(work_tile_of<Config>(0)) {}
+      : scheduler(p), base(base), index(work_tile(0)) {}
 
-  static __device__ __forceinline__ u32 clusters() { return gridDim.x / Config::kClusterN; }
+  static constexpr int kCtas = Config::kClusterN * Config::kParts;  // of a cluster
+  static __device__ __forceinline__ u32 clusters() { return gridDim.x / kCtas; }
+  static __device__ __forceinline__ u32 work_tile(u32 round) {
+    return work_tile_of(round, blockIdx.x / kCtas, clusters());
+  }
   __device__ __forceinline__ bool has_work(const BlocksWgmmaParams& p) { return scheduler.find(p, index); }
   // All lanes of a warp call it together. kMayClaim: the first producer warp, which claims, is among the callers.
   // Shuffles tell the compiler what is uniform in the warp: else it guards the loads of the next work tile against
   // lanes that come later.
   template <bool kMayClaim> __device__ __forceinline__ void next(const BlocksWgmmaParams& p) {
     const u32 slot = round % Claims::kSlots, parity = round / Claims::kSlots % 2;
-    index = work_tile_of<Config>(++round);
+    index = work_tile(++round);
     if constexpr (Config::kClaims) {
       if (__shfl_sync(~0u, scheduler.long_panels == 0 || scheduler.count(p) <= clusters(), 0)) return;
       if (kMayClaim && __shfl_sync(~0u, is_claiming_warp(), 0)) {
@@ -119,7 +121,7 @@ struct WorkTile {
   int first;                          // the first block column: its index in the tables for sdd, or in the panel
   u32 slice, slices;                  // the slice of the panel; the panel's slices
   u32 in_partials;                    // index of the panel's first slice in p.partials
-  int columns;                        // InTurn and Even: block columns of the panel
+  int columns;                        // InTurn, or with kParts: block columns of the panel
   static constexpr int kSliceFields = 5;
 
   __device__ __forceinline__ WorkTile(const BlocksWgmmaParams& p, const WorkSequence& sequence, u32 cta_rank) {
@@ -150,11 +152,10 @@ struct WorkTile {
       panel = (u32)p.panel_order[position];
       columns = p.panel_columns[panel], slices = (u32)p.panel_slices[panel];
       take_slice(0);
-    } else if constexpr (Config::kSlices == Slices::Even) {
-      panel = (u32)p.panel_order[position / p.even_slices];
-      columns = p.panel_columns[panel], slices = p.even_slices;
-      take_slice(position % slices);
-      in_partials = position - slice;
+    } else if constexpr (Config::kParts > 1) {
+      panel = (u32)p.panel_order[position];
+      columns = p.panel_columns[panel], slices = Config::kParts;
+      take_slice(blockIdx.x % slices);
     } else {
       const int* const found = p.slices + (i64)kSliceFields * position;
       const u32 of_panel = (u32)found[3];

@@ -74,8 +74,6 @@ struct BlocksWgmmaParams {
   u32 panel_groups;
   // Number of steps along the tokens, for sdd.
   u32 k_steps;
-  // Slices of every panel, if all have as many.
-  u32 even_slices;
   // Small blocks: 1 if a box of right_map holds a whole token tile, else 0.
   u32 full_boxes;
 };
@@ -114,5 +112,4 @@ static_assert(S24_OFFSET(BlocksWgmmaParams, cluster_tiles) == 688);
 static_assert(S24_OFFSET(BlocksWgmmaParams, raster_tiles) == 692);
 static_assert(S24_OFFSET(BlocksWgmmaParams, panel_groups) == 696);
 static_assert(S24_OFFSET(BlocksWgmmaParams, k_steps) == 700);
-static_assert(S24_OFFSET(BlocksWgmmaParams, even_slices) == 704);
-static_assert(S24_OFFSET(BlocksWgmmaParams, full_boxes) == 708);
+static_assert(S24_OFFSET(BlocksWgmmaParams, full_boxes) == 704);

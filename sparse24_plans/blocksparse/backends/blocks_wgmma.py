@@ -18,8 +18,7 @@ from ...vocab import INT64_MAX, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, Prepared, launched, prepared_bytes
 from ..prepasses import SOURCES, PrePasses
-from ..schedules.blocks_wgmma import BlocksWgmmaSchedule
-from ..schedules.blocks_wgmma_cuts import APART, EVEN, IN_TURN, LONG_FIRST, NO_SLICES, as_run
+from ..schedules.blocks_wgmma_cuts import APART, IN_TURN, LONG_FIRST, NO_SLICES, Cut, as_run
 from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
@@ -33,7 +32,6 @@ _SLICES = {
     APART: "; long panels are cut, and summed by several CTAs",
     IN_TURN: "; long panels are cut, and summed in turn",
     LONG_FIRST: "; long panels come first",
-    EVEN: "; every panel is cut, and summed by {parts} CTAs",
 }
 _COUNT_BITS = 16
 """Bits of a counter of arrivals below those of the launch's id."""
@@ -89,7 +87,6 @@ class BlocksWgmmaParams(KernelParams):
     raster_tiles = field("u32", "Number of token tiles of a raster group, which L2 holds.")
     panel_groups = field("u32", "Work tiles of a panel at most, for sdd.")
     k_steps = field("u32", "Number of steps along the tokens, for sdd.")
-    even_slices = field("u32", "Slices of every panel, if all have as many.")
     full_boxes = field("u32", "Small blocks: 1 if a box of right_map holds a whole token tile, else 0.")
 
 
@@ -118,16 +115,17 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = cut.schedule
         work_tiles = most_tiles = schedule.work_tiles(desc)
-        if cut.slices == EVEN:
-            most_tiles *= cut.parts
-        elif cut.slices == APART:
+        if cut.slices == APART:
             most_tiles = schedule.most_work_tiles(desc)
         self._ctas = min(most_tiles, schedule.resident_clusters(device.multiprocessors)) * schedule.cluster_n
+        if cut.parts > 1:
+            self._ctas = work_tiles * cut.parts
         self.details = (
             ("up to " if problem.sampled else "")
             + f"{work_tiles * schedule.cluster_n} tiles of {schedule.rows} rows x {schedule.tokens} tokens "
             f"on {self._ctas} CTAs, clusters of {schedule.cluster_n}, {schedule.stages} stages"
-            + _SLICES[cut.slices].format(parts=cut.parts)
+            + _SLICES[cut.slices]
+            + (f"; every panel is cut, and summed by {cut.parts} CTAs" if cut.parts > 1 else "")
             + self._prepasses.details
         )
         self._function = load(
@@ -135,7 +133,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             "blocks_wgmma",
             schedule.threads,
             device,
-            defines(desc, schedule, prepared, cut.slices),
+            defines(desc, cut, prepared),
             shared_bytes=schedule.shared_bytes(),
         )
         self._parameters = BlocksWgmmaParams(
@@ -144,7 +142,6 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             raster_tiles=schedule.raster_tiles(desc),
             panel_groups=schedule.groups(desc.layout),
             k_steps=-(-desc.n // _depth(desc)),
-            even_slices=cut.parts,
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
@@ -222,12 +219,11 @@ def _grouped_map(view: TensorView, tokens: int, step: int) -> bytes:
 
 def defines(
     desc: BlockSparseMatmulDescriptor,
-    schedule: BlocksWgmmaSchedule,
+    cut: Cut,
     prepared: tuple[Prepared, ...],
-    slices: int,
 ) -> dict[str, int]:
-    """Macros of the kernel for one problem type and schedule, with the operands that pre-passes copy."""
-    problem = KernelProblem(desc)
+    """Macros of the kernel for one problem type and cut, with the operands that pre-passes copy."""
+    problem, schedule = KernelProblem(desc), cut.schedule
     majors = problem.majors(prepared)
     return {
         **type_defines(desc),
@@ -243,7 +239,8 @@ def defines(
         "TOKENS_CONTIGUOUS": int(problem.tokens_contiguous),
         "UNALIGNED_ROWS": int(problem.unaligned_rows),
         "SAMPLED": int(problem.sampled),
-        "SLICES": slices,
+        "SLICES": cut.slices,
+        "PARTS": cut.parts,
         "X_COPIED": int(not problem.sampled and [one.name for one in launched(prepared)] == [problem.right]),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }

@@ -13,22 +13,23 @@ from ...plan.kernel import align_up
 from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import COUNTER_BYTES, KernelProblem, bytes_of_slices, slice_bytes
+from ..kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
 from ..panels import NARROW_PANEL_ROWS, PANEL_ROWS, Slicing, expected_occupancy, panel_block_rows
 from . import blocks_wgmma
 from .blocks_wgmma import HELD_CELLS, TOKENS, BlocksWgmmaSchedule, fitting
 from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
 
-NO_SLICES, APART, IN_TURN, LONG_FIRST, EVEN = 0, 1, 2, 3, 4
+NO_SLICES, APART, IN_TURN, LONG_FIRST = 0, 1, 2, 3
 """How long panels are handled. In order: there are none; their slices have CTAs of their own, which exchange
 sums in the workspace; one CTA takes the slices of a panel one after the other; they are not cut, but come
-first; every panel is cut, into as many slices, and their CTAs exchange sums, too."""
+first."""
 _MOST_CLAIMS = 1 << 24
 """Bound of the work tiles that a launch's counter counts."""
-EVEN_SLICES = "even_slices"
-"""The name of the constants of an exchange of sums between the slices of a panel."""
-_MOST_PARTS = 12
-"""Most slices into which every panel is cut."""
+EVEN_SLICES, EVEN_CLUSTERS = "even_slices", "even_clusters"
+"""The names of the constants of an exchange of sums between the slices of a panel, and of the numbers of
+clusters that run at once."""
+_MOST_PARTS = 8
+"""Most slices into which every panel is cut: CTAs of the largest cluster that every device has."""
 NARROW = fitting(NARROW_PANEL_ROWS, TOKENS[-1], 1, 1)
 """The tile in place of one of 128 x 64."""
 
@@ -38,13 +39,13 @@ class Cut(NamedTuple):
 
     schedule: BlocksWgmmaSchedule
     slices: int = NO_SLICES
-    """``NO_SLICES``, ``APART``, ``IN_TURN``, ``LONG_FIRST`` or ``EVEN``."""
+    """``NO_SLICES``, ``APART``, ``IN_TURN`` or ``LONG_FIRST``."""
     counter_bytes: int = 0
     """Workspace bytes of the counters of claimed work tiles and of arrivals."""
     sum_bytes: int = 0
     """Workspace bytes of the sums of slices."""
     parts: int = 1
-    """Slices of every panel, if it is ``EVEN``."""
+    """Slices of every panel, which the CTAs of a cluster compute. 1: none is cut on this account."""
 
     @property
     def workspace(self) -> int:
@@ -111,39 +112,38 @@ class Cut(NamedTuple):
         is_counted = NARROW.most_work_tiles(desc) < _MOST_CLAIMS
         return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
 
-    def evened(self, desc: BlockSparseMatmulDescriptor, most: int | None = None) -> Cut:
-        """The same with every panel cut into as many slices, where few CTAs would leave others idle.
+    def evened(self, desc: BlockSparseMatmulDescriptor) -> Cut:
+        """This cut, or every panel cut into as many slices, where few CTAs would leave others idle.
 
-        CTAs exchange the sums of slices as with ``APART``. There are as many slices as take the least time by
-        prediction, and need at most ``most`` bytes of workspace. They are chosen for the H200 on every
-        device, because the choice decides guarantees.
+        It is the one that takes the least time by prediction for the H200 on every device, because the choice
+        decides guarantees.
         """
         return fastest(
-            [self.in_parts(desc, parts) for parts in self.parts_to_try(desc)],
-            lambda some: [slices_us(desc, one) + exchange_us(one) for one in some],
-            lambda one: one.workspace,
-            most,
+            [self, *self.evenly(desc)],
+            lambda some: [cut_us(desc, one) for one in some],
         )
 
-    def parts_to_try(self, desc: BlockSparseMatmulDescriptor) -> range:
-        """Numbers of slices of every panel, with which all slices are computed at once: 1 if it isn't cut.
+    def evenly(self, desc: BlockSparseMatmulDescriptor) -> list[Cut]:
+        """The same tiles with every panel cut into as many slices, if all slices are computed at once.
 
-        Panels of unknown lengths are taken to be alike.
+        A cluster computes and adds the slices of a panel.
         """
-        tiles = self.schedule.work_tiles(desc)
-        is_alike = self.slices == NO_SLICES or (self.slices == APART and not desc.longest_panel)
-        if not is_alike or desc.op is BlockSparseOp.SDD or not tiles:
-            return range(1, 2)
-        idle = self.schedule.resident_clusters(REFERENCE_SMS) // tiles
-        return range(1, max(1, min(idle, desc.reduction // desc.layout.block, _MOST_PARTS)) + 1)
+        if self.slices not in (NO_SLICES, APART) or desc.op is BlockSparseOp.SDD:
+            return []
+        whole = Cut(self.schedule).narrowed(desc)
+        one, across = whole.schedule, desc.reduction // desc.layout.block
+        tiles = panel_count(desc, one.rows) * -(-desc.n // one.tokens)
+        several = range(2, min(across, _MOST_PARTS) + 1) if tiles else ()
+        return [whole.in_parts(parts) for parts in several if tiles <= clusters_of(parts, one.ctas_per_sm)]
 
-    def in_parts(self, desc: BlockSparseMatmulDescriptor, parts: int) -> Cut:
-        """The same with every panel cut into so many slices."""
-        if parts == 1:
-            return self
-        slices = panel_count(desc, self.schedule.rows) * parts
-        counters, sums = bytes_of_slices(desc, slices * (self.schedule.rows // NARROW_PANEL_ROWS))
-        return self._replace(slices=EVEN, parts=parts, counter_bytes=counters, sum_bytes=sums)
+    def in_parts(self, parts: int) -> Cut:
+        """Every panel cut into so many slices."""
+        return Cut(self.schedule._replace(cluster_n=1), parts=parts)
+
+
+def clusters_of(parts: int, ctas_per_sm: int) -> int:
+    """Clusters of so many CTAs that run at once on an H200."""
+    return int(constants(EVEN_CLUSTERS)[str(parts)]) * ctas_per_sm
 
 
 def as_run(
@@ -155,30 +155,34 @@ def as_run(
 ) -> Cut:
     """The cut that runs, which needs at most ``most`` bytes of workspace: see ``Cut.of``."""
     found = Cut.of(desc, multiprocessors, most, invariant=invariant).narrowed(desc)
-    return found if invariant else found.evened(desc, most)
+    return found if invariant else found.evened(desc)
 
 
-def slices_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
-    """Predicted microseconds of panels that are whole or cut evenly, without the exchange of sums."""
-    one = cut.schedule
-    ctas = REFERENCE_SMS * one.ctas_per_sm
-    return cost_model(desc).microseconds(
-        work(desc, one.rows, one.tokens, desc.longest_panel, ctas, cut.parts)
-    )
+def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
+    """The amount of each kind of work in the cost model's terms."""
+    one, longest, slicing = cut.schedule, desc.longest_panel, KernelProblem(desc).slicing
+    if cut.slices in (APART, IN_TURN) and slicing:
+        longest = min(longest, slicing.longest)
+    return work(desc, one.rows, one.tokens, longest, REFERENCE_SMS * one.ctas_per_sm, cut.parts)
+
+
+def cut_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
+    """Predicted microseconds without pre-passes."""
+    return cost_model(desc).microseconds(cut_work(desc, cut)) + exchange_us(cut)
 
 
 def exchange_us(cut: Cut) -> float:
-    """Predicted microseconds in which CTAs exchange the sums of a tile's slices."""
+    """Predicted microseconds in which the CTAs of a cluster exchange the sums of a tile's slices."""
     if cut.parts == 1:
         return 0.0
     given, one = constants(EVEN_SLICES), cut.schedule
-    return float(given["exchange_us"] + given["cell_us"] * cut.parts * one.rows * one.tokens)
+    return float(given["exchange_us"] + given["cell_us"] * one.rows * one.tokens)
 
 
 def may_be_evened(desc: BlockSparseMatmulDescriptor) -> bool:
     """Whether panels may be cut evenly for any number of tokens, or batch elements, with this layout."""
     few = desc.model_copy(update={"batch": 1})
-    return desc.op is not BlockSparseOp.SDD and 2 * panel_count(few) <= REFERENCE_SMS
+    return desc.op is not BlockSparseOp.SDD and panel_count(few) <= clusters_of(2, 1)
 
 
 def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:

@@ -18,10 +18,10 @@ from . import blocks_wgmma_cost
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
 from .blocks_mma import BlocksMmaSchedule
-from .blocks_wgmma import BlocksWgmmaSchedule, best_schedule, sdd_time
+from .blocks_wgmma import best_schedule, sdd_time
 from .blocks_wgmma import model_of as blocks_wgmma_model
 from .blocks_wgmma_cost import by_order_and_block, by_prepared_order, dense_bytes, mean_panel
-from .blocks_wgmma_cuts import APART, IN_TURN, Cut, as_run, exchange_us, slices_us
+from .blocks_wgmma_cuts import Cut, as_run, cut_us, cut_work
 
 INFLATING, SAMPLED_LIMIT = "inflate_blocks", "sampled_choice"
 """The names of the model of inflating, and of the limit up to which ``sdd`` is multiplied by kept blocks."""
@@ -59,26 +59,12 @@ class Way(NamedTuple):
 def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of a product by ``blocks_wgmma``, as it is cut if panels are not cut evenly."""
     cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
-    return cut_work(desc, cut.schedule, cut.slices)
-
-
-def cut_work(
-    desc: BlockSparseMatmulDescriptor, schedule: BlocksWgmmaSchedule, slices: int
-) -> tuple[float, ...]:
-    """The terms with a schedule, and the ``slices`` of a ``Cut``."""
-    slicing, longest = KernelProblem(desc).slicing, desc.longest_panel
-    if slices in (APART, IN_TURN) and slicing:
-        longest = min(longest, slicing.longest)
-    ctas = REFERENCE_SMS * schedule.ctas_per_sm
-    return blocks_wgmma_cost.work(desc, schedule.rows, schedule.tokens, longest, ctas)
+    return cut_work(desc, cut)
 
 
 def blocks_us(desc: BlockSparseMatmulDescriptor) -> float:
     """Predicted microseconds by ``blocks_wgmma``."""
-    cut = as_run(desc, REFERENCE_SMS)
-    if cut.parts == 1:
-        return BLOCKS.microseconds(desc)
-    return slices_us(desc, cut) + exchange_us(cut) + _pre_pass_us(desc)
+    return cut_us(desc, as_run(desc, REFERENCE_SMS)) + _pre_pass_us(desc)
 
 
 def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
