@@ -78,8 +78,6 @@ SAMPLED_BOUNDS = {
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}
 SMALL_MODELS = [f"blocks_wgmma_{op}_{block}" for op in ("dsd", "dds") for block in (16, 32)]
 SDD_MODELS = [f"blocks_wgmma_sdd_{block}" for block in (16, 32, 64, 128)]
-MEASURED = {"us": BLOCKS, "mma_us": FEW}
-"""The field of a measured line that has the time of each way to multiply a packed operand."""
 SAMPLED_BLOCKS = (16, 32)
 """Sizes of blocks with which ``sdd`` may be faster as a dense product."""
 SAMPLED_MODELS = {
@@ -128,10 +126,17 @@ def block_problems(op: str, block: int, gpu: str) -> list[Any]:
 
 
 def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
-    """Lines whose inflated product was measured, too, and whose panels are not narrow or cut evenly, as none
-    was measured with."""
+    """Lines whose inflated product was measured, too, with the cut that runs.
+
+    Another cut runs in less time: lines of these tell something if kept blocks were faster nonetheless.
+    """
     rows = [(row, described(row)) for row in block_lines(gpu) if row.get("inflate_us") is not None]
-    return [row for row, desc in rows if as_run(desc, REFERENCE_SMS) == Cut.of(desc, REFERENCE_SMS)]
+    return [
+        row
+        for row, desc in rows
+        if as_run(desc, REFERENCE_SMS) == Cut.of(desc, REFERENCE_SMS)
+        or chosen_us((desc, row["us"])) <= row["inflate_us"]
+    ]
 
 
 def both_ways(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BlockSparseMatmulDescriptor], Array, Array]:
@@ -173,7 +178,7 @@ def inflating_entry(gpu: str) -> Constants:
     launch, each = np.linalg.lstsq(work / inflated[:, None], (inflated - product) / inflated, rcond=None)[0]
     of_shapes = [desc.model_copy(update={"longest_panel": 0}) for desc in problems]
     known, unknown = (
-        np.array([BLOCKS.microseconds(desc) for desc in some]) / (product + work @ (launch, each))
+        np.array([predicted_times.blocks_us(desc) for desc in some]) / (product + work @ (launch, each))
         for some in (problems, of_shapes)
     )
     near = np.array([predicted_times.nearness(desc) for desc in problems])
@@ -351,12 +356,10 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
         return dense_problems(gpu)
     if model in LARGE_MODELS:
         return [(desc, timed_tiles(desc, us)) for desc, us in large_blocks(gpu) if way.model(desc) == model]
-    field = next(name for name, one in MEASURED.items() if one is way)
-    return [
-        (desc, timed_work(way, desc, row[field]))
-        for row, desc in packed_lines(gpu)
-        if field in row and way.model(desc) == model
-    ]
+    lines = [(row, desc) for row, desc in packed_lines(gpu) if way.model(desc) == model]
+    if way is FEW:
+        return [(desc, timed_work(way, desc, row["mma_us"])) for row, desc in lines if "mma_us" in row]
+    return [(desc, timed_tiles(desc, uncut(row))) for row, desc in lines if "us" in row]
 
 
 def large_blocks(gpu: str) -> Iterator[tuple[BlockSparseMatmulDescriptor, Mapping[str, float]]]:
@@ -368,7 +371,12 @@ def large_blocks(gpu: str) -> Iterator[tuple[BlockSparseMatmulDescriptor, Mappin
         yield desc, {name: row["us"][name] for name in names if name in row["us"]}
     for packed, desc in packed_lines(gpu):
         if packed["block"] >= NARROW_PANEL_ROWS and "us" in packed:
-            yield desc, packed["us"]
+            yield desc, uncut(packed)
+
+
+def uncut(row: Mapping[str, Any]) -> dict[str, float]:
+    """The times of a line's cuts in which not every panel is cut."""
+    return {name: us for name, us in row["us"].items() if "/" not in name}
 
 
 def timed_tiles(
@@ -395,15 +403,12 @@ def dense_problems(gpu: str) -> list[Any]:
 
 
 def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, dict[Cut, float]]]:
-    """Measured products of packed operands whose panels were cut evenly, too, with the time of each cut."""
-    found = []
-    for row, desc in packed_lines(gpu):
-        if "even_us" in row:
-            cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
-            whole = row["us"][cut.name] if isinstance(row["us"], dict) else row["us"]
-            us = {1: whole, **{int(parts): us for parts, us in row["even_us"].items()}}
-            found.append((desc, {one: us[one.parts] for one in (cut, *cut.evenly(desc)) if one.parts in us}))
-    return found
+    """Measured products of packed operands whose panels were also cut evenly, with the time of each cut."""
+    return [
+        (desc, {Cut.named(name): us for name, us in row["us"].items()})
+        for row, desc in packed_lines(gpu)
+        if any("/" in name for name in row.get("us", ()))
+    ]
 
 
 def even_slices_entry(gpu: str) -> Constants:

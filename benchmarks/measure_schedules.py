@@ -52,12 +52,11 @@ from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.bench.steady import time_alone
 from sparse24_plans.blocksparse.descriptor import BlockSparseMatmulDescriptor
 from sparse24_plans.blocksparse.kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
-from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.plan import BlockSparseMatmulPlan
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density, tiles_of_large_blocks
-from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import APART, LONG_FIRST, Cut
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import APART, LONG_FIRST, Cut, others
 from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS
 from sparse24_plans.blocksparse.schedules.sdd_mma import MOST_TERMS
 from sparse24_plans.device.devices import cuda_properties
@@ -390,26 +389,23 @@ def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
 
 
 def packed_times(problem: blocks.Problem) -> dict[str, Any]:
-    """Microseconds of a packed product by its kept blocks, by either kernel.
-
-    Tiles of large blocks have a name.
-    """
+    """Microseconds of a packed product by its kept blocks: by the name of each cut, and by the kernel for few
+    tokens."""
     desc, contenders = problem.desc, []
     cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
-    for one in (cut, *cut.evenly(desc)):
+    cuts = {one.name: one for one in (cut, *others(desc, cut))}
+    for number, (name, one) in enumerate(cuts.items()):
         with running(one):  # plans are cached
-            spare = (1 << 31) + one.parts
-            contenders.append(forced(problem, str(one.parts), "blocks_wgmma", max_workspace_bytes=spare))
+            spare = (1 << 35) + number
+            contenders.append(forced(problem, name, "blocks_wgmma", max_workspace_bytes=spare))
     tried = BlocksMmaSchedule.candidates(desc) if desc.n <= FEW_TOKENS[desc.layout.block] else []
     for number, schedule in enumerate(tried):
         with mock.patch.object(BlocksMmaSchedule, "of", return_value=schedule):
             spare = (1 << 30) + number
             contenders.append(forced(problem, schedule.name, "blocks_mma", max_workspace_bytes=spare))
     times = {name: round(us, 2) for name, us in time_contenders(contenders, rounds=5, round_ms=0.7).items()}
-    even = {name: times.pop(name) for name in list(times) if name.isdigit()}
-    us: Any = even.pop("1")
-    found: dict[str, Any] = {"us": {cut.name: us} if desc.layout.block >= NARROW_PANEL_ROWS else us}
-    return found | {name: some for name, some in (("even_us", even), ("mma_us", times)) if some}
+    us = {name: times.pop(name) for name in cuts}
+    return {"us": us, "mma_us": times} if times else {"us": us}
 
 
 def measure_packed(seed: int, end: float) -> Iterator[Row]:

@@ -20,7 +20,6 @@ from sparse24_plans import (
     BlockSparseShape,
     GemmSparse24Descriptor,
 )
-from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut, cut_work
@@ -137,15 +136,15 @@ def made_times(seed: int) -> list[dict]:
     lines = []
     for cell in itertools.islice(packed_cells(seed), 60):
         desc = replace(cell, packed=True).descriptor(cell.layout())
-        us: object = made_us("us", predicted_times.BLOCKS, desc, predicted_times.BLOCKS.work(desc))
-        if cell.block >= NARROW_PANEL_ROWS:
-            us = {Cut.of(desc, 132).name: us}
+        us = made_us("us", predicted_times.BLOCKS, desc, predicted_times.BLOCKS.work(desc))
         few = {
             one.name: made_us("mma_us", predicted_times.FEW, desc, one.work(desc, 132))
             for one in BlocksMmaSchedule.candidates(desc)
         }
         about = {"blocks": desc.layout.blocks, "longest_panel": desc.longest_panel}
-        lines.append({**cell.fields, **about, "us": us, "mma_us": few})
+        lines.append(
+            {**cell.fields, **about, "us": {Cut.of(desc, 132).narrowed(desc).name: us}, "mma_us": few}
+        )
     return lines
 
 

@@ -16,6 +16,7 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.blocksparse import limits
+from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
 from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
 
@@ -32,13 +33,17 @@ every_op = pytest.mark.parametrize("op", ["dsd", "dds"])
 PARTS = (2, 3, 8)
 
 
-def plan_of(parts: int, **fields: Any) -> BlockSparseMatmulPlan:
+def plan_of(parts: int, tile: tuple[int, int] = (64, 64), **fields: Any) -> BlockSparseMatmulPlan:
     """A plan that cuts every panel into ``parts`` slices, or none with 1."""
     desc = BlockSparseMatmulDescriptor(**{"n": 72, "batch": 2, "element": "bf16", **fields})
-    wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": (1 << 33) + parts}  # plans are cached
-    evened = mock.patch.object(cuts.Cut, "evened", lambda cut, desc: cut.in_parts(parts))
-    with evened, mock.patch.object(limits, "dense_wins", return_value=None):
+    rows, tokens = max(tile[0], desc.layout.block), tile[1]
+    cut = cuts.Cut(cuts.tile_of(rows, tokens), parts=parts)
+    spare = (1 << 33) + 1000 * rows + 10 * tokens + parts  # bytes: plans are cached
+    wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
+    running = mock.patch.object(blocks_wgmma, "as_run", return_value=cut)
+    with running, mock.patch.object(limits, "dense_wins", return_value=None):
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
+    assert f"tiles of {rows} rows x {tokens} tokens" in plan.explain().details
     assert (f"every panel is cut, and summed by {parts} CTAs" in plan.explain().details) == (parts > 1)
     return plan
 
@@ -52,6 +57,19 @@ def test_products_are_right(op, block, transposed):
     layout = random_layout(block=block)
     for parts, n in zip((*PARTS, *PARTS), (8, 63, 72, 130, 257, 600), strict=True):
         plan = plan_of(parts, op=op, layout=layout, n=n, trans_a=transposed[0], trans_b=transposed[1])
+        check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))
+
+
+@gpu
+@every_op
+@every_block
+@pytest.mark.parametrize("tile", [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256)])
+def test_products_of_every_tile_are_right(op, block, tile):
+    if tile[0] < 128 and block >= 64:
+        pytest.skip("large blocks have narrow tiles of 64 tokens alone")
+    layout = random_layout(block=block)
+    for parts, n in zip(PARTS, (300, 77, 256), strict=True):
+        plan = plan_of(parts, tile, op=op, layout=layout, n=n)
         check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))
 
 

@@ -162,7 +162,7 @@ def test_tiles_are_cut_only_where_a_row_may_be_long(op):
     """A layout whose rows are alike is known to have no long one, and its CTAs claim no slices."""
     layout = random_layout(heads=1, rows=64, cols=64, block=64, density=0.2)
     known, unknown = (
-        chosen(op=op, layout=one, n=256, element="bf16", packed=False).details
+        chosen(op=op, layout=one, n=512, element="bf16", packed=False).details
         for one in (layout, layout.shape)
     )
     assert "long panels" not in known

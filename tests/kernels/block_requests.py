@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 from sparse24_plans import (
@@ -24,7 +25,7 @@ from sparse24_plans.blocksparse.kernel_table import BlockSparseEntry, MatmulEntr
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import BlocksWgmmaSchedule, schedules_by_density
-from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import NARROW, NO_SLICES, Cut
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import NARROW, Cut, others
 from sparse24_plans.plan.descriptor import Descriptor
 from sparse24_plans.plan.kernel import Choice
 
@@ -144,9 +145,17 @@ def tiles_of(
             yield desc, NARROW
 
 
-def in_halves(cut: Cut, desc: BlockSparseMatmulDescriptor) -> Cut:
-    """The cut with every panel cut into two slices, if none is cut and the op has panels of kept blocks."""
-    return cut if cut.slices != NO_SLICES or desc.op == "sdd" else cut.in_parts(2)
+def running(cut: Cut) -> Any:
+    """A context in which ``blocks_wgmma`` runs this cut."""
+    return mock.patch("sparse24_plans.blocksparse.backends.blocks_wgmma.as_run", return_value=cut)
+
+
+def cuts_of(desc: BlockSparseMatmulDescriptor) -> list[Cut]:
+    """The cuts of few tokens that are tried: whole and cut panels of every tile, and each in two slices."""
+    if desc.op == "sdd":
+        return []
+    few = desc.model_copy(update={"n": blocks_wgmma.TOKENS[0], "batch": 1})
+    return [cut for cut in others(few, Cut(NARROW)) if cut.parts <= 2]
 
 
 @functools.cache
@@ -172,8 +181,9 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
                         mock.patch.object(Cut, "narrowed", lambda cut, _: cut),
                     ):
                         row.kernel(Choice(problem, device, row, preference, {}))
-                        with mock.patch.object(Cut, "evened", in_halves):
-                            row.kernel(Choice(problem, device, row, preference, {}))
+                for cut in cuts_of(desc) if row.backend == "blocks_wgmma" else ():
+                    with running(cut):
+                        row.kernel(Choice(desc, device, row, preference, {}))
     return found
 
 

@@ -31,7 +31,12 @@ clusters that run at once."""
 _MOST_PARTS = 8
 """Most slices into which every panel is cut: CTAs of the largest cluster that every device has."""
 NARROW = fitting(NARROW_PANEL_ROWS, TOKENS[-1], 1, 1)
-"""The tile in place of one of 128 x 64."""
+"""The smallest tile. A multiprocessor has two of it."""
+
+
+def tile_of(rows: int, tokens: int, cluster_n: int = 1) -> BlocksWgmmaSchedule:
+    """The schedule with tiles of ``rows`` x ``tokens``."""
+    return NARROW if (rows, tokens) == NARROW[:2] else fitting(rows, tokens, 2, cluster_n)
 
 
 class Cut(NamedTuple):
@@ -53,15 +58,19 @@ class Cut(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of this cut among others of large blocks, in files of measured times."""
-        rows = "" if self.schedule.rows == PANEL_ROWS else f",{self.schedule.rows}"
-        return f"{self.schedule.tokens},{self.schedule.cluster_n},{self.slices}{rows}"
+        """The name of this cut among a problem's others, in files of measured times."""
+        one = self.schedule
+        rows = "" if one.rows == PANEL_ROWS else f",{one.rows}"
+        parts = "" if self.parts == 1 else f"/{self.parts}"
+        return f"{one.tokens},{one.cluster_n},{self.slices}{rows}{parts}"
 
     @classmethod
     def named(cls, name: str) -> Cut:
-        """The cut of such a name."""
-        tokens, cluster_n, slices, *rows = map(int, name.split(","))
-        return cls(NARROW if rows else fitting(PANEL_ROWS, tokens, 2, cluster_n), slices)
+        """The cut of such a name, without its workspace."""
+        tile, _, parts = name.partition("/")
+        tokens, cluster_n, slices, *narrow = map(int, tile.split(","))
+        rows = narrow[0] if narrow else PANEL_ROWS
+        return cls(tile_of(rows, tokens, cluster_n), slices, parts=int(parts or 1))
 
     @classmethod
     def of(
@@ -112,29 +121,15 @@ class Cut(NamedTuple):
         is_counted = NARROW.most_work_tiles(desc) < _MOST_CLAIMS
         return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
 
-    def evened(self, desc: BlockSparseMatmulDescriptor) -> Cut:
-        """This cut, or every panel cut into as many slices, where few CTAs would leave others idle.
-
-        It is the one that takes the least time by prediction for the H200 on every device, because the choice
-        decides guarantees.
-        """
-        return fastest(
-            [self, *self.evenly(desc)],
-            lambda some: [cut_us(desc, one) for one in some],
-        )
-
     def evenly(self, desc: BlockSparseMatmulDescriptor) -> list[Cut]:
         """The same tiles with every panel cut into as many slices, if all slices are computed at once.
 
         A cluster computes and adds the slices of a panel.
         """
-        if self.slices not in (NO_SLICES, APART) or desc.op is BlockSparseOp.SDD:
-            return []
-        whole = Cut(self.schedule).narrowed(desc)
-        one, across = whole.schedule, desc.reduction // desc.layout.block
+        one, across = self.schedule, desc.reduction // desc.layout.block
         tiles = panel_count(desc, one.rows) * -(-desc.n // one.tokens)
         several = range(2, min(across, _MOST_PARTS) + 1) if tiles else ()
-        return [whole.in_parts(parts) for parts in several if tiles <= clusters_of(parts, one.ctas_per_sm)]
+        return [self.in_parts(parts) for parts in several if tiles <= clusters_of(parts, one.ctas_per_sm)]
 
     def in_parts(self, parts: int) -> Cut:
         """Every panel cut into so many slices."""
@@ -153,9 +148,42 @@ def as_run(
     *,
     invariant: bool = False,
 ) -> Cut:
-    """The cut that runs, which needs at most ``most`` bytes of workspace: see ``Cut.of``."""
+    """The cut that runs, which needs at most ``most`` bytes of workspace.
+
+    If it needn't be batch-invariant, it is the one that takes the least time by prediction for the H200 on
+    every device, because the choice decides guarantees.
+    """
     found = Cut.of(desc, multiprocessors, most, invariant=invariant).narrowed(desc)
-    return found if invariant else found.evened(desc)
+    if invariant or desc.op is BlockSparseOp.SDD:
+        return found
+    return fastest(
+        [found, *others(desc, found)],
+        lambda some: [cut_us(desc, one) for one in some],
+        lambda one: one.workspace,
+        most,
+    )
+
+
+def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
+    """What is tried beside a cut: of few tokens every tile, and every way to compute its panels.
+
+    Of more, the same tiles with every panel cut.
+    """
+    if desc.n > TOKENS[0]:
+        is_alike = found.slices == NO_SLICES or (found.slices == APART and not desc.longest_panel)
+        return Cut(found.schedule).narrowed(desc).evenly(desc) if is_alike else []
+    problem, block, tried = KernelProblem(desc), desc.layout.block, list[Cut]()
+    for tokens in (one for one in TOKENS if one == TOKENS[-1] or one < 2 * desc.n):
+        narrow = block < NARROW_PANEL_ROWS or (block == NARROW_PANEL_ROWS and tokens == TOKENS[-1])
+        wide = block >= NARROW_PANEL_ROWS or tokens > TOKENS[-1]
+        for rows in (NARROW_PANEL_ROWS,) * narrow + (PANEL_ROWS,) * wide:
+            whole = Cut(tile_of(rows, tokens))
+            tried += [whole, *whole.evenly(desc)]
+            has_tables = rows == PANEL_ROWS or block < NARROW_PANEL_ROWS
+            is_counted = whole.schedule.most_work_tiles(desc) < _MOST_CLAIMS
+            if problem.slicing is not None and has_tables and is_counted:
+                tried.append(Cut(whole.schedule, APART, *slice_bytes(problem)))
+    return tried
 
 
 def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
