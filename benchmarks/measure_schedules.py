@@ -18,8 +18,7 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
 A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
 Lines of ``blocks`` also have ``inflate_us``, the product of the inflated matrix. Lines of few tokens also
 have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps, strips and tiles of tokens. Lines
-of ``large-blocks``, and of ``packed`` with blocks of 64 and 128, name a tile's tokens, the CTAs of a cluster
-and the ``slices`` of a ``Cut``, and the rows of tiles of 64 x 64.
+of ``large-blocks`` and ``packed`` have times by the name of a ``Cut``.
 """
 
 from __future__ import annotations

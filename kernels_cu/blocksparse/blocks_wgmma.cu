@@ -5,8 +5,10 @@
 // the columns of X that more than one of them keeps. A cluster computes one row panel times kTileN tokens for each of
 // its CTAs. The CTAs share the values of S: each loads a part of them and multicasts it. A step covers 128 bytes of k
 // in which the panel keeps any block, and the rows of X at that k. A panel that is longer than in random layouts may be
-// cut into slices of its kept columns; panels.py says where. Steps are summed in increasing k, then slices in their
-// order, so the bits of a result depend on the layout, its token, and on whether panels are cut.
+// cut into slices of its kept columns; panels.py says where. Instead, where few work tiles would leave multiprocessors
+// idle, every panel may be cut into kParts slices, which the CTAs of a cluster compute and add. Steps are summed in
+// increasing k, then slices in their order, so the bits of a result depend on the layout, its token, and on how panels
+// are cut.
 //
 // For sdd a row panel is one block row, or 64 rows of small blocks. A work tile is some of the block columns in which
 // the panel keeps a block. A step is 128 bytes of k of op(A)'s rows, which the cluster shares, and of op(B)'s columns.
@@ -21,14 +23,15 @@
 //                                         stages its results and stores them by TMA while the next stages are loaded
 //
 // barriers   full: a stage's bytes have arrived. empty: all warps of the cluster that read the stage are done.
-//            Named barriers from 1 on guard a warpgroup's staging area.
+//            Named barriers from 1 on guard a warpgroup's staging area; the one behind them guards the stages, in which
+//            the slices of a cluster exchange their sums.
 // registers  kWarpgroupN / 2 accumulators; producer warps release registers to the consumers. CTAs with one consumer
 //            warpgroup have half of the registers and of the shared memory, so that two share a multiprocessor.
 //
 // producer | step 0 | step 1 | step 2 | ..
 // mainloop          | wgmma 0 | 1 | 2 | ..                     one step in flight; the previous stage is released
 //                                                              meanwhile
-// epilogue                                  | fill | store |
+// epilogue                                  | fill | store |   with kParts | sums | cluster sync | add and store |
 //
 // The kernel is persistent. Work tiles: slices, or whole panels if one CTA sums the slices of a panel, from the longest
 // to the shortest with every token tile of a raster group, then the next raster group. For sdd the first work tile of

@@ -124,7 +124,8 @@ def sparse_tensor_cores(problem: BlockSparseMatmulDescriptor) -> PrecisionGuaran
 
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
-    # Few tokens make panels worth cutting that more tokens do not. Sums of integers have the same bits then.
+    # Few tokens make panels worth cutting that more do not, long ones or all. Sums of integers have the same
+    # bits then.
     found = blocks_wgmma_any(problem)
     may_cut = KernelProblem(problem).slicing is not None or may_be_evened(problem)
     if not may_cut or problem.element is ElementKind.S8:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -60,13 +61,17 @@ def test_products_are_right(op, block, transposed):
         check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))
 
 
+TILES = [
+    *itertools.product((16, 32), ((64, 128), (64, 256), (128, 128), (128, 256))),
+    *itertools.product((64, 128), ((128, 64), (128, 128), (128, 256))),
+]
+"""Blocks and tiles beside that of 64 x 64."""
+
+
 @gpu
 @every_op
-@every_block
-@pytest.mark.parametrize("tile", [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256)])
+@pytest.mark.parametrize(("block", "tile"), TILES)
 def test_products_of_every_tile_are_right(op, block, tile):
-    if tile[0] < 128 and block >= 64:
-        pytest.skip("large blocks have narrow tiles of 64 tokens alone")
     layout = random_layout(block=block)
     for parts, n in zip(PARTS, (300, 77, 256), strict=True):
         plan = plan_of(parts, tile, op=op, layout=layout, n=n)
