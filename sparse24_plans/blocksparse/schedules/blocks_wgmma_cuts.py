@@ -172,18 +172,34 @@ def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
     if desc.n > TOKENS[0]:
         is_alike = found.slices == NO_SLICES or (found.slices == APART and not desc.longest_panel)
         return Cut(found.schedule).narrowed(desc).evenly(desc) if is_alike else []
-    problem, block, tried = KernelProblem(desc), desc.layout.block, list[Cut]()
-    for tokens in (one for one in TOKENS if one == TOKENS[-1] or one < 2 * desc.n):
-        narrow = block < NARROW_PANEL_ROWS or (block == NARROW_PANEL_ROWS and tokens == TOKENS[-1])
-        wide = block >= NARROW_PANEL_ROWS or tokens > TOKENS[-1]
-        for rows in (NARROW_PANEL_ROWS,) * narrow + (PANEL_ROWS,) * wide:
-            whole = Cut(tile_of(rows, tokens))
-            tried += [whole, *whole.evenly(desc)]
-            has_tables = rows == PANEL_ROWS or block < NARROW_PANEL_ROWS
-            is_counted = whole.schedule.most_work_tiles(desc) < _MOST_CLAIMS
-            if problem.slicing is not None and has_tables and is_counted:
-                tried.append(Cut(whole.schedule, APART, *slice_bytes(problem)))
+    problem, tried = KernelProblem(desc), list[Cut]()
+    for one in _tiles_of_few_tokens(desc):
+        tried += [Cut(one), *Cut(one).evenly(desc)]
+        if problem.slicing is not None and _has_slices(one, desc.layout.block):
+            tried.append(Cut(one, APART, *slice_bytes(problem)))
     return tried
+
+
+def _tiles_of_few_tokens(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaSchedule]:
+    """Tiles that are tried: those of which no smaller one has all tokens."""
+    widths = [one for one in TOKENS if one == TOKENS[-1] or one < 2 * desc.n]
+    tiles = [tile_of(rows, one) for one in widths for rows in _rows_tried(desc.layout.block, one)]
+    return [one for one in tiles if one.most_work_tiles(desc) < _MOST_CLAIMS]
+
+
+def _rows_tried(block: int, tokens: int) -> tuple[int, ...]:
+    """Rows of the tiles that are tried: of 64 tokens as few as a block has, or 64 and 128 with blocks of 64,
+    whose wider tiles have 128."""
+    if block == NARROW_PANEL_ROWS:
+        return (NARROW_PANEL_ROWS, PANEL_ROWS) if tokens == TOKENS[-1] else (PANEL_ROWS,)
+    if block == PANEL_ROWS:
+        return (PANEL_ROWS,)
+    return (NARROW_PANEL_ROWS,) if tokens == TOKENS[-1] else (NARROW_PANEL_ROWS, PANEL_ROWS)
+
+
+def _has_slices(one: BlocksWgmmaSchedule, block: int) -> bool:
+    """Whether the tables have slices of panels of the tile's rows."""
+    return one.rows == PANEL_ROWS or block < NARROW_PANEL_ROWS
 
 
 def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
