@@ -8,6 +8,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparse24_plans import (
     BlockSparseLayout,
@@ -16,7 +18,7 @@ from sparse24_plans import (
     BlockSparseShape,
     explain,
 )
-from sparse24_plans.blocksparse import limits
+from sparse24_plans.blocksparse import guarantees, limits
 from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
 from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
@@ -198,6 +200,32 @@ def test_slices_are_all_computed_at_once(block, batch):
             assert 2 <= one.parts <= cols // block
             ctas = H200.multiprocessors * one.schedule.ctas_per_sm
             assert one.parts * one.schedule.work_tiles(desc) <= ctas
+
+
+@given(
+    block=st.sampled_from([16, 32, 64, 128]),
+    panels=st.integers(1, 140),
+    across=st.integers(1, 400),
+    share=st.floats(0.001, 1),
+    n=st.integers(0, 2000),
+    batch=st.integers(1, 3),
+    is_known=st.booleans(),
+    op=st.sampled_from(["dsd", "dds"]),
+)
+def test_what_is_batch_invariant_is_never_cut(block, panels, across, share, n, batch, is_known, op):
+    """For any n and batch, which a guarantee doesn't know."""
+    rows, cols = 128 * panels, 128 * across
+    sides = {"rows": rows, "cols": cols} if op == "dsd" else {"rows": cols, "cols": rows}
+    kept = max(int(share * rows * cols / block**2), 1)
+    fields = {"op": op, "layout": BlockSparseShape(heads=1, block=block, blocks=kept, **sides)}
+    longest = {"longest_panel": min(max(cols // block // 8, 1), kept)} if is_known else {}
+    desc = BlockSparseMatmulDescriptor(**fields, **longest, n=n, batch=batch, element="bf16")
+    cut = cuts.as_run(desc, H200.multiprocessors)
+    if guarantees.blocks_wgmma(desc).batch_invariant:
+        assert cut.parts == 1
+        assert cut.slices in (cuts.NO_SLICES, cuts.LONG_FIRST)
+    assert cuts.as_run(desc, H200.multiprocessors, invariant=True).parts == 1
+    assert cuts.as_run(desc, H200.multiprocessors, 0).workspace == 0
 
 
 def test_plans_that_give_up_no_batch_invariance_are_never_cut():

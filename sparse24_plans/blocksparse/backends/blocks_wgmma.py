@@ -123,7 +123,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self.details = (
             ("up to " if problem.sampled else "")
             + f"{work_tiles * schedule.cluster_n} tiles of {schedule.rows} rows x {schedule.tokens} tokens "
-            f"on {self._ctas} CTAs, clusters of {schedule.cluster_n}, {schedule.stages} stages"
+            f"on {self._ctas} CTAs, clusters of {schedule.cluster_n * cut.parts}, {schedule.stages} stages"
             + _SLICES[cut.slices]
             + (f"; every panel is cut, and summed by {cut.parts} CTAs" if cut.parts > 1 else "")
             + self._prepasses.details
