@@ -103,8 +103,9 @@ class BlocksMmaSchedule(NamedTuple):
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
         longest = mean = one.blocks / max(block_rows(desc), 1)
-        if desc.longest_panel:  # as much longer than others as the longest panel is
-            longest = min(mean * max(1.0, desc.longest_panel / mean_panel(desc)), float(desc.longest_panel))
+        if desc.longest_panel:  # as much longer than others as its panel is, or what others' panels don't have
+            most, alike = float(desc.longest_panel), mean_panel(desc)
+            longest = min(max(mean * max(1.0, most / alike), most - alike), most)
         waves = self.ctas(desc) / self.resident_ctas(multiprocessors)
         waves = max((waves + math.ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
         units, copies = longest * one.block / self.depth, self.prepared(desc)
