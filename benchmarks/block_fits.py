@@ -382,12 +382,9 @@ def uncut(row: Mapping[str, Any]) -> dict[str, float]:
 def timed_tiles(
     desc: BlockSparseMatmulDescriptor, us: Mapping[str, float]
 ) -> list[tuple[tuple[float, ...], float]]:
-    """The work and the time of each tile, by the name of its ``Cut``."""
-    found = []
-    for name, time in us.items():
-        cut = Cut.named(name)
-        found.append((cut_work(desc, cut), time))
-    return found
+    """The work of each tile, by the name of its ``Cut``, and its time without the exchange of sums."""
+    cuts = {name: Cut.named(name) for name in us}
+    return [(cut_work(desc, cut), us[name] - exchange_us(desc, cut)) for name, cut in cuts.items()]
 
 
 def dense_problems(gpu: str) -> list[Any]:
@@ -414,7 +411,7 @@ def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, dict[Cut, fl
 def even_slices_entry(gpu: str) -> Constants:
     """The time of an exchange of sums in a cluster: the one by which the choice of slices loses least."""
     problems = [
-        [(cut, cut_us(desc, cut) - exchange_us(cut), us) for cut, us in times.items()]
+        [(cut, cut_us(desc, cut) - exchange_us(desc, cut) * (cut.parts > 1), us) for cut, us in times.items()]
         for desc, times in even_times(gpu)
     ]
 

@@ -103,7 +103,7 @@ class BlocksMmaSchedule(NamedTuple):
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
         longest = mean = one.blocks / max(block_rows(desc), 1)
-        if desc.longest_panel:  # as much longer than others as its panel is, or what others' panels don't have
+        if desc.longest_panel:  # as much longer than others as its panel is, or what other panels don't have
             most, alike = float(desc.longest_panel), mean_panel(desc)
             longest = min(max(mean * max(1.0, most / alike), most - alike), most)
         waves = self.ctas(desc) / self.resident_ctas(multiprocessors)

@@ -36,7 +36,7 @@ def work(
     across = one.block_rows if KernelProblem(desc).by_columns else one.block_cols
     panels, tiles = panel_count(desc, rows), -(-desc.n // tokens)
     mean, alike = across * expected_occupancy(one, max(rows // one.block, 1)), mean_panel(desc)
-    longest = mean * max(1.0, longest_panel / alike if alike else 1.0)
+    longest = max(mean * max(1.0, longest_panel / alike if alike else 1.0), longest_panel - alike)
     mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
     waves = max(panels * parts * tiles / ctas, 1.0)
     # A partial wave takes a part of a whole one, and no CTA ends before its longest slice does.

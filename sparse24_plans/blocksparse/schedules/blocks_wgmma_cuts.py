@@ -212,15 +212,17 @@ def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
 
 def cut_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
     """Predicted microseconds without pre-passes."""
-    return cost_model(desc).microseconds(cut_work(desc, cut)) + exchange_us(cut)
+    return cost_model(desc).microseconds(cut_work(desc, cut)) + exchange_us(desc, cut)
 
 
-def exchange_us(cut: Cut) -> float:
-    """Predicted microseconds in which the CTAs of a cluster exchange the sums of a tile's slices."""
-    if cut.parts == 1:
-        return 0.0
-    given, one = constants(EVEN_SLICES), cut.schedule
-    return float(given["exchange_us"] + given["cell_us"] * one.rows * one.tokens)
+def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
+    """Predicted microseconds in which CTAs exchange the sums of slices: in a cluster, or of long panels."""
+    if cut.parts > 1:
+        given, one = constants(EVEN_SLICES), cut.schedule
+        return float(given["exchange_us"] + given["cell_us"] * one.rows * one.tokens)
+    slicing = KernelProblem(desc).slicing
+    is_cut = cut.slices == APART and slicing is not None and desc.longest_panel > slicing.uncut
+    return float(constants("blocks_tiles")["apart_us"]) if is_cut else 0.0
 
 
 def may_be_evened(desc: BlockSparseMatmulDescriptor) -> bool:
