@@ -170,7 +170,7 @@ def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
     Of more, the same tiles with every panel cut.
     """
     if desc.n > TOKENS[0]:
-        is_alike = found.slices == NO_SLICES or (found.slices == APART and not desc.longest_panel)
+        is_alike = found.slices in (NO_SLICES, APART) and not _exchanges_slices(desc, found)
         return Cut(found.schedule).narrowed(desc).evenly(desc) if is_alike else []
     problem, tried = KernelProblem(desc), list[Cut]()
     for one in _tiles_of_few_tokens(desc):
@@ -220,9 +220,13 @@ def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
     if cut.parts > 1:
         given, one = constants(EVEN_SLICES), cut.schedule
         return float(given["exchange_us"] + given["cell_us"] * one.rows * one.tokens)
+    return float(constants("blocks_tiles")["apart_us"]) if _exchanges_slices(desc, cut) else 0.0
+
+
+def _exchanges_slices(desc: BlockSparseMatmulDescriptor, cut: Cut) -> bool:
+    """Whether a panel is known to be so long that CTAs exchange the sums of its slices."""
     slicing = KernelProblem(desc).slicing
-    is_cut = cut.slices == APART and slicing is not None and desc.longest_panel > slicing.uncut
-    return float(constants("blocks_tiles")["apart_us"]) if is_cut else 0.0
+    return cut.slices == APART and slicing is not None and desc.longest_panel > slicing.uncut
 
 
 def may_be_evened(desc: BlockSparseMatmulDescriptor) -> bool:
