@@ -26,7 +26,7 @@ from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
 from ..sample_devices import H200
 from ..support import same_bits
 from . import products_on_gpu as shared
-from .problems import Operands, case_of, random_operands
+from .problems import Operands, random_operands
 from .products_on_gpu import TRANSPOSITIONS, gpu
 from .sample_layouts import random_layout
 from .test_products import check
@@ -113,12 +113,7 @@ def test_bits_are_those_of_the_slices_own_products_added_in_order(op, block, par
 def test_bits_of_another_run(block):
     """Stages that are overwritten with sums are not read any more, and no CTA reads sums too early."""
     layout = random_layout(block=block)
-    plan = plan_of(3, op="dsd", layout=layout, n=200)
-    case = case_of(plan, random_operands(plan.descriptor, layout, np.random.default_rng(1)))
-    first = case.run()["c"].copy()
-    for _ in range(20):
-        case.poison()
-        assert same_bits(case.run()["c"].copy(), first)
+    shared.further_runs_give_the_same_bits(plan_of(3, op="dsd", layout=layout, n=200), layout, 20)
 
 
 @gpu

@@ -130,14 +130,9 @@ def test_bits_do_not_depend_on_the_schedule(block, monkeypatch):
 @gpu
 @every_block
 def test_bits_of_another_run(block):
-    """In a workspace that held other things, and whichever warpgroup adds the slices."""
+    """Whichever warpgroup adds the slices."""
     layout = uneven("dsd", block, seed=4)
-    plan = plan_of(op="dsd", layout=layout, n=512)
-    case = case_of(plan, random_operands(plan.descriptor, layout, np.random.default_rng(1)))
-    first = case.run()["c"].copy()
-    for _ in range(20):
-        case.poison()
-        assert same_bits(case.run()["c"].copy(), first)
+    shared.further_runs_give_the_same_bits(plan_of(op="dsd", layout=layout, n=512), layout, 20)
 
 
 @gpu
@@ -233,12 +228,8 @@ every_claim = pytest.mark.parametrize("slices", [cuts.APART, cuts.LONG_FIRST])
 def test_claimed_work_tiles_are_all_computed(slices, op, block, n, batch):
     """Clusters of one and of two CTAs, whole and partial tiles, and panels without a block."""
     plan, layout = claiming(slices, op, block, n, batch=batch), many_panels(op, block)
-    case = case_of(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))
-    first = case.run()["c"].copy()
     check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))
-    for _ in range(5):  # whichever cluster computes a work tile, and whatever the workspace held
-        case.poison()
-        assert same_bits(case.run()["c"].copy(), first)
+    shared.further_runs_give_the_same_bits(plan, layout, 5)  # whichever cluster computes a work tile
 
 
 @gpu
