@@ -14,7 +14,14 @@ from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import tiles_of_large_blocks
-from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut, as_run, cut_us, cut_work, exchange_us
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
+    Cut,
+    as_run,
+    cluster_exchange_us,
+    cut_work,
+    cuts_us,
+    exchange_us,
+)
 from sparse24_plans.blocksparse.schedules.predicted_times import (
     BLOCKS,
     DENSE,
@@ -358,7 +365,7 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
         return [(desc, timed_tiles(desc, us)) for desc, us in large_blocks(gpu) if way.model(desc) == model]
     lines = [(row, desc) for row, desc in packed_lines(gpu) if way.model(desc) == model]
     if way is FEW:
-        return [(desc, timed_work(way, desc, row["mma_us"])) for row, desc in lines if "mma_us" in row]
+        return [(desc, timed_schedules(desc, row["mma_us"])) for row, desc in lines if "mma_us" in row]
     return [(desc, timed_tiles(desc, uncut(row))) for row, desc in lines if "us" in row]
 
 
@@ -410,28 +417,33 @@ def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, dict[Cut, fl
 
 def even_slices_entry(gpu: str) -> Constants:
     """The time of an exchange of sums in a cluster: the one by which the choice of slices loses least."""
-    problems = [
-        [(cut, cut_us(desc, cut) - exchange_us(desc, cut) * (cut.parts > 1), us) for cut, us in times.items()]
-        for desc, times in even_times(gpu)
-    ]
+    problems = []
+    for desc, times in even_times(gpu):
+        rest = zip(times, cuts_us(desc, list(times)), times.values(), strict=True)
+        problems.append(
+            [(cut, us - exchange_us(desc, cut) * (cut.parts > 1), took) for cut, us, took in rest]
+        )
 
-    def lost(exchange: float, cell: float) -> Array:
+    def lost(given: Mapping[str, float]) -> Array:
         def predicted(timed: tuple[Cut, float, float]) -> float:
-            one = timed[0].schedule
-            return timed[1] + (exchange + cell * one.rows * one.tokens) * (timed[0].parts > 1)
+            cut, us, _ = timed
+            return us + cluster_exchange_us(cut.schedule, given) * (cut.parts > 1)
 
         return np.array([min(some, key=predicted)[2] / min(us for _, _, us in some) for some in problems])
 
-    tried = [(us / 4, cells * 1e-5) for us in range(12) for cells in range(0, 40, 2)]
-    best = min(tried, key=lambda one: np.log(lost(*one)).sum())
-    constants = {"exchange_us": plain(best[0]), "cell_us": plain(round(best[1], 7))}
-    return limits_entry(constants, lost(*best).tolist(), file_of(gpu, PACKED))
+    tried = [
+        {"exchange_us": plain(us / 4), "cell_us": plain(round(cells * 1e-5, 7))}
+        for us in range(12)
+        for cells in range(0, 40, 2)
+    ]
+    best = min(tried, key=lambda one: np.log(lost(one)).sum())
+    return limits_entry(best, lost(best).tolist(), file_of(gpu, PACKED))
 
 
-def timed_work(way: Way, desc: BlockSparseMatmulDescriptor, us: Any) -> list[tuple[tuple[float, ...], float]]:
-    """The work and the time of each schedule that was measured."""
-    if way is not FEW:
-        return [(way.work(desc), us)]
+def timed_schedules(
+    desc: BlockSparseMatmulDescriptor, us: Mapping[str, float]
+) -> list[tuple[tuple[float, ...], float]]:
+    """The work and the time of each schedule for few tokens that was measured."""
     tried = BlocksMmaSchedule.candidates(desc)
     return [(one.work(desc, REFERENCE_SMS), us[one.name]) for one in tried if one.name in us]
 
@@ -443,7 +455,7 @@ def sampled_problems(model: str, gpu: str) -> list[Any]:
         desc = described(row)
         if desc.op is BlockSparseOp.SDD and way.model(desc) == model:
             us = chosen_us((desc, row["us"])) if way is SAMPLED else row["inflate_us"]
-            found.append((desc, timed_work(way, desc, us)))
+            found.append((desc, [(way.work(desc), us)]))
     return found
 
 

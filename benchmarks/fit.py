@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -239,11 +239,23 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
 GEMM_MODELS = [f"wgmma_sp_{kind}_{size}" for kind in ("16bit", "8bit", "quantized") for size in CLASSES]
 F32_MODELS = [f"f32_split_{terms}_{size}" for terms in (2, 3) for size in ("few", "many")]
 STREAM_K = "wgmma_sp_stream_k"
+
+
+class Limit(NamedTuple):
+    """How limits and costs of block-sparse products are fitted that no cost model has."""
+
+    entry: Callable[[str], Constants]
+    """Makes the data file's entry for a GPU."""
+    family: str = BLOCKS_MEASURED
+    problems: Callable[[str], Sequence[Any]] = beside_inflated
+    """Gives the measured problems of the family that are needed."""
+
+
 BLOCK_LIMITS = {
-    SHORT_SUMS: short_sums_entry,
-    EVEN_SLICES: even_slices_entry,
-    INFLATING: inflating_entry,
-    SAMPLED_LIMIT: sampled_choice_entry,
+    SHORT_SUMS: Limit(short_sums_entry),
+    EVEN_SLICES: Limit(even_slices_entry, PACKED, even_times),
+    INFLATING: Limit(inflating_entry),
+    SAMPLED_LIMIT: Limit(sampled_choice_entry),
 }
 STAGES = (
     (STREAM_K, *GEMM_MODELS, *F32_MODELS, *SMALL_MODELS, *SDD_MODELS),
@@ -266,18 +278,15 @@ def families_of(model: str) -> list[str]:
         return way_families(model)
     if model in F32_MODELS:
         return [F32]
-    if model == EVEN_SLICES:
-        return [PACKED]
-    blocks = (*SMALL_MODELS, *SDD_MODELS, *BLOCK_LIMITS)
-    return [BLOCKS_MEASURED if model in blocks else gemm_family(model)]
+    if model in BLOCK_LIMITS:
+        return [BLOCK_LIMITS[model].family]
+    return [BLOCKS_MEASURED if model in (*SMALL_MODELS, *SDD_MODELS) else gemm_family(model)]
 
 
 def is_measured(model: str, gpu: str) -> bool:
     """Whether problems of the model have been measured on the GPU. Else its given constants stay."""
     exist = all((SCHEDULES / file_of(gpu, family)).is_file() for family in families_of(model))
-    if exist and model == EVEN_SLICES:
-        return bool(even_times(gpu))
-    return exist and (model not in BLOCK_LIMITS or bool(beside_inflated(gpu)))
+    return exist and (model not in BLOCK_LIMITS or bool(BLOCK_LIMITS[model].problems(gpu)))
 
 
 def entry(model: str, gpu: str) -> Constants:
@@ -285,7 +294,7 @@ def entry(model: str, gpu: str) -> Constants:
     if model == STREAM_K:
         return stream_k_entry(gpu)
     if model in BLOCK_LIMITS:
-        return BLOCK_LIMITS[model](gpu)
+        return BLOCK_LIMITS[model].entry(gpu)
     if model in WAY_OF:
         return way_entry(model, gpu)
     gemm = model in GEMM_MODELS

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.measure_schedules import running
 from sparse24_plans import (
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,
@@ -19,7 +20,6 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.blocksparse import guarantees, limits
-from sparse24_plans.blocksparse.backends import blocks_wgmma
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
 from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
 
@@ -43,8 +43,7 @@ def plan_of(parts: int, tile: tuple[int, int] = (64, 64), **fields: Any) -> Bloc
     cut = cuts.Cut(cuts.tile_of(rows, tokens), parts=parts)
     spare = (1 << 33) + 1000 * rows + 10 * tokens + parts  # bytes: plans are cached
     wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
-    running = mock.patch.object(blocks_wgmma, "as_run", return_value=cut)
-    with running, mock.patch.object(limits, "dense_wins", return_value=None):
+    with running(cut), mock.patch.object(limits, "dense_wins", return_value=None):
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=wanted)
     assert f"tiles of {rows} rows x {tokens} tokens" in plan.explain().details
     assert (f"every panel is cut, and summed by {parts} CTAs" in plan.explain().details) == (parts > 1)

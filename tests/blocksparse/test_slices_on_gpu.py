@@ -37,6 +37,12 @@ every_block = pytest.mark.parametrize("block", BLOCKS)
 every_op = pytest.mark.parametrize("op", ["dsd", "dds"])
 
 
+@pytest.fixture(autouse=True)
+def cuts_of_long_panels_alone(monkeypatch):
+    """Of few tokens, other cuts would be tried too, and be faster."""
+    monkeypatch.setattr(cuts, "others", lambda *_: [])
+
+
 def uneven(
     op: str, block: int, *, transposed: bool = False, heads: int = 1, seed: int = 0
 ) -> BlockSparseLayout:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 from unittest import mock
 
+from benchmarks.measure_schedules import running
 from sparse24_plans import (
     BlockSparseAttentionDescriptor,
     BlockSparseConv2dDescriptor,
@@ -145,11 +145,6 @@ def tiles_of(
             yield desc, NARROW
 
 
-def running(cut: Cut) -> Any:
-    """A context in which ``blocks_wgmma`` runs this cut."""
-    return mock.patch("sparse24_plans.blocksparse.backends.blocks_wgmma.as_run", return_value=cut)
-
-
 def cuts_of(desc: BlockSparseMatmulDescriptor) -> list[Cut]:
     """The cuts of few tokens that are tried: whole and cut panels of every tile, and each in two slices."""
     if desc.op == "sdd":
@@ -176,10 +171,9 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
                     without = preference.model_copy(update={"max_workspace_bytes": 0})
                     row.kernel(Choice(desc, device, row, without, {}))
                 for problem, one in tiles_of(desc) if row.backend == "blocks_wgmma" else ():
-                    with (
-                        mock.patch.object(blocks_wgmma, "best_schedule", lambda *_, one=one: one),
-                        mock.patch.object(Cut, "narrowed", lambda cut, _: cut),
-                    ):
+                    with mock.patch.object(blocks_wgmma, "best_schedule", return_value=one):
+                        cut = Cut.of(problem, device.multiprocessors, invariant=row.invariant)
+                    with running(cut):
                         row.kernel(Choice(problem, device, row, preference, {}))
                 for cut in cuts_of(desc) if row.backend == "blocks_wgmma" else ():
                     with running(cut):

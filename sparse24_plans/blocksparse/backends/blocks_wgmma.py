@@ -117,9 +117,9 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         work_tiles = most_tiles = schedule.work_tiles(desc)
         if cut.slices == APART:
             most_tiles = schedule.most_work_tiles(desc)
-        self._ctas = min(most_tiles, schedule.resident_clusters(device.multiprocessors)) * schedule.cluster_n
-        if cut.parts > 1:
-            self._ctas = work_tiles * cut.parts
+        resident = schedule.resident_clusters(device.multiprocessors)
+        clusters = work_tiles if cut.parts > 1 else min(most_tiles, resident)
+        self._ctas = clusters * schedule.cluster_n * cut.parts
         self.details = (
             ("up to " if problem.sampled else "")
             + f"{work_tiles * schedule.cluster_n} tiles of {schedule.rows} rows x {schedule.tokens} tokens "

@@ -7,6 +7,7 @@ the slices alone, and not on who sums them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...plan.kernel import align_up
@@ -115,8 +116,8 @@ class Cut(NamedTuple):
         layout, wide = desc.layout, (PANEL_ROWS, NARROW.tokens)
         if desc.op is BlockSparseOp.SDD or layout.block == PANEL_ROWS or self.schedule[:2] != wide:
             return self
-        is_large = layout.block == NARROW_PANEL_ROWS
-        lacks_tables = self.slices == IN_TURN or (self.slices != NO_SLICES and is_large)
+        has_slices = self.slices != IN_TURN and _has_slices(NARROW, layout.block)
+        lacks_tables = self.slices != NO_SLICES and not has_slices
         is_dense = layout.density > constants("blocks_tiles")["narrow_density"]
         is_counted = NARROW.most_work_tiles(desc) < _MOST_CLAIMS
         return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
@@ -129,11 +130,8 @@ class Cut(NamedTuple):
         one, across = self.schedule, desc.reduction // desc.layout.block
         tiles = panel_count(desc, one.rows) * -(-desc.n // one.tokens)
         several = range(2, min(across, _MOST_PARTS) + 1) if tiles else ()
-        return [self.in_parts(parts) for parts in several if tiles <= clusters_of(parts, one.ctas_per_sm)]
-
-    def in_parts(self, parts: int) -> Cut:
-        """Every panel cut into so many slices."""
-        return Cut(self.schedule._replace(cluster_n=1), parts=parts)
+        alone = one._replace(cluster_n=1)
+        return [Cut(alone, parts=parts) for parts in several if tiles <= clusters_of(parts, one.ctas_per_sm)]
 
 
 def clusters_of(parts: int, ctas_per_sm: int) -> int:
@@ -158,7 +156,7 @@ def as_run(
         return found
     return fastest(
         [found, *others(desc, found)],
-        lambda some: [cut_us(desc, one) for one in some],
+        lambda some: cuts_us(desc, some),
         lambda one: one.workspace,
         most,
     )
@@ -210,16 +208,21 @@ def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
     return work(desc, one.rows, one.tokens, longest, REFERENCE_SMS * one.ctas_per_sm, cut.parts)
 
 
-def cut_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
-    """Predicted microseconds without pre-passes."""
-    return cost_model(desc).microseconds(cut_work(desc, cut)) + exchange_us(desc, cut)
+def cuts_us(desc: BlockSparseMatmulDescriptor, cuts: Sequence[Cut]) -> list[float]:
+    """Predicted microseconds of a problem's cuts without pre-passes."""
+    model = cost_model(desc)
+    return [model.microseconds(cut_work(desc, one)) + exchange_us(desc, one) for one in cuts]
+
+
+def cluster_exchange_us(one: BlocksWgmmaSchedule, given: Mapping[str, float]) -> float:
+    """Microseconds in which the CTAs of a cluster exchange the sums of a tile's slices."""
+    return given["exchange_us"] + given["cell_us"] * one.rows * one.tokens
 
 
 def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
     """Predicted microseconds in which CTAs exchange the sums of slices: in a cluster, or of long panels."""
     if cut.parts > 1:
-        given, one = constants(EVEN_SLICES), cut.schedule
-        return float(given["exchange_us"] + given["cell_us"] * one.rows * one.tokens)
+        return cluster_exchange_us(cut.schedule, constants(EVEN_SLICES))
     return float(constants("blocks_tiles")["apart_us"]) if _exchanges_slices(desc, cut) else 0.0
 
 
@@ -231,8 +234,8 @@ def _exchanges_slices(desc: BlockSparseMatmulDescriptor, cut: Cut) -> bool:
 
 def may_be_evened(desc: BlockSparseMatmulDescriptor) -> bool:
     """Whether panels may be cut evenly for any number of tokens, or batch elements, with this layout."""
-    few = desc.model_copy(update={"batch": 1})
-    return desc.op is not BlockSparseOp.SDD and panel_count(few) <= clusters_of(2, 1)
+    panels = desc.layout.heads * KernelProblem(desc).head_panels(PANEL_ROWS)
+    return desc.op is not BlockSparseOp.SDD and panels <= clusters_of(2, 1)
 
 
 def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSchedule:

@@ -21,7 +21,7 @@ from .blocks_mma import BlocksMmaSchedule
 from .blocks_wgmma import best_schedule, sdd_time
 from .blocks_wgmma import model_of as blocks_wgmma_model
 from .blocks_wgmma_cost import by_order_and_block, by_prepared_order, dense_bytes, mean_panel
-from .blocks_wgmma_cuts import Cut, as_run, cut_us, cut_work
+from .blocks_wgmma_cuts import Cut, as_run, cut_work, cuts_us
 
 INFLATING, SAMPLED_LIMIT = "inflate_blocks", "sampled_choice"
 """The names of the model of inflating, and of the limit up to which ``sdd`` is multiplied by kept blocks."""
@@ -58,13 +58,13 @@ class Way(NamedTuple):
 
 def _blocks_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     """The terms of a product by ``blocks_wgmma``, as it is cut if panels are not cut evenly."""
-    cut = Cut.of(desc, REFERENCE_SMS).narrowed(desc)
-    return cut_work(desc, cut)
+    return cut_work(desc, Cut.of(desc, REFERENCE_SMS).narrowed(desc))
 
 
 def blocks_us(desc: BlockSparseMatmulDescriptor) -> float:
     """Predicted microseconds by ``blocks_wgmma``."""
-    return cut_us(desc, as_run(desc, REFERENCE_SMS)) + _pre_pass_us(desc)
+    (us,) = cuts_us(desc, [as_run(desc, REFERENCE_SMS)])
+    return us + _pre_pass_us(desc)
 
 
 def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
