@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseOp, BlockSparseShape
+from sparse24_plans.bench.steady import SHORT_US
 from sparse24_plans.blocksparse.panels import NARROW_PANEL_ROWS
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import tiles_of_large_blocks
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
     Cut,
-    as_run,
     cluster_exchange_us,
     cut_work,
     cuts_us,
@@ -53,7 +53,7 @@ from .descent import (
 
 CELL_FIELDS = ("op", "m", "k", "n", "block", "density", "pattern", "trans_a", "trans_b")
 PACKED, BLOCKS_MEASURED, LARGE_BLOCKS = "packed-times", "block-times", "large-block-times"
-DENSE_TIMES = "dense-times"
+DENSE_TIMES, INFLATED = "dense-times", "inflated-times"
 SHORT_SUMS = "sdd_mma"
 TIMES_COUNT = 3.0
 """Weight of the errors of predicted times, by which ways are compared, relative to the losses of choices."""
@@ -132,25 +132,9 @@ def block_problems(op: str, block: int, gpu: str) -> list[Any]:
     return [(described(row).model_copy(update={"longest_panel": 0}), row["us"]) for row in rows]
 
 
-def beside_inflated(gpu: str) -> list[Mapping[str, Any]]:
-    """Lines whose inflated product was measured, too, with the cut that runs.
-
-    Another cut runs in less time: lines of these tell something if kept blocks were faster nonetheless.
-    """
-    rows = [(row, described(row)) for row in block_lines(gpu) if row.get("inflate_us") is not None]
-    return [
-        row
-        for row, desc in rows
-        if as_run(desc, REFERENCE_SMS) == Cut.of(desc, REFERENCE_SMS)
-        or chosen_us((desc, row["us"])) <= row["inflate_us"]
-    ]
-
-
-def both_ways(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BlockSparseMatmulDescriptor], Array, Array]:
-    """Measured problems, and their times by kept blocks, as they are chosen, and as an inflated product."""
-    lines = [(described(row), row) for row in rows]
-    kept = np.array([chosen_us((desc, row["us"])) for desc, row in lines])
-    return [desc for desc, _ in lines], kept, np.array([row["inflate_us"] for _, row in lines])
+def beside_inflated(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, float, float]]:
+    """Measured problems, and their times by kept blocks, as they were chosen, and as an inflated product."""
+    return [(described(row), row["us"], row["inflate_us"]) for row in lines_of(gpu, INFLATED)]
 
 
 def best_share(
@@ -177,9 +161,8 @@ def inflating_entry(gpu: str) -> Constants:
     What is chosen depends on all other models. ``unknown`` is the loss for the same problems if the lengths
     of their rows are not known.
     """
-    problems, kept, inflated = both_ways(
-        row for row in beside_inflated(gpu) if row["op"] != BlockSparseOp.SDD
-    )
+    lines = [one for one in beside_inflated(gpu) if one[0].op is not BlockSparseOp.SDD]
+    problems, (kept, inflated) = [desc for desc, *_ in lines], np.array([us for _, *us in lines]).T
     product = np.array([DENSE.microseconds(desc) for desc in problems])
     work = np.array([(1.0, predicted_times.inflated_bytes(desc)) for desc in problems])
     launch, each = np.linalg.lstsq(work / inflated[:, None], (inflated - product) / inflated, rcond=None)[0]
@@ -201,22 +184,19 @@ def inflating_entry(gpu: str) -> Constants:
         "most_of_dense": {kind: most for kind, (most, _) in shares.items()},
     }
     losses = [*shares["random"][1].tolist(), *shares["close"][1].tolist()]
-    entry = limits_entry(found, losses, file_of(gpu, BLOCKS_MEASURED))
+    entry = limits_entry(found, losses, file_of(gpu, INFLATED))
     entry["measured"]["unknown"] = {"loss": summary(shares["unknown"][1])}
     return entry
 
 
 def sampled_choice_entry(gpu: str) -> Constants:
     """Up to which share of a dense product's predicted time ``sdd`` is multiplied by kept blocks."""
-    problems, kept, inflated = both_ways(
-        row
-        for row in beside_inflated(gpu)
-        if row["op"] == BlockSparseOp.SDD and row["block"] in SAMPLED_BLOCKS
-    )
-    ratio = np.array([SAMPLED.microseconds(desc) / SAMPLED_DENSE.microseconds(desc) for desc in problems])
+    lines = [one for one in beside_inflated(gpu) if one[0].op is BlockSparseOp.SDD]
+    kept, inflated = np.array([us for _, *us in lines]).T
+    ratio = np.array([SAMPLED.microseconds(desc) / SAMPLED_DENSE.microseconds(desc) for desc, *_ in lines])
     given = given_models()[predicted_times.SAMPLED_LIMIT]["constants"]["most_of_dense"]
     best, lost = best_share(given, ratio, kept, inflated)
-    return limits_entry({"most_of_dense": best}, lost.tolist(), file_of(gpu, BLOCKS_MEASURED))
+    return limits_entry({"most_of_dense": best}, lost.tolist(), file_of(gpu, INFLATED))
 
 
 def short_sums_entry(gpu: str) -> Constants:
@@ -347,7 +327,7 @@ def packed_lines(gpu: str) -> Iterator[tuple[Mapping[str, Any], BlockSparseMatmu
 def way_families(model: str) -> list[str]:
     """The measured problems that a model is fitted to."""
     if model in SAMPLED_MODELS:
-        return [BLOCKS_MEASURED]
+        return [BLOCKS_MEASURED, INFLATED]
     if PACKED_MODELS[model] is DENSE:
         return [DENSE_TIMES]
     return [LARGE_BLOCKS, PACKED] if model in LARGE_MODELS else [PACKED]
@@ -449,14 +429,20 @@ def timed_schedules(
 
 
 def sampled_problems(model: str, gpu: str) -> list[Any]:
-    """Descriptors of measured ``sdd``, each with its work and the time that the model predicts."""
-    way, found = SAMPLED_MODELS[model], []
-    for row in beside_inflated(gpu):
-        desc = described(row)
-        if desc.op is BlockSparseOp.SDD and way.model(desc) == model:
-            us = chosen_us((desc, row["us"])) if way is SAMPLED else row["inflate_us"]
-            found.append((desc, [(way.work(desc), us)]))
-    return found
+    """Descriptors of measured ``sdd``, each with its work and the time that the model predicts.
+
+    Longer products that were measured in turns had the clock that a power limit gave to all of them.
+    """
+    way, lines = SAMPLED_MODELS[model], beside_inflated(gpu)
+    for row in block_lines(gpu):
+        if row.get("inflate_us", SHORT_US) < SHORT_US:
+            desc = described(row)
+            lines.append((desc, chosen_us((desc, row["us"])), row["inflate_us"]))
+    return [
+        (desc, [(way.work(desc), kept if way is SAMPLED else inflated)])
+        for desc, kept, inflated in lines
+        if desc.op is BlockSparseOp.SDD and way.model(desc) == model
+    ]
 
 
 def way_choices(problems: Sequence[Any], way: Way) -> Choices:

@@ -52,6 +52,7 @@ from sparse24_plans.plan.schedule_choice import FOLDER
 
 from .block_fits import (
     BLOCKS_MEASURED,
+    INFLATED,
     PACKED,
     SDD_MODELS,
     SHORT_SUMS,
@@ -59,6 +60,7 @@ from .block_fits import (
     WAY_OF,
     beside_inflated,
     block_fit,
+    block_lines,
     even_slices_entry,
     even_times,
     inflating_entry,
@@ -246,13 +248,13 @@ class Limit(NamedTuple):
 
     entry: Callable[[str], Constants]
     """Makes the data file's entry for a GPU."""
-    family: str = BLOCKS_MEASURED
+    family: str = INFLATED
     problems: Callable[[str], Sequence[Any]] = beside_inflated
     """Gives the measured problems of the family that are needed."""
 
 
 BLOCK_LIMITS = {
-    SHORT_SUMS: Limit(short_sums_entry),
+    SHORT_SUMS: Limit(short_sums_entry, BLOCKS_MEASURED, block_lines),
     EVEN_SLICES: Limit(even_slices_entry, PACKED, even_times),
     INFLATING: Limit(inflating_entry),
     SAMPLED_LIMIT: Limit(sampled_choice_entry),

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import block_fits, descent, fit, measure_schedules, random_blocks
-from benchmarks.measure_schedules import large_block_cells, packed_cells
+from benchmarks import block_fits, descent, fit, measure_block_schedules, measure_schedules, random_blocks
+from benchmarks.measure_block_schedules import large_block_cells, packed_cells
 from sparse24_plans import (
     BlockSparseMatmulDescriptor,
     BlockSparseShape,
     GemmSparse24Descriptor,
 )
+from sparse24_plans.bench.steady import SHORT_US
 from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut, cut_work
@@ -296,12 +297,12 @@ def test_every_schedule_that_is_timed_can_be_compiled_ahead(family, element, com
 
 def test_every_cut_that_is_timed_can_be_compiled_ahead(compiled, tmp_path):
     cell = random_blocks.Cell(op="dsd", m=2560, k=8192, n=40, block=64, density=0.1, pattern="uneven", seed=1)
-    cuts = measure_schedules.cuts_of(cell.descriptor(cell.layout()))
+    cuts = measure_block_schedules.cuts_of(cell.descriptor(cell.layout()))
     assert list(cuts) == ["64,1,0", "64,1,3", "64,1,1"]
     for name in cuts:
-        measure_schedules.compile_cut(H200, cell, name)
+        measure_block_schedules.compile_cut(H200, cell, name)
     assert len(list(tmp_path.rglob("*.cubin"))) == len(compiled) == 3
-    wide = measure_schedules.cuts_of(replace(cell, n=1000).descriptor(cell.layout()))
+    wide = measure_block_schedules.cuts_of(replace(cell, n=1000).descriptor(cell.layout()))
     assert len(wide) == 3 * len({one.schedule.tokens for one in wide.values()}) == 9
 
 
@@ -311,18 +312,37 @@ def test_models_of_sdd_are_fitted_to_measured_times(monkeypatch, few_steps):
         block_fits.SAMPLED_DENSE: (6.0, 1.5, (2e-9, 7e-10, 3e-7, 1e-7, 6e-7)),
     }
     lines = []
-    for row in descent.lines_of(GPU, "block-times")[::4]:
-        if row["op"] == "sdd" and row["block"] < 64 and "mma_us" not in row:
+    for row in descent.lines_of(GPU, "inflated-times"):
+        if row["op"] == "sdd":
             desc = block_fits.described(row)
-            us, inflated = (CostModel(*one).microseconds(way.work(desc)) for way, one in true.items())
-            lines.append({**row, "inflate_us": inflated, "us": dict.fromkeys(row["us"], us)})
-    monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
+            us, inflated = (
+                CostModel(*one).microseconds(way.work(desc)) + way.copies_us(desc)
+                for way, one in true.items()
+            )
+            lines.append({**row, "us": us, "inflate_us": inflated})
+    given = {block_fits.INFLATED: lines, block_fits.BLOCKS_MEASURED: []}
+    monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: given[family])
     for name, way in block_fits.SAMPLED_MODELS.items():
         found = block_fits.way_entry(name, GPU)
         assert set(found["constants"]) == {"launch", "exponent", *way.terms}
-        assert found["measured"]["file"] == "h200-block-times.jsonl"
+        assert found["measured"]["file"] == "h200-block-times.jsonl, h200-inflated-times.jsonl"
         assert found["measured"]["problems"] > 20
         assert found["measured"]["error"]["mean"] < 0.03
+
+
+def test_models_of_sdd_are_fitted_to_short_products_of_those_measured_in_turns():
+    """Others had one clock, which is neither contender's alone."""
+    steady = sum(desc.op == "sdd" for desc, *_ in block_fits.beside_inflated(GPU))
+    rows = [
+        row
+        for row in block_fits.block_lines(GPU)
+        if row["op"] == "sdd" and row["block"] in block_fits.SAMPLED_BLOCKS
+    ]
+    short = sum(row.get("inflate_us", SHORT_US) < SHORT_US for row in rows)
+    assert 0 < short < len(rows)
+    for way in (block_fits.SAMPLED, block_fits.SAMPLED_DENSE):
+        models = [one for one in block_fits.SAMPLED_MODELS if block_fits.WAY_OF[one] is way]
+        assert sum(len(block_fits.sampled_problems(one, GPU)) for one in models) == steady + short
 
 
 def test_limits_of_short_sums_lie_where_other_kernels_become_faster(monkeypatch):
@@ -345,14 +365,12 @@ def test_limits_of_short_sums_lie_where_other_kernels_become_faster(monkeypatch)
 def test_inflating_is_fitted_to_the_time_beside_the_dense_product(monkeypatch):
     """If the inflated product is always slower than kept blocks, it is never chosen."""
     lines = []
-    for row in descent.lines_of(GPU, "block-times")[::4]:
+    for row in descent.lines_of(GPU, "inflated-times"):
         if row["op"] != "sdd":
             desc = block_fits.described(row)
-            blocks = predicted_times.BLOCKS.microseconds(desc)
-            inflated = (
-                predicted_times.DENSE.microseconds(desc) + 6 + 1e-6 * predicted_times.inflated_bytes(desc)
-            )
-            lines.append({**row, "inflate_us": inflated, "us": dict.fromkeys(row["us"], blocks)})
+            dense = predicted_times.DENSE.microseconds(desc)
+            inflated = dense + 6 + 1e-6 * predicted_times.inflated_bytes(desc)
+            lines.append({**row, "inflate_us": inflated, "us": predicted_times.blocks_us(desc)})
     monkeypatch.setattr(block_fits, "lines_of", lambda gpu, family: lines)
     found = block_fits.inflating_entry(GPU)
     assert found["constants"]["launch"] == pytest.approx(6, rel=0.01)

@@ -40,7 +40,7 @@ def test_only_products_behind_a_launched_pre_pass_begin_without_waiting(op, back
     ("backend", "block", "n"),
     [
         ("blocks_mma", 16, 9),
-        ("blocks_mma", 64, 33),
+        ("blocks_mma", 64, 63),
         ("blocks_wgmma", 16, 391),
         ("blocks_wgmma", 64, 391),
         ("blocks_wgmma", 128, 65),

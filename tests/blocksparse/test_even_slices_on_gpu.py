@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.measure_schedules import running
+from benchmarks.measure_block_schedules import running
 from sparse24_plans import (
     BlockSparseLayout,
     BlockSparseMatmulDescriptor,

@@ -132,7 +132,7 @@ def test_it_serves_short_sums_of_sdd_up_to_measured_number(device, monkeypatch):
     assert chosen(n=8, **half, preference={"require": promises}) == "sdd_mma"
 
 
-@pytest.mark.parametrize(("n", "copied"), [(1, False), (7, False), (12, False), (40, False), (63, True)])
+@pytest.mark.parametrize(("n", "copied"), [(1, False), (7, False), (12, False), (40, False), (127, True)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_x_is_copied_only_if_lanes_cannot_load_neighbouring_tokens(block, n, copied):
     """Without a workspace for the copy, a CTA has fewer tokens."""

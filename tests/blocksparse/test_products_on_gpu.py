@@ -76,7 +76,7 @@ def test_what_is_chosen():
     assert chosen(op="sdd") == "blocks_wgmma"
     small = SHAPE.model_copy(update={"block": 32})
     assert chosen(op="sdd", layout=small) == "blocks_wgmma"
-    half = small.model_copy(update={"blocks": 8192})
+    half = SHAPE.model_copy(update={"block": 16, "blocks": 1 << 15})
     assert chosen(op="sdd", layout=half) == "inflate_cublas"
     assert chosen(preference={"allow_sm90a": False}) == "inflate_cublas"
     assert chosen(preference={"require": {"batch_invariant": True}}) == "blocks_wgmma_any"
@@ -86,7 +86,7 @@ def test_what_is_chosen():
     many = SHAPE.model_copy(update={"block": 16, "blocks": 6554})  # a tenth
     assert chosen(layout=many) == "blocks_wgmma"
     assert chosen(layout=many, n=256) == "blocks_wgmma"
-    many = many.model_copy(update={"blocks": 57344})  # seven of eight
+    many = many.model_copy(update={"blocks": 65536})  # all
     assert chosen(layout=many, n=4096, **K_LAST) == "inflate_cublas"
     every = {"preference": {"require": {"batch_invariant": True}}, **K_LAST}
     assert chosen(layout=many, n=4096, **every) == "blocks_wgmma_any"

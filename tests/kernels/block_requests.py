@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from unittest import mock
 
-from benchmarks.measure_schedules import running
+from benchmarks.measure_block_schedules import running
 from sparse24_plans import (
     BlockSparseAttentionDescriptor,
     BlockSparseConv2dDescriptor,

@@ -25,7 +25,7 @@ from ..panels import (
     narrow_panel_rows,
 )
 from ..shape import BlockSparseShape
-from .blocks_wgmma_cost import cost_model, panel_count, work
+from .blocks_wgmma_cost import cost_model, longest_panel, panel_count, work
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 _ROW_BYTES = 128
@@ -168,8 +168,8 @@ def large_time(
     tried: Sequence[BlocksWgmmaSchedule], desc: BlockSparseMatmulDescriptor, multiprocessors: int
 ) -> list[float]:
     """Microseconds of ``dsd`` or ``dds`` with blocks of 64 or 128, whose panels are not cut."""
-    model, longest = cost_model(desc), desc.longest_panel
-    return [model.microseconds(work(desc, one.rows, one.tokens, longest, multiprocessors)) for one in tried]
+    model = cost_model(desc)
+    return [model.microseconds(work(desc, one.rows, one.tokens, math.inf, multiprocessors)) for one in tried]
 
 
 def model_of(desc: BlockSparseMatmulDescriptor) -> str:
@@ -193,13 +193,13 @@ def small_time(
     takes ``partial_wave`` of a whole one, and a full tile ``step`` for each column with blocks. No CTA ends
     before its longest panel does.
     """
-    found, longest = [], desc.longest_panel / max(desc.reduction // desc.layout.block, 1)
+    found, across = [], max(desc.reduction // desc.layout.block, 1)
     for one in tried:
         waves, part = one.work_tiles(desc) / multiprocessors, fit["partial_wave"]
         waves = part * math.ceil(waves) + (1 - part) * max(waves, 1.0)
         step = fit["step"][f"{one.rows}x{one.tokens}"]
         occupancy = expected_occupancy(desc.layout, one.rows // desc.layout.block)
-        found.append(max(waves * occupancy, longest) * step)
+        found.append(max(waves * occupancy, longest_panel(desc, one.rows) / across) * step)
     return found
 
 

@@ -12,7 +12,7 @@ from ...plan.schedule_choice import CostModel
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
-from ..panels import PANEL_ROWS, expected_occupancy, head_panels, panel_block_rows
+from ..panels import PANEL_ROWS, expected_occupancy, head_panels
 
 MODEL = "packed_blocks"
 """The name of the cost models, one for each size of a block and order of X behind all pre-passes."""
@@ -25,19 +25,18 @@ _ELEMENT_BYTES = 2
 
 
 def work(
-    desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, longest_panel: int, ctas: int, parts: int = 1
+    desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, most: float, ctas: int, parts: int = 1
 ) -> tuple[float, ...]:
     """The amount of each kind of work in ``TERMS`` with tiles of ``rows`` x ``tokens``, ``ctas`` at once.
 
-    ``longest_panel`` has the block columns of the longest panel, or of its longest slice if long panels are
-    cut, or is 0. Every panel or slice is computed in ``parts``.
+    No CTA computes more than ``most`` block columns of a panel, and every panel or slice is computed in
+    ``parts``.
     """
     one, size = desc.layout, desc.element.itemsize
-    across = one.block_rows if KernelProblem(desc).by_columns else one.block_cols
     panels, tiles = panel_count(desc, rows), -(-desc.n // tokens)
-    mean, alike = across * expected_occupancy(one, max(rows // one.block, 1)), mean_panel(desc)
-    longest = max(mean * max(1.0, longest_panel / alike if alike else 1.0), longest_panel - alike)
-    mean = min(mean, float(desc.longest_panel)) if desc.longest_panel else mean
+    mean, longest = mean_panel(desc, rows), min(longest_panel(desc, rows), most)
+    if desc.longest_panel:  # blocks may be kept close together, so that no panel is as long as the mean
+        mean = min(mean, float(desc.longest_panel))
     waves = max(panels * parts * tiles / ctas, 1.0)
     # A partial wave takes a part of a whole one, and no CTA ends before its longest slice does.
     steps = max((waves + ceil(waves)) / 2 * mean, longest) / parts * one.block * size / _STEP_BYTES
@@ -78,10 +77,25 @@ def dense_bytes(desc: BlockSparseMatmulDescriptor) -> float:
     return float(matrices * (cols * desc.element.itemsize + rows * desc.out_element.itemsize))
 
 
-def mean_panel(desc: BlockSparseMatmulDescriptor) -> float:
-    """Columns that are expected of a row panel, if blocks are kept at random."""
+def mean_panel(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> float:
+    """Columns that are expected of a panel of ``rows`` rows, or of one block row, if blocks are kept at
+    random."""
     layout = desc.layout
-    return desc.reduction // layout.block * expected_occupancy(layout, panel_block_rows(layout))
+    return desc.reduction // layout.block * expected_occupancy(layout, max(rows // layout.block, 1))
+
+
+def longest_panel(desc: BlockSparseMatmulDescriptor, rows: int) -> float:
+    """Columns that are expected of the longest panel of ``rows`` rows, as that of ``PANEL_ROWS`` is known.
+
+    It is as much longer than the mean, or has a block row to which the known panel owes its length: the
+    columns that this one lacks are those that all its other block rows lack, too.
+    """
+    mean, known, layout = mean_panel(desc, rows), desc.longest_panel, desc.layout
+    if known <= mean_panel(desc):
+        return min(mean, known or mean)
+    across, others = desc.reduction // layout.block, (PANEL_ROWS - max(rows, layout.block)) // layout.block
+    lacked = (1 - layout.density) ** others
+    return max(mean * known / mean_panel(desc), across - (across - known) / lacked if lacked else 0.0)
 
 
 def panel_count(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> int:

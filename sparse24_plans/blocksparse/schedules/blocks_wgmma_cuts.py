@@ -202,10 +202,10 @@ def _has_slices(one: BlocksWgmmaSchedule, block: int) -> bool:
 
 def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
     """The amount of each kind of work in the cost model's terms."""
-    one, longest, slicing = cut.schedule, desc.longest_panel, KernelProblem(desc).slicing
+    one, most, slicing = cut.schedule, math.inf, KernelProblem(desc).slicing
     if cut.slices in (APART, IN_TURN) and slicing:
-        longest = min(longest, slicing.longest)
-    return work(desc, one.rows, one.tokens, longest, REFERENCE_SMS * one.ctas_per_sm, cut.parts)
+        most = slicing.longest if one.rows == PANEL_ROWS else slicing.longest_narrow
+    return work(desc, one.rows, one.tokens, most, REFERENCE_SMS * one.ctas_per_sm, cut.parts)
 
 
 def cuts_us(desc: BlockSparseMatmulDescriptor, cuts: Sequence[Cut]) -> list[float]:

@@ -116,14 +116,14 @@ BLOCKS = Way(
     blocks_wgmma_cost.TERMS,
     _blocks_work,
     _pre_pass_us,
-    model_of=by_prepared_order,
+    by_prepared_order,
 )
 DENSE = Way(
     "packed_dense",
     ("weight_bytes", "token_bytes", "cells", "wave_cells"),
     _dense_work,
     _dense_copies_us,
-    model_of=lambda name, desc: name,
+    lambda name, desc: name,
 )
 
 
@@ -169,13 +169,15 @@ SAMPLED = Way(
     "sampled_blocks",
     ("step_rows", "rows", "value_bytes", "factor_bytes", "kept_cells"),
     _sampled_work,
-    model_of=_by_pieces,
+    _pre_pass_us,
+    _by_pieces,
 )
 SAMPLED_DENSE = Way(
     "sampled_dense",
     ("cells", "wave_cells", "product_bytes", "factor_bytes", "value_bytes"),
     _sampled_dense_work,
-    model_of=lambda name, desc: f"{name}_{desc.layout.block}",
+    _dense_copies_us,
+    lambda name, desc: f"{name}_{desc.layout.block}",
 )
 
 
