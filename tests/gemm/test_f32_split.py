@@ -34,6 +34,7 @@ from sparse24_plans.plan import plan as plans
 from sparse24_plans.plan.arithmetic import Arithmetic
 from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
 from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.plan.schedule_choice import constants
 from sparse24_plans.weights.packed_layouts import TILE_M, layout_called
 
 from ..kernels.index_functions import Table, check_tables
@@ -479,7 +480,7 @@ def test_bits_do_not_depend_on_which_kernel_splits_x(row, m, k):
         for n in (1, 2, 7, 8, 9, 16, most):
             desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(limits, "_PRODUCER_SPLIT_TOKENS", few)
+                patch.setitem(constants("f32_producer_split"), "max_tokens", few)
                 plans._select.cache_clear()  # plans of the other kernel
                 case = make_case(desc, row=row, x=x[:n], pad=4)
                 assert (" bf16 terms, " in case.plan.explain().details) == (few < n)
