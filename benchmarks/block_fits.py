@@ -78,8 +78,8 @@ FEW_BOUNDS = {
 }  # fmt: skip
 """The parts of a kernel for few tokens follow one another, so their times are added up."""
 SAMPLED_BOUNDS = {
-    "step_rows": (1e-4, 3e-3), "rows": (1e-5, 3e-2), "value_bytes": (1e-8, 5e-6),
-    "factor_bytes": (1e-8, 5e-6), "kept_cells": (1e-10, 2e-8), "cells": (1e-10, 5e-9),
+    "step_rows": (1e-5, 3e-3), "rows": (1e-5, 3e-2), "memory_bytes": (1e-8, 2e-6), "l2_bytes": (1e-8, 1e-6),
+    "value_bytes": (1e-8, 5e-6), "factor_bytes": (1e-8, 5e-6), "cells": (1e-10, 5e-9),
     "wave_cells": (1e-10, 5e-9), "product_bytes": (1e-8, 5e-6), "launch": (1, 12), "exponent": (1.05, 8),
 }  # fmt: skip
 SDD_BOUNDS = {"tile": (1, 500), "shared_rows": (0.3, 1), "few_stages": (1, 2)}

@@ -308,7 +308,7 @@ def test_every_cut_that_is_timed_can_be_compiled_ahead(compiled, tmp_path):
 
 def test_models_of_sdd_are_fitted_to_measured_times(monkeypatch, few_steps):
     true = {
-        block_fits.SAMPLED: (3.0, 1.5, (5e-4, 2e-3, 3e-7, 2e-7, 2e-9)),
+        block_fits.SAMPLED: (3.0, 1.5, (5e-4, 2e-3, 3e-7, 1e-7)),
         block_fits.SAMPLED_DENSE: (6.0, 1.5, (2e-9, 7e-10, 3e-7, 1e-7, 6e-7)),
     }
     lines = []

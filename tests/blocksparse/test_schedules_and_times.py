@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.block_fits import (
     LARGE_BLOCKS,
+    SAMPLED_BLOCKS,
     beside_inflated,
     block_lines,
     chosen_us,
@@ -38,7 +39,7 @@ from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
     as_run,
     others,
 )
-from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS, dense_wins, sampled_loses
+from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS, dense_wins, nearness, sampled_loses
 from sparse24_plans.plan.schedule_choice import REFERENCE_SMS
 
 from ..sample_devices import H200
@@ -180,38 +181,56 @@ def test_every_schedule_that_may_be_taken_was_measured(op, block):
         assert {name_of(one) for one in schedules_by_density(desc)} <= times.keys()
 
 
+def measured_in_turns(ops: tuple[str, ...]) -> list[tuple[BlockSparseMatmulDescriptor, float, float]]:
+    """Any problems with blocks of 16 and 32, and their times by kept blocks and as an inflated product.
+
+    Another cut runs in less time: lines of these tell something if kept blocks were faster nonetheless.
+    """
+    found = []
+    for row in block_lines("nvidia_h200"):
+        if row["op"] in ops and row["block"] in SAMPLED_BLOCKS and "inflate_us" in row:
+            desc, inflated = described(row), row["inflate_us"]
+            kept = chosen_us((desc, row["us"]))
+            if as_run(desc, REFERENCE_SMS) == Cut.of(desc, REFERENCE_SMS) or kept <= inflated:
+                found.append((desc, kept, inflated))
+    return found
+
+
 def test_the_predicted_time_of_a_transposed_x_is_close():
-    lines = [
-        (desc, row)
-        for row in block_lines("nvidia_h200")
-        if (row["op"], row["block"], row["pattern"]) == ("dds", 16, "random")
-        for desc in [described(row)]
-        if as_run(desc, REFERENCE_SMS) == Cut.of(desc, REFERENCE_SMS)
-    ]
     transposed = [
-        BLOCKS.microseconds(desc) / chosen_us((desc, row["us"]))
-        for desc, row in lines
-        if any(one.transposes for one in KernelProblem(desc).prepared_operands(None))
+        BLOCKS.microseconds(desc) / kept
+        for desc, kept, _ in measured_in_turns(("dds",))
+        if nearness(desc) == "random"
+        and any(one.transposes for one in KernelProblem(desc).prepared_operands(None))
     ]
     assert len(transposed) > 20
     assert np.exp(np.abs(np.log(transposed)).mean()) < 1.15
 
 
-@pytest.mark.parametrize(
-    ("ops", "why_dense", "mean", "most"),
-    [(("sdd",), sampled_loses, 1.025, 1.2), (("dsd", "dds"), dense_wins, 1.015, 1.12)],
-    ids=["sdd", "dsd and dds"],
-)
-def test_the_faster_way_is_missed_by_little(ops, why_dense, mean, most):
-    """Kept blocks, or a dense product, of which they are copied, or of an inflated operand.
+WHY_DENSE = {("sdd",): sampled_loses, ("dsd", "dds"): dense_wins}
 
-    Both were measured where neither was predicted to be much faster.
+
+@pytest.mark.parametrize(
+    ("ops", "close", "mean", "most"),
+    [
+        (("sdd",), False, 1.025, 1.2),
+        (("dsd", "dds"), False, 1.008, 1.03),
+        (("sdd",), True, 1.03, 1.22),
+        (("dsd", "dds"), True, 1.015, 1.12),
+    ],
+    ids=["sdd", "dsd and dds", "close calls of sdd", "close calls of dsd and dds"],
+)
+def test_the_faster_way_is_missed_by_little(ops, close, mean, most):
+    """Kept blocks, or a dense product: of which they are copied, or of an inflated operand.
+
+    Close calls were drawn where neither was predicted to be much faster.
     """
+    measured = beside_inflated("nvidia_h200") if close else measured_in_turns(ops)
     lost = [
-        (inflated if why_dense(desc) else kept) / min(kept, inflated)
-        for desc, kept, inflated in beside_inflated("nvidia_h200")
+        (inflated if WHY_DENSE[ops](desc) else kept) / min(kept, inflated)
+        for desc, kept, inflated in measured
         if desc.op in ops
     ]
-    assert len(lost) >= 190
+    assert len(lost) > 200
     assert np.exp(np.log(lost).mean()) <= mean
     assert np.quantile(lost, 0.95) <= most

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ...plan.schedule_choice import REFERENCE_SMS, CostModel, constants
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, prepared_bytes
-from ..panels import NARROW_PANEL_ROWS
+from ..panels import NARROW_PANEL_ROWS, expected_occupancy, head_panels
 from . import blocks_wgmma_cost
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
@@ -128,16 +128,21 @@ DENSE = Way(
 
 
 def _sampled_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
-    """The terms of ``sdd`` by ``blocks_wgmma``: rows that its busiest CTA loads, and bytes."""
-    schedule = best_schedule(desc, REFERENCE_SMS)
+    """The terms of ``sdd`` by ``blocks_wgmma``: rows that its busiest CTA loads, and bytes.
+
+    Memory delivers A and B and takes the values. L2 delivers to each work tile the rows of a panel and the
+    columns of its blocks.
+    """
+    schedule, one = best_schedule(desc, REFERENCE_SMS), desc.layout
     (rows,) = sdd_time([schedule], desc, REFERENCE_SMS, constants(blocks_wgmma_model(desc)))
-    kept = desc.batch * desc.layout.blocks * desc.layout.block**2
+    values = desc.batch * one.blocks * one.block**2 * desc.out_element.itemsize
+    columns = one.cols * expected_occupancy(one, schedule.rows // one.block)
+    lines = head_panels(one.rows, schedule.rows) * columns * (1 + schedule.rows / schedule.tokens)
     return (
         rows * ceil(desc.n / _STEP_TERMS),
         rows,
-        float(kept * desc.out_element.itemsize),
-        _factor_bytes(desc),
-        float(kept * desc.n),
+        values + _factor_bytes(desc),
+        desc.batch * one.heads * lines * desc.n * desc.element.itemsize,
     )
 
 
@@ -167,7 +172,7 @@ def _by_pieces(name: str, desc: BlockSparseMatmulDescriptor) -> str:
 
 SAMPLED = Way(
     "sampled_blocks",
-    ("step_rows", "rows", "value_bytes", "factor_bytes", "kept_cells"),
+    ("step_rows", "rows", "memory_bytes", "l2_bytes"),
     _sampled_work,
     _pre_pass_us,
     _by_pieces,
