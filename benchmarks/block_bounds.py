@@ -166,6 +166,8 @@ BLOCKSPARSE = [
         Bound(f"attention {direction} over dense", ratios("attention", "dense_us", direction=direction), 1.0)
         for direction in ("forward", "backward")
     ),
+    Bound("tables of 128 from a bitmap, us", figure("tables", "us", block=128), most=50.0),
+    Bound("tables of 64 from a bitmap, us", figure("tables", "us", block=64)),
 ]
 
 # Random products ----------------------------------------------------------------------------------
@@ -232,6 +234,19 @@ def _cliffs(record: Record) -> Values:
     return found
 
 
+def _uneven_over_random(block: int, record: Record) -> Values:
+    """Time of each uneven layout of the pairs over that of the random one."""
+    sides: dict[str, dict[tuple[Any, ...], Row]] = {"random": {}, "uneven": {}}
+    for row in chosen(record["pairs"], block=block):
+        problem = tuple(row[name] for name in ("op", "m", "k", "n", "density", "transposed", "packed"))
+        sides[row["pattern"]][problem] = row
+    return [
+        (cell_of(row), row["us"] / sides["random"][problem]["us"])
+        for problem, row in sides["uneven"].items()
+        if problem in sides["random"]
+    ]
+
+
 def _counts(record: Record) -> Values:
     """The number of sparse cells of each class."""
     return [
@@ -271,6 +286,10 @@ RANDOM_BLOCKS = [
         for blocks, most in _OVER_BYTES.items()
     ),
     Bound("n over a larger n, each", _cliffs, most=1.08),
+    *(
+        Bound(f"{block}: uneven over random, each", partial(_uneven_over_random, block), most=1.25)
+        for block in BLOCKS
+    ),
     Bound("products", lambda record: [("all", float(len(record["products"])))], 400),
     Bound("sparse products of a class", _counts, 8),
     Bound("attention over the fastest dense, each", ratios("attention", "sdpa_us")),

@@ -26,7 +26,7 @@ from sparse24_plans.tuning.data import free_memory
 from sparse24_plans.tuning.timing import Contender, copies_beyond_l2
 from sparse24_plans.vocab import BlockSparseOp
 
-from . import block_attention, blocks24
+from . import block_attention, block_tables, blocks24
 from .block_operands import ELEMENT, check, dense_of, graph_us, random, timed_once, workspace_of
 
 SHAPES = ((4096, 4096), (8192, 8192), (14336, 4096))
@@ -96,6 +96,7 @@ LISTS: Lists = {
     "products": ("op", "m", "k", "n", "block", "density", "pattern", "element"),
     "sparse24": ("op", "m", "k", "n", "block", "density", "element"),
     "attention": ("tokens", "heads", "head_size", "block", "density", "direction"),
+    "tables": ("tokens", "heads", "block", "density"),
 }
 
 
@@ -105,6 +106,7 @@ def steps() -> list[Step]:
         ("products", cells(), measured),
         ("sparse24", blocks24.cells(), blocks24.measured),
         ("attention", block_attention.cells(), block_attention.measured),
+        ("tables", block_tables.cells(), block_tables.measured),
     )
     return [
         Step(name, _named(name, cell), partial(_rows, name, measure, cell))

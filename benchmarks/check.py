@@ -140,12 +140,13 @@ FIELDS: dict[str, dict[str, dict[str, _Test]]] = {
             **_fields(_is_text, "direction"),
             **_fields(_is_time, "density us dense_us tflops"),
         },
+        "tables": _fields(_is_size, "tokens heads block") | _fields(_is_time, "density us"),
     },
     "blocksparse-random": {
         "products": _RANDOM_BLOCKS
         | _fields(_is_time, "dense_us")
         | _fields(_IS_TIME_OR_NONE, "torch_bsr_us"),
-        "sweep": _RANDOM_BLOCKS,
+        **dict.fromkeys(("sweep", "pairs"), _RANDOM_BLOCKS),
         "attention": {
             **_fields(_is_size, "tokens heads head_size block"),
             **_fields(_is_text, "direction"),
@@ -243,13 +244,15 @@ def report(path: Path) -> dict[str, Any]:
         return {"file": path.name, "faults": [str(error)]}
     if found := faults(kind, record):
         return {"file": path.name, "faults": found}
+    judgements = verdicts(kind, record)
     return {
         "file": path.name,
         "faults": [],
         "gpu": record["gpu"],
         "stale": not is_current(record),
         "gone": changed_files(record),
-        "verdicts": verdicts(kind, record),
+        "verdicts": judgements,
+        "unmeasured": len(BOUNDS.get(kind, ())) - len(judgements),
     }
 
 
@@ -311,6 +314,8 @@ def show(reports: Sequence[dict[str, Any]], *, every: bool) -> None:
         missed = [verdict for verdict in one["verdicts"] if verdict.is_missed]
         state = "STALE" if one["stale"] else "current"
         print(f"{one['file']} ({one['gpu']}): {state}, misses {len(missed)} of {len(one['verdicts'])} bounds")
+        if one["unmeasured"]:
+            print(f"  has no cells for {one['unmeasured']} more")
         show_verdicts(one["verdicts"] if every else missed)
 
 

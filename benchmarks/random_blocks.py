@@ -3,8 +3,9 @@
 Matrices of published models, n log-uniform from 1 to 8192, any density from 2 to 60%, every size of blocks
 and op, operands transposed or not. A quarter of the layouts are uneven: the blocks of a row follow 1 / rank.
 Half of the sparse operands of dsd and dds are packed by their plans. ``sweep`` has a few problems with many
-n, which show cliffs, and ``attention`` fresh lengths and densities beside the fastest dense attention. Steps
-come in random order, so that a part of a record is a fair sample.
+n, which show cliffs, ``pairs`` some problems with a random layout and with an uneven one, and ``attention``
+fresh lengths and densities beside the fastest dense attention. Steps come in random order, so that a part of
+a record is a fair sample.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _NAMES = ("shape", "op", "m", "k", "n", "block", "density", "pattern", "transpos
 LISTS: Lists = {
     "products": _NAMES,
     "sweep": _NAMES,
+    "pairs": _NAMES,
     "attention": ("tokens", "heads", "head_size", "block", "density", "direction"),
 }
 BLOCKS = (128, 64, 32, 16)
@@ -46,6 +48,8 @@ IN_BAND = (0.05, 0.25)
 """Densities of two thirds of the cells, and of most uneven ones."""
 OTHER_BANDS = ((0.02, 0.05), (0.25, 0.6))
 SWEPT, SWEEP_TOKENS = 6, 40
+PAIRS = 8
+"""Problems of a size of blocks whose layout is once random and once uneven."""
 ATTENTION_CELLS = 24
 
 
@@ -145,6 +149,18 @@ def swept(seed: int) -> list[Cell]:
     return found
 
 
+def paired(seed: int) -> list[Cell]:
+    """Problems of dsd and dds, each with a random layout and with an uneven one of the same density."""
+    rng, every = (
+        random.Random(f"{seed} pairs"),
+        [one for one in drawn(seed) if one.op is not BlockSparseOp.SDD],
+    )
+    found = [
+        one for block in BLOCKS for one in rng.sample([each for each in every if each.block == block], PAIRS)
+    ]
+    return [replace(one, pattern=pattern) for one in found for pattern in ("random", "uneven")]
+
+
 def attentions(seed: int) -> Iterator[block_attention.Cell]:
     """Attention of the lengths and densities of a seed."""
     rng = random.Random(f"{seed} attention")
@@ -162,7 +178,11 @@ def attentions(seed: int) -> Iterator[block_attention.Cell]:
 def steps(seed: int) -> list[Step]:
     """The measurements of a seed."""
     found = [Step("products", one.fields, _freeing(partial(_product, one))) for one in drawn(seed)]
-    found += [Step("sweep", one.fields, _freeing(partial(_of_sweep, one))) for one in swept(seed)]
+    found += [
+        Step(name, one.fields, _freeing(partial(_alone, name, one)))
+        for name, cells in (("sweep", swept(seed)), ("pairs", paired(seed)))
+        for one in cells
+    ]
     found += [
         Step("attention", vars(one), _freeing(partial(_attention, one)))
         for one in dict.fromkeys(attentions(seed))
@@ -172,7 +192,7 @@ def steps(seed: int) -> list[Step]:
 
 def compile_all(seed: int) -> None:
     """Compile the kernels of a seed's products, some 230, in parallel."""
-    found = [*drawn(seed), *swept(seed)]
+    found = [*drawn(seed), *swept(seed), *paired(seed)]
     cells = sorted(found, key=lambda one: (one.block, one.op, one.trans_a, one.trans_b))
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         list(pool.map(partial(compile_product, cuda_properties(0)), cells, chunksize=8))
@@ -195,8 +215,8 @@ def _product(cell: Cell, sources: set[str]) -> Record:
     return {"products": [{**blocks.Problem(cell).measured(sources), **cell.fields}]}
 
 
-def _of_sweep(cell: Cell, sources: set[str]) -> Record:
-    return {"sweep": [{**blocks.Problem(cell).measured_alone(sources), **cell.fields}]}
+def _alone(name: str, cell: Cell, sources: set[str]) -> Record:
+    return {name: [{**blocks.Problem(cell).measured_alone(sources), **cell.fields}]}
 
 
 def _attention(cell: block_attention.Cell, sources: set[str]) -> Record:

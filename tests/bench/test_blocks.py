@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import block_attention, blocks, blocks24
+from benchmarks import block_attention, block_tables, blocks, blocks24
 from benchmarks.bounds import BOUNDS
 from benchmarks.judging import judged
 from sparse24_plans.bench import record
@@ -65,14 +65,30 @@ def test_attention_is_held_against_the_speed_of_dense_attention(direction, densi
     cell = block_attention.Cell(16384, 16, 128, 128, density, direction)
     for share, expected in ((0.99, False), (1.01, True)):
         row = {**vars(cell), "us": share * density / least, "dense_us": 1.0, "tflops": 1e3}
-        made = {"products": [], "sparse24": [], "attention": [row]}
+        made = {**record.empty({}, blocks.LISTS), "attention": [row]}
         found = [judged(one, made) for one in BOUNDS["blocksparse"]]
         assert any(one.is_missed and "over dense's" in one.bound.about for one in found) == expected
 
 
+def test_tables_are_those_of_the_masks_of_attention():
+    found = block_tables.cells()
+    assert block_tables.Cell(16384, 16, 128, 0.1) in found
+    masks = {(one.tokens, one.heads, one.block, one.density) for one in block_attention.cells()}
+    assert {tuple(vars(one).values()) for one in found} == masks
+
+
+@pytest.mark.parametrize(("us", "is_missed"), [(49.0, False), (51.0, True)])
+def test_tables_are_held_to_50_us(us, is_missed):
+    rows = [{**vars(cell), "us": us if cell.block == 128 else 900.0} for cell in block_tables.cells()]
+    made = {**record.empty({}, blocks.LISTS), "tables": rows}
+    found = [judged(one, made) for one in BOUNDS["blocksparse"]]
+    assert any(one.is_missed and "tables" in one.bound.about for one in found) == is_missed
+
+
 def test_each_cell_is_a_step_that_its_own_row_finishes():
     steps = blocks.steps()
-    assert len(steps) == len(blocks.cells()) + len(blocks24.cells()) + len(block_attention.cells())
+    parts = (blocks, blocks24, block_attention, block_tables)
+    assert len(steps) == sum(len(part.cells()) for part in parts)
     rows = [(step.part, json.loads(json.dumps(dict(step.fields)))) for step in steps]
     found = {part: [row for name, row in rows if name == part] for part in blocks.LISTS}
     assert all(step.is_done(found) for step in steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from benchmarks import blocks, random_blocks
 from benchmarks.bounds import BOUNDS
 from benchmarks.check import faults
 from benchmarks.judging import judged
-from benchmarks.random_blocks import LISTS, attentions, drawn, steps, swept, uneven_counts
+from benchmarks.random_blocks import LISTS, attentions, drawn, paired, steps, swept, uneven_counts
 from benchmarks.random_figures import block_summary, is_aligned
 from sparse24_plans.bench import record
 from sparse24_plans.device.jit import launcher
@@ -62,7 +63,8 @@ def test_what_is_timed_is_compiled_before(monkeypatch):
     found = []
     monkeypatch.setattr(launcher, "compiled", lambda source, arch, defines: found.append((source, arch)))
     monkeypatch.setattr(random_blocks, "drawn", lambda seed: cells)
-    monkeypatch.setattr(random_blocks, "swept", lambda seed: [])
+    for name in ("swept", "paired"):
+        monkeypatch.setattr(random_blocks, name, lambda seed: [])
     monkeypatch.setattr(random_blocks, "cuda_properties", lambda ordinal: H200)
     monkeypatch.setattr(random_blocks, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(2))
     random_blocks.compile_all(SEED)
@@ -102,6 +104,16 @@ def test_a_sweep_is_one_problem_with_many_n():
     assert len(problems) == 6
 
 
+def test_pairs_differ_in_their_layout_alone():
+    found = paired(SEED)
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert (one.pattern, other.pattern) == ("random", "uneven")
+        assert one == replace(other, pattern="random")
+        assert one.bitmap().mean() == pytest.approx(other.bitmap().mean(), rel=0.25, abs=0.01)
+    assert Counter(one.block for one in found[::2]) == dict.fromkeys((128, 64, 32, 16), 8)
+    assert {one.op for one in found} == {"dsd", "dds"}
+
+
 def test_attention_is_of_many_lengths():
     found = list(attentions(SEED))
     assert {cell.direction for cell in found} == {"forward", "backward"}
@@ -128,9 +140,10 @@ def made_record(us: float = 1.0, **changes: Any) -> dict[str, Any]:
         for cell in drawn(SEED)
     ]
     sweep = [{**cell.fields, "us": 1.0 + cell.n, "backend": "x"} for cell in swept(SEED)]
+    pairs = [{**cell.fields, "us": us, "backend": "x"} for cell in paired(SEED)]
     attention = [{**vars(cell), "us": 1.0, "sdpa_us": 2.0, "tflops": 1.0} for cell in attentions(SEED)]
     head = {"gpu": "g", "driver": "d", "cuda": "c", "kernels_sha256": "0", "versions": {}, "schema": 1}
-    lists = {"products": products, "sweep": sweep, "attention": attention}
+    lists = {"products": products, "sweep": sweep, "pairs": pairs, "attention": attention}
     return {**head, "kernel_files": [], "seed": SEED, **lists, **changes}
 
 
@@ -181,6 +194,18 @@ def test_a_cliff_is_found():
     )
     rows[3]["us"] = 1.1 * rows[4]["us"]
     assert missed(found) == ["n over a larger n, each"]
+
+
+@pytest.mark.parametrize("block", [128, 64, 32, 16])
+def test_uneven_layouts_are_held_against_random_ones(block):
+    found = made_record()
+    row = next(one for one in found["pairs"] if (one["block"], one["pattern"]) == (block, "uneven"))
+    row["us"] *= 1.24
+    assert missed(found) == []
+    row["us"] *= 1.02
+    assert missed(found) == [f"{block}: uneven over random, each"]
+    found["pairs"] = [one for one in found["pairs"] if one["pattern"] == "uneven"]
+    assert missed(found) == []
 
 
 @pytest.mark.parametrize(
