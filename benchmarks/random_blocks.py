@@ -151,13 +151,10 @@ def swept(seed: int) -> list[Cell]:
 
 def paired(seed: int) -> list[Cell]:
     """Problems of dsd and dds, each with a random layout and with an uneven one of the same density."""
-    rng, every = (
-        random.Random(f"{seed} pairs"),
-        [one for one in drawn(seed) if one.op is not BlockSparseOp.SDD],
-    )
-    found = [
-        one for block in BLOCKS for one in rng.sample([each for each in every if each.block == block], PAIRS)
-    ]
+    rng, found = random.Random(f"{seed} pairs"), list[Cell]()
+    for block in BLOCKS:
+        products = [one for one in drawn(seed) if one.block == block and one.op is not BlockSparseOp.SDD]
+        found += rng.sample(products, PAIRS)
     return [replace(one, pattern=pattern) for one in found for pattern in ("random", "uneven")]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...plan.schedule_choice import CostModel, fastest
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, Prepared, prepared_bytes
-from .blocks_wgmma_cost import by_order_and_block, dense_bytes, longest_panel
+from .blocks_wgmma_cost import by_order_and_block, dense_bytes, expected_longest_panel
 
 STRIP_ROWS, TILE_TOKENS = 16, 8
 """Rows and tokens of an mma."""
@@ -102,7 +102,7 @@ class BlocksMmaSchedule(NamedTuple):
         """
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
-        longest = longest_panel(desc, one.block)
+        longest = expected_longest_panel(desc, one.block)
         waves = self.ctas(desc) / self.resident_ctas(multiprocessors)
         waves = max((waves + math.ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
         units, copies = longest * one.block / self.depth, self.prepared(desc)

@@ -25,7 +25,7 @@ from ..panels import (
     narrow_panel_rows,
 )
 from ..shape import BlockSparseShape
-from .blocks_wgmma_cost import cost_model, longest_panel, panel_count, work
+from .blocks_wgmma_cost import cost_model, expected_longest_panel, panel_count, work
 
 Columns = np.ndarray[Any, np.dtype[np.int64]]
 _ROW_BYTES = 128
@@ -199,7 +199,7 @@ def small_time(
         waves = part * math.ceil(waves) + (1 - part) * max(waves, 1.0)
         step = fit["step"][f"{one.rows}x{one.tokens}"]
         occupancy = expected_occupancy(desc.layout, one.rows // desc.layout.block)
-        found.append(max(waves * occupancy, longest_panel(desc, one.rows) / across) * step)
+        found.append(max(waves * occupancy, expected_longest_panel(desc, one.rows) / across) * step)
     return found
 
 

@@ -34,7 +34,7 @@ def work(
     """
     one, size = desc.layout, desc.element.itemsize
     panels, tiles = panel_count(desc, rows), -(-desc.n // tokens)
-    mean, longest = mean_panel(desc, rows), min(longest_panel(desc, rows), most)
+    mean, longest = mean_panel(desc, rows), min(expected_longest_panel(desc, rows), most)
     if desc.longest_panel:  # blocks may be kept close together, so that no panel is as long as the mean
         mean = min(mean, float(desc.longest_panel))
     waves = max(panels * parts * tiles / ctas, 1.0)
@@ -84,7 +84,7 @@ def mean_panel(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> flo
     return desc.reduction // layout.block * expected_occupancy(layout, max(rows // layout.block, 1))
 
 
-def longest_panel(desc: BlockSparseMatmulDescriptor, rows: int) -> float:
+def expected_longest_panel(desc: BlockSparseMatmulDescriptor, rows: int) -> float:
     """Columns that are expected of the longest panel of ``rows`` rows, as that of ``PANEL_ROWS`` is known.
 
     It is as much longer than the mean, or has a block row to which the known panel owes its length: the
