@@ -26,7 +26,7 @@ _LEAST_SLICE_CELLS = 512
 """Cells of k that a slice may always have: an exchange of its sums takes as long as multiplying hundreds."""
 _UNCUT_CELLS = 640
 """Cells of k by which a panel may be longer than a slice without being cut, for the same reason."""
-_DEVIATIONS = 3.0
+MOST_DEVIATIONS = 3.0
 """Standard deviations beyond the mean of random panels up to which no panel is cut."""
 SLICE_FIELDS = 5
 """Integers of a slice in the tables: the panel; the first of its kept columns, and how many; the slice's
@@ -66,11 +66,17 @@ def expected_occupancy(shape: BlockSparseShape, lines: int) -> float:
     return 1 - (1 - shape.density) ** lines
 
 
+def expected_columns(shape: BlockSparseShape, across: int, lines: int) -> tuple[float, float]:
+    """Mean and standard deviation of the columns of a panel of ``lines`` block rows, of ``across``, if blocks
+    are kept at random."""
+    occupancy = expected_occupancy(shape, lines)
+    return across * occupancy, math.sqrt(across * occupancy * (1 - occupancy))
+
+
 def _longest(shape: BlockSparseShape, across: int, lines: int) -> int:
     """The most columns that are expected of a panel of ``lines`` block rows, if blocks are kept at random."""
-    occupancy = expected_occupancy(shape, lines)
-    mean, deviation = across * occupancy, math.sqrt(across * occupancy * (1 - occupancy))
-    expected = math.ceil(round(mean + _DEVIATIONS * deviation, 6))
+    mean, deviation = expected_columns(shape, across, lines)
+    expected = math.ceil(round(mean + MOST_DEVIATIONS * deviation, 6))
     return max(_LEAST_SLICE_CELLS // shape.block, expected, -(-across // (MOST_SLICES - 1)))
 
 

@@ -12,7 +12,7 @@ from ...plan.schedule_choice import CostModel
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
-from ..panels import PANEL_ROWS, expected_occupancy, head_panels
+from ..panels import MOST_DEVIATIONS, PANEL_ROWS, expected_columns, head_panels, panel_block_rows
 
 MODEL = "packed_blocks"
 """The name of the cost models, one for each size of a block and order of X behind all pre-passes."""
@@ -81,21 +81,26 @@ def mean_panel(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> flo
     """Columns that are expected of a panel of ``rows`` rows, or of one block row, if blocks are kept at
     random."""
     layout = desc.layout
-    return desc.reduction // layout.block * expected_occupancy(layout, max(rows // layout.block, 1))
+    return expected_columns(layout, desc.reduction // layout.block, max(rows // layout.block, 1))[0]
 
 
 def expected_longest_panel(desc: BlockSparseMatmulDescriptor, rows: int) -> float:
     """Columns that are expected of the longest panel of ``rows`` rows, as that of ``PANEL_ROWS`` is known.
 
-    It is as much longer than the mean, or has a block row to which the known panel owes its length: the
-    columns that this one lacks are those that all its other block rows lack, too.
+    If blocks may be kept at random, it is as many deviations longer than the mean. Else one block row makes
+    the known panel long, with which it shares that row: the columns that the known panel lacks are those that
+    its other block rows lack, too.
     """
-    mean, known, layout = mean_panel(desc, rows), desc.longest_panel, desc.layout
-    if known <= mean_panel(desc):
+    layout, across = desc.layout, desc.reduction // desc.layout.block
+    known, known_lines = min(desc.longest_panel, across), panel_block_rows(layout)
+    lines = max(rows // layout.block, 1)
+    mean, deviation = expected_columns(layout, across, lines)
+    known_mean, known_deviation = expected_columns(layout, across, known_lines)
+    if known <= known_mean:
         return min(mean, known or mean)
-    across, others = desc.reduction // layout.block, (PANEL_ROWS - max(rows, layout.block)) // layout.block
-    lacked = (1 - layout.density) ** others
-    return max(mean * known / mean_panel(desc), across - (across - known) / lacked if lacked else 0.0)
+    if known <= known_mean + MOST_DEVIATIONS * known_deviation:
+        return min(mean + (known - known_mean) / known_deviation * deviation, known)
+    return max(mean, across - (across - known) / (1 - layout.density) ** (known_lines - lines))
 
 
 def panel_count(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> int:
