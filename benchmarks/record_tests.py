@@ -59,7 +59,8 @@ def _tests(expression: str, arguments: tuple[str, ...]) -> list[ElementTree.Elem
         report = Path(folder) / "report.xml"
         # The project's own options would set the number of processes, which undoes --tx.
         command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--strict-markers", "-m", expression]
-        subprocess.run([*command, f"--junitxml={report}", *arguments], env={**os.environ, **_ONE_THREAD})
+        command += ["--durations=15", f"--junitxml={report}", *arguments]
+        subprocess.run(command, env={**os.environ, **_ONE_THREAD})
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     return [suite]
 
