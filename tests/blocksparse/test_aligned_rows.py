@@ -25,6 +25,7 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.blocksparse.backends import inflate_cublas
+from sparse24_plans.blocksparse.kernel_problem import KernelProblem
 from sparse24_plans.blocksparse.kernel_table import MATMUL_ENTRIES
 from sparse24_plans.blocksparse.limits import inflated_regions
 from sparse24_plans.blocksparse.schedules.predicted_times import DENSE
@@ -169,9 +170,13 @@ def test_the_choice_of_a_dense_copy_counts_what_it_copies():
     assert DENSE.copies_us(aligned) == 0
     assert DENSE.copies_us(described(n=1, packed=True)) == 0
     nbytes = 2 * 512 * 392 * 2 + 2 * 1024 * 392 * 2
-    given = constants("packed_choice")
-    wanted = 2 * given["pre_pass_us"] + nbytes / given["pre_pass_bandwidth"]
-    assert DENSE.copies_us(odd) == pytest.approx(wanted)
+    pads, transposes = (constants("packed_choice")[one] for one in ("pads", "transposes"))
+    assert DENSE.copies_us(odd) == pytest.approx(2 * pads["launch"] + nbytes / pads["bytes_per_us"])
+    by_rows = described(op="dds", n=391, packed=True, trans_a=True)
+    (copy,) = KernelProblem(by_rows).aligned_operands
+    assert copy.transposes
+    wanted = transposes["launch"] + copy.nbytes / transposes["bytes_per_us"]
+    assert DENSE.copies_us(by_rows) == pytest.approx(wanted)
 
 
 # What the library is given, by a model of the kernels in NumPy ------------------------------------

@@ -128,7 +128,7 @@ def test_many_small_blocks_become_dense_for_rows_of_any_length(op, transposed, n
 
 def test_copies_to_aligned_rows_count_in_the_choice():
     """A small product takes no longer than they do. Kept blocks need only the copy of X."""
-    small = BlockSparseShape(heads=1, rows=1024, cols=1024, block=16, blocks=205)
+    small = BlockSparseShape(heads=1, rows=1024, cols=1024, block=16, blocks=175)
     assert chosen(layout=small, n=200).chosen == "packed_dense"
     assert chosen(layout=small, n=201).chosen == "blocks_wgmma"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...plan.schedule_choice import REFERENCE_SMS, CostModel, constants
 from ..descriptor import BlockSparseMatmulDescriptor
-from ..kernel_problem import KernelProblem, prepared_bytes
+from ..kernel_problem import KernelProblem, Prepared
 from ..panels import NARROW_PANEL_ROWS, expected_occupancy, head_panels
 from . import blocks_wgmma_cost
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
@@ -69,21 +69,24 @@ def blocks_us(desc: BlockSparseMatmulDescriptor) -> float:
 
 def _pre_pass_us(desc: BlockSparseMatmulDescriptor) -> float:
     """Microseconds of the pre-passes that copy dense operands before kept blocks are multiplied."""
-    prepared = KernelProblem(desc).prepared_operands(None)
-    return _copies_us(len(prepared), prepared_bytes(prepared))
+    return sum(map(_prepared_us, KernelProblem(desc).prepared_operands(None)))
 
 
 def _dense_copies_us(desc: BlockSparseMatmulDescriptor) -> float:
     """Microseconds of the copies by which a dense product has aligned rows: operands', and the result's."""
     problem = KernelProblem(desc)
-    prepared, pads = problem.aligned_operands, problem.product_tokens != desc.n
-    nbytes = prepared_bytes(prepared) + (problem.product_bytes if pads else 0)
-    return _copies_us(len(prepared) + pads, nbytes)
+    of_result = _copy_us("pads", problem.product_bytes) if problem.product_tokens != desc.n else 0.0
+    return sum(map(_prepared_us, problem.aligned_operands)) + of_result
 
 
-def _copies_us(copies: int, nbytes: int) -> float:
-    given = constants("packed_choice")
-    return float(copies * given["pre_pass_us"] + nbytes / given["pre_pass_bandwidth"])
+def _prepared_us(one: Prepared) -> float:
+    return _copy_us("transposes" if one.transposes else "pads", one.nbytes)
+
+
+def _copy_us(kind: str, nbytes: int) -> float:
+    """Microseconds of a copy that pads rows, or transposes, behind the launch before it."""
+    given = constants("packed_choice")[kind]
+    return float(given["launch"] + nbytes / given["bytes_per_us"])
 
 
 def _dense_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
