@@ -11,7 +11,7 @@ import pytest
 from sparse24_plans import InvalidProblemError
 from sparse24_plans.checkpoints.compress import compress_checkpoint
 
-from ..cli.test_cli import run, run_json
+from ..cli.commands import run, run_json
 from .models import dense_file, random_array, snapshot
 
 

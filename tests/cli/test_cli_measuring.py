@@ -10,7 +10,7 @@ from sparse24_plans import BackendUnavailableError
 from sparse24_plans.bench import record
 from sparse24_plans.cli import measuring
 
-from .test_cli import run, run_json
+from .commands import run, run_json
 
 COMMANDS = {"bench": (), "tune": ("--n", 1, "--shape", "64x64")}
 

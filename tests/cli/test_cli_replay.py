@@ -13,7 +13,7 @@ from sparse24_plans.cli import replaying
 from ..gemm.grouped_cases import Routing, grouped_case
 from ..gemm.test_replay import ran
 from ..support import plan_of_row
-from .test_cli import run, run_json
+from .commands import run, run_json
 
 
 @pytest.fixture

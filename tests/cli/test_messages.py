@@ -19,7 +19,7 @@ from sparse24_plans.plan.families import backends
 from sparse24_plans.plan.guarantee import GuaranteeRequirement
 from sparse24_plans.vocab import ElementKind
 
-from .test_cli import run, run_json
+from .commands import run, run_json
 
 PROBLEM = ("explain", "--n", 16, "--m", 512, "--k", 256)
 COMMANDS = ("info", "compress", "convert", "verify", "explain", "replay", "demo", "bench", "tune", "warmup")

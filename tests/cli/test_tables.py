@@ -131,3 +131,10 @@ def test_without_rows_there_is_nothing():
 )
 def test_shares_are_percentages(share, text):
     assert tables.share_text(share) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (72_039_360, "72.04 MB")]
+)
+def test_sizes_are_readable(nbytes, text):
+    assert tables.size_text(nbytes) == text

@@ -1,0 +1,252 @@
+"""Plans of float32 in bf16 terms: schedules, slices of K, chunks and workspaces, without a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse24_plans import (
+    ElementKind,
+    GemmSparse24Descriptor,
+    GemmSparse24Plan,
+    PlanPreference,
+    UnsupportedError,
+)
+from sparse24_plans.device.jit.launcher import recording
+from sparse24_plans.device.tensors import Device, TensorView
+from sparse24_plans.gemm import limits, wgmma
+from sparse24_plans.gemm.arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
+from sparse24_plans.gemm.schedules import f32_split_heuristics
+from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
+from sparse24_plans.plan.kernel import Choice
+from sparse24_plans.weights.packed_layouts import TILE_M, layout_called
+
+from ..kernels.index_functions import Table, check_tables
+from ..sample_devices import HOPPER
+from .f32_split_cases import NAMES, ROWS, every_row, least_workspace
+from .kernel_entries import row_of
+from .test_schedules import pieces
+
+
+@settings(max_examples=25)
+@given(
+    m=st.integers(1, 60000) | st.sampled_from([4096, 28672, 57344]),
+    k=st.integers(1, 4096).map(lambda units: 8 * units),
+    tokens=st.lists(st.integers(1, 9000) | st.sampled_from([64, 128, 8192]), min_size=2, max_size=4),
+    shards=st.integers(1, 8),
+)
+def test_split_k_of_invariant_kernels_ignores_n_and_slices(m, k, tokens, shards):
+    for name in ("f32_split3_invariant", "f32_split6_invariant"):
+        row, part = row_of(name), -(-m // shards)
+        named = set()
+        for n in tokens:
+            for rows, wish in ((m, {}), (part, {"whole_m": m})):
+                desc = GemmSparse24Descriptor(n=n, m=rows, k=k, element="f32")
+                for device in (HOPPER, HOPPER.model_copy(update={"multiprocessors": 66})):
+                    choice = Choice(desc, device, row, PlanPreference(**wish), {})
+                    named.add(row.kernel.arithmetic(choice))
+        assert named == {
+            f"{NAMES[row.split_terms]}/slices={f32_split_heuristics.invariant_split_k(m, k, row.split_terms)}"
+        }
+
+
+@settings(max_examples=30)
+@given(
+    name=st.sampled_from(ROWS),
+    n=st.integers(1, 3000) | st.sampled_from([1, 64, 65, 1000]),
+    m=st.integers(1, 9000),
+    k=st.integers(1, 2000).map(lambda units: 8 * units),
+)
+def test_the_least_workspace_is_enough(name, n, m, k):
+    """The workspace that a kernel asks for suffices for some schedule, and no limit changes the bits."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    least, named = least_workspace(row, desc), set()
+    for most in (least, least + 10**7, None):
+        choice = Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})
+        kernel = row.kernel.sized(choice)
+        assert most is None or kernel.workspace_size <= most
+        assert most != least or kernel.workspace_size == least
+        assert (kernel.launches == 1) == limits.producers_split(m, k, n)
+        named.add(row.kernel.arithmetic(choice))
+    assert len(named) == 1
+    assert row.limits(desc) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "k"),
+    [(128, 7, 8192), (16, 905, 4104), (65, 24, 4104), (129, 16, 8192), (2973, 1, 8192), (7, 0, 8192)],
+    ids=str,
+)
+@pytest.mark.parametrize("multiprocessors", [114, 132])
+@every_row
+def test_a_plan_is_selected_again_with_its_own_workspace(row, n, m, k, multiprocessors):
+    """Schedules with slices of K keep no blocked sums, and the least workspace counts none for them."""
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    device = HOPPER.model_copy(update={"multiprocessors": multiprocessors})
+
+    def selected(most):
+        wanted = {"prefer_kernel": row, "max_workspace_bytes": most}
+        return GemmSparse24Plan.select(desc, preference=wanted, device=device)
+
+    free = selected(None)
+    again = selected(free.workspace_size())
+    assert again.explain().details == free.explain().details
+    least = least_workspace(row_of(row), desc, device)
+    assert selected(least).workspace_size() == least
+    if least:
+        with pytest.raises(UnsupportedError, match=f"needs a workspace of {least} bytes"):
+            selected(least - 1)
+
+
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from(ROWS),
+    n=st.integers(129, 60000),
+    m=st.integers(1, 40000),
+    k=st.integers(500, 8000).map(lambda units: 8 * units),
+)
+def test_terms_of_x_are_split_in_chunks_of_bounded_memory(name, n, m, k):
+    """The issue's 16384 tokens of 36864 columns would take 3.4 GiB of terms."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    choice = Choice(desc, HOPPER, row, PlanPreference(), {})
+    kernel = row.kernel.sized(choice)
+    sums = 5 * 132 * 128 * 128 * 4  # of stream-K and of groups of sums
+    assert kernel.workspace_size <= limits.SPLIT_CHUNK_BYTES + sums
+    assert kernel.workspace_size <= row.kernel.most_workspace(choice)
+    tokens = [chunk.descriptor.n for chunk in kernel._chunks]
+    assert sum(tokens) == n
+    assert len(set(tokens[:-1])) <= 1
+    assert tokens[-1] <= tokens[0]
+    if 2 * row.split_terms * n * k <= limits.SPLIT_CHUNK_BYTES:
+        assert len(tokens) == 1
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+def test_chunks_read_and_write_each_row_once(beta):
+    """Whatever the strides, and in the order of the rows: the launches say so."""
+    desc = GemmSparse24Descriptor(n=1000, m=320, k=4616, element="f32", beta=beta)
+    row = row_of("f32_split6")
+    wish = PlanPreference(max_workspace_bytes=least_workspace(row, desc))
+    with recording():
+        kernel = row.kernel(Choice(desc, HOPPER, row, wish, {}))
+        shapes = {"source": (1000, 4624), "result": (1000, 324), "c": (1000, 332)}
+        views = {
+            name: TensorView(
+                (number + 1) << 40, (1000, columns), ElementKind.F32, Device("cuda", 0), strides=(columns, 1)
+            )
+            for number, (name, (_, columns)) in enumerate(shapes.items())
+            if name != "c" or beta
+        }
+        views["packed"] = TensorView(1 << 50, (8,), ElementKind.U8, Device("cuda", 0))
+        launches: list = []
+        kernel.launcher(views, 1 << 52)(launches)
+    assert len(launches) == kernel.launches == 2 * len(kernel._chunks) > 4
+    begin = 0
+    for split, product in zip(launches[::2], launches[1::2], strict=True):
+        first, then = split.parameters, product.parameters
+        assert (first.terms, first.n) == (1 << 52, then.n)
+        assert first.x == then.x == views["source"].address + 4 * 4624 * begin
+        assert then.y == views["result"].address + 4 * 324 * begin
+        assert then.c == (views["c"].address + 4 * 332 * begin if beta else None)
+        begin += then.n
+    assert begin == 1000
+
+
+@settings(max_examples=30)
+@given(
+    name=st.sampled_from(ROWS),
+    n=st.integers(1, 6000) | st.integers(1, 64),
+    m=st.integers(1000, 60000),
+    k=st.integers(1, 1200).map(lambda units: 8 * units),
+)
+def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
+    """Ranges are even and at least one work tile long, so at most two clusters share a work tile."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    unit, tiles = f32_split_heuristics.RANGE_TILES[row.split_terms], -(-k // SPLIT_TILE)
+    assert unit * SPLIT_TILE % SPLIT_SUM[row.split_terms] == 0
+    assert SPLIT_GROUP[row.split_terms] % (unit * SPLIT_TILE) == 0
+    for one in f32_split_heuristics.allowed_schedules(desc, row):
+        if not one.stream_k:
+            continue
+        units = -(-tiles // unit)
+        found = pieces(one, one.work_tiles(n, m), units)
+        work = [sum(last - first for _, first, last in its) for its in found]
+        assert (sum(work), max(work) - min(work) <= 1) == (one.work_tiles(n, m) * units, True)
+        assert min(work) >= units
+
+
+@pytest.mark.parametrize("row", ["f32_split3_invariant", "f32_split6_invariant"])
+@pytest.mark.parametrize("n", [17, 64])
+def test_invariant_kernels_take_stream_k_for_a_partial_wave(row, n):
+    """Split-K is 1 for every n, and whole work tiles would leave 72 of 132 SMs idle in the last wave."""
+    desc = GemmSparse24Descriptor(n=n, m=24576, k=4096, element="f32")
+    cut, _ = f32_split_heuristics.best_chunking(desc, row_of(row), HOPPER)
+    assert (cut.split_k, cut.stream_k) == (1, 132)
+    assert cut.work_tiles(n, desc.m) > 132
+    assert cut.work_tiles(n, desc.m) % 132
+
+
+@pytest.mark.parametrize(("k", "split"), [(896, True), (1024, False)])
+def test_no_stream_k_where_producers_split_x(k, split):
+    """The warp that would exchange the flags of stream-K splits X."""
+    m = 9000
+    tried = f32_split_heuristics.tried_schedules(17, m, k, 2)
+    assert limits.producers_split(m, k, 24) == split
+    assert any(one.stream_k for one in tried) != split
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "terms", "split"),
+    [(24576, 4096, 2, 1), (8576, 7680, 2, 3), (37696, 12608, 2, 2), (8704, 2752, 3, 3), (17088, 11840, 3, 4)],
+)
+def test_stream_k_for_few_tokens_moves_no_invariant_split(m, k, terms, split):
+    """The split fixes bits, so it still depends on the schedules of the first fit alone."""
+    assert f32_split_heuristics.invariant_split_k(m, k, terms) == split
+
+
+@settings(max_examples=60)
+@given(name=st.sampled_from(ROWS), n=st.integers(1, 3000), m=st.integers(1, 60000))
+def test_tiles_of_x_begin_where_a_swizzles_pattern_does(name, n, m):
+    """With every schedule, tiles of X lie behind those of W in shared memory."""
+    row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=1040, element="f32")
+    layout = layout_called(row.layout)
+    for one in f32_split_heuristics.allowed_schedules(desc, row):
+        weights, _ = one.stages(OperandLayouts.of(desc, layout), row.split_terms)
+        assert weights * one.rows // TILE_M * layout.shared_bytes % 1024 == 0
+
+
+@pytest.mark.parametrize("row", ["f32_split3", "f32_split6"])
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_producers_store_terms_where_wgmma_reads_them(row, tokens):
+    """A warp fills a stage: a line of 128 swizzled bytes for each token, 16 bytes of 8 columns at a time."""
+    desc, layout = (
+        GemmSparse24Descriptor(n=tokens, m=64, k=64, element="f32"),
+        layout_called(row_of(row).layout),
+    )
+    layouts, schedule = OperandLayouts.of(desc, layout), WgmmaSpSchedule(2, 1, tokens)
+    defined = wgmma.defines(desc, schedule, layouts, False, row_of(row).split_terms)
+    assert defined["X_SPLIT"] == 1
+    lane, step = np.arange(32)[:, None], np.arange(tokens // 4)
+    token, chunk = lane // 8 + 4 * step, lane % 8
+    at = token * 128 + (chunk ^ token % 8) * 16
+    np.testing.assert_array_equal(np.sort(at, axis=None), 16 * np.arange(8 * tokens))
+    check_tables(
+        "gemm/wgmma_sp/producer_split.cuh",
+        defined,
+        Table("SplitPiece::token(i0, i1)", token),
+        Table("SplitPiece::chunk(i0)", chunk[:, 0]),
+        Table("SplitPiece::offset(i0, i1)", at),
+        Table("SplitPiece::kPasses + 0 * i0", [tokens // 4]),
+    )
+
+
+@every_row
+def test_what_is_too_large_is_refused_by_what_it_exceeds(row):
+    terms = row_of(row).split_terms
+    many = GemmSparse24Descriptor(n=2**31, m=64, k=8, element="f32")
+    assert "tensor map" in row_of(row).limits(many)
+    assert row_of(row).limits(many.model_copy(update={"n": 2**31 // terms})) is None
+    assert "grid limit" in row_of(row).limits(many.model_copy(update={"n": 2**27, "m": 2**15}))
+    assert limits.f32_split(terms, many.model_copy(update={"n": 1, "k": 0})) == "serves no empty sums"
