@@ -1,4 +1,4 @@
-"""Layers, tokens and meshes of the tests of several ranks, as each of the ranks makes them."""
+"""Layers, models, tokens and meshes of the tests of several ranks, as each of the ranks makes them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sparse24_plans.torch import Sparse24Linear
+from sparse24_plans.torch import ColwiseSparse24, RowwiseSparse24, Sparse24Linear
 
 from .cases import same_bits
 
 INVARIANT = {"batch_invariant": True}
 K, M = 128, 192
+PLAN = {"0": ColwiseSparse24(), "1": RowwiseSparse24(parts=4)}
 
 
 @cache
@@ -53,3 +54,9 @@ def pack(one: Sparse24Linear) -> Sparse24Linear:
     one.packed = torch.ops.sparse24.pack(values.detach(), meta)
     one.values = one.metadata = None
     return one
+
+
+def model(seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(seed)
+    linears = nn.Linear(K, M, dtype=dtype), nn.Linear(M, 64, dtype=dtype)
+    return nn.Sequential(*(Sparse24Linear.from_linear(linear, require=INVARIANT) for linear in linears))

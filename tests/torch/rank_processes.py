@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 LIMIT_S = 120
 
@@ -59,6 +61,13 @@ class World:
         for process in self._processes:
             process.kill()
             process.join(10)
+
+
+def four_ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Yield the world of a module of tests, which has this as a fixture; most checks use it as two pairs."""
+    world = World(4, tmp_path_factory.mktemp("world"), request.module.__name__)
+    yield world
+    world.close()
 
 
 def _received(end: Connection, rank: int) -> tuple[bool, Any]:

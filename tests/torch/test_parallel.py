@@ -1,37 +1,24 @@
-"""Layers over several ranks: what each holds, gives and saves, on processes that exchange through gloo."""
+"""Layers over several ranks have one device's results and gradients, on processes joined by gloo."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from sparse24_plans import InvalidProblemError, UnsupportedError
 from sparse24_plans.torch import ColwiseSparse24, RowwiseSparse24, Sparse24Linear, parallel
 
 from .cases import close
-from .parallel_cases import INVARIANT, K, M, layer, mesh_of, pack, part, same, tokens
-from .rank_processes import World
+from .parallel_cases import INVARIANT, PLAN, K, M, layer, mesh_of, model, pack, part, same, tokens
+from .rank_processes import four_ranks
 
-F = nn.functional
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[World]:
-    """Yield four ranks, which most checks use as two pairs."""
-    world = World(4, tmp_path_factory.mktemp("world"), __name__)
-    yield world
-    world.close()
+world = pytest.fixture(four_ranks, scope="module")
 
 
 # Columns --------------------------------------------------------------------------------------------
@@ -324,154 +311,6 @@ def test_gradients_are_those_of_one_device(world, wanted):
     world.run(gradients, wanted)
 
 
-# State ----------------------------------------------------------------------------------------------
-
-PLAN = {"0": ColwiseSparse24(), "1": RowwiseSparse24(parts=4)}
-
-
-def model(seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    torch.manual_seed(seed)
-    linears = nn.Linear(K, M, dtype=dtype), nn.Linear(M, 64, dtype=dtype)
-    return nn.Sequential(*(Sparse24Linear.from_linear(linear, require=INVARIANT) for linear in linears))
-
-
-def parallel_model(ranks: int, seed: int = 1) -> nn.Module:
-    return parallelize_module(model(seed), mesh_of(ranks), PLAN)
-
-
-def equal_states(cut: nn.Module, whole: nn.Module) -> bool:
-    """Compare whole tensors without gathering them: no backend of PyTorch exchanges uint16."""
-    own, pairs = cut.state_dict(), []
-    assert own.keys() == whole.state_dict().keys()
-    for name, tensor in whole.state_dict().items():
-        found = own[name]
-        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
-        pairs.append((found.to_local(), distribute_part(tensor, found)))
-    return all(torch.equal(*pair) for pair in pairs)
-
-
-def distribute_part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
-    (placement,) = like.placements
-    return tensor if isinstance(placement, Replicate) else part(tensor, like.device_mesh, placement.dim)
-
-
-def saved(ranks: int, path: str) -> None:
-    cut = parallel_model(ranks)
-    assert equal_states(cut, model())
-    dcp.save(cut.state_dict(), checkpoint_id=path)
-
-
-def loaded(ranks: int, path: str) -> None:
-    """Into a model of other values, on a mesh of so many ranks."""
-    cut = parallel_model(ranks, seed=7)
-    assert not equal_states(cut, model())
-    state = get_model_state_dict(cut)
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(cut, state)
-    assert equal_states(cut, model())
-    mesh = mesh_of(ranks)
-    x = tokens(5, K, dtype=torch.bfloat16)
-    want = parallelize_module(model(), mesh, PLAN)(x)
-    assert same(cut(x), want)
-
-
-def test_what_ranks_save_other_numbers_of_ranks_load(world, tmp_path):
-    """One process without a group loads it too."""
-    world.run(saved, 2, str(tmp_path / "of two"))
-    world.run(saved, 4, str(tmp_path / "of four"))
-    alone = model().state_dict()
-    dcp.save(alone, checkpoint_id=str(tmp_path / "of one"), no_dist=True)
-    for name in ("of one", "of two", "of four"):
-        world.run(loaded, 4, str(tmp_path / name))
-        world.run(loaded, 2, str(tmp_path / name))
-        whole = model(seed=7)
-        state = whole.state_dict()
-        dcp.load(state, checkpoint_id=str(tmp_path / name), no_dist=True)
-        whole.load_state_dict(state)
-        assert all(torch.equal(t, alone[key]) for key, t in whole.state_dict().items())
-
-
-def whole_states() -> None:
-    """A whole state is cut where it is loaded; one of other shapes is refused, and nothing changes."""
-    cut = parallel_model(2, seed=7)
-    cut.load_state_dict(model().state_dict())
-    assert equal_states(cut, model())
-    bad = model().state_dict()
-    bad["1.weight.values24"] = bad["1.weight.values24"][:, : M // 4]
-    with pytest.raises(RuntimeError, match=r"expected a DTensor, or the whole \[64, 96\], got \[64, 48\]"):
-        cut.load_state_dict(bad)
-    assert equal_states(cut, model())
-
-
-def test_a_whole_state_is_cut_where_it_is_loaded(world):
-    world.run(whole_states)
-
-
-def states_of_another_cut() -> None:
-    mesh = mesh_of(2)
-    for one, other in ((ColwiseSparse24, RowwiseSparse24), (RowwiseSparse24, ColwiseSparse24)):
-        given = parallelize_module(layer(), mesh, one())
-        cut = parallelize_module(layer(seed=7), mesh, other())
-        cut.load_state_dict(given.state_dict())
-        assert equal_states(cut, layer())
-
-
-def test_a_state_that_is_cut_the_other_way_is_exchanged(world):
-    world.run(states_of_another_cut)
-
-
-def built_without_memory(path: str) -> None:
-    """On the meta device, cut there, then given memory and loaded: no rank ever holds the whole."""
-    torch.manual_seed(0)
-    linears = [
-        Sparse24Linear(a, b, device="meta", dtype=torch.bfloat16, require=INVARIANT)
-        for a, b in ((K, M), (M, 64))
-    ]
-    cut = parallelize_module(nn.Sequential(*linears), mesh_of(2), PLAN)
-    assert cut[0].values.is_meta
-    assert cut[0].values.shape == (M // 2, K // 2)
-    cut.to_empty(device="cpu")
-    assert not cut(tokens(3, K, dtype=torch.bfloat16)).any()
-    state = cut.state_dict()
-    dcp.load(state, checkpoint_id=path)
-    cut.load_state_dict(state)
-    assert equal_states(cut, model())
-
-
-def test_a_model_is_cut_before_it_has_memory(world, tmp_path):
-    dcp.save(model().state_dict(), checkpoint_id=str(tmp_path / "whole"), no_dist=True)
-    world.run(built_without_memory, str(tmp_path / "whole"))
-
-
-def whose_weights(source: int | None) -> tuple[int, list[float]]:
-    """The rank in its mesh, and its part of the bias; each rank comes with another model."""
-    mesh = mesh_of(2)
-    cut = parallelize_module(
-        model(seed=mesh.get_local_rank()), mesh, {"0": ColwiseSparse24()}, src_data_rank=source
-    )
-    return mesh.get_local_rank(), cut[0].bias.tolist()
-
-
-@pytest.mark.parametrize("source", [0, 1, None])
-def test_the_ranks_take_the_weights_of_one_of_them(world, source):
-    """Or each its own, as of PyTorch's styles."""
-    for rank, bias in world.run(whose_weights, source):
-        torch.manual_seed(rank if source is None else source)
-        whole = nn.Linear(K, M, dtype=torch.bfloat16).bias
-        assert bias == whole.chunk(2)[rank].tolist()
-
-
-def moved() -> None:
-    cut = parallel_model(2).half()
-    assert cut[1].values.dtype == torch.float16
-    assert "in_features on 2 ranks" in repr(cut)
-    assert cut(tokens(3, K, dtype=torch.float16)).dtype == torch.float16
-
-
-def test_a_cut_layer_changes_its_dtype_as_a_whole_one(world):
-    world.run(moved)
-
-
 # Beside PyTorch's other ways ------------------------------------------------------------------------
 
 
@@ -514,82 +353,3 @@ def data_parallel() -> None:
 def test_layers_train_under_ddp_and_fsdp(world):
     """The ranks exchange the layer's own tensors, whose dtypes every backend knows."""
     world.run(data_parallel)
-
-
-# Refusals -------------------------------------------------------------------------------------------
-
-STRICT = {"bit_stable_across_hardware": True}
-REFUSED = {  # the error: its words, of which layer (None: a dense one) and style
-    InvalidProblemError: {
-        "module: expected a Sparse24Linear": (None, ColwiseSparse24()),
-        "out_features: expected a multiple of 2 ranks, got 97": ({"m": 97}, ColwiseSparse24()),
-        "in_features: expected a multiple of 8 times 2 parts of K, got 120": ({"k": 120}, RowwiseSparse24()),
-        "in_features: expected a multiple of 8 times 4 parts of K, got 48": (
-            {"k": 48},
-            RowwiseSparse24(parts=4),
-        ),
-        "parts: expected a multiple of 2 ranks, got 1": ({}, RowwiseSparse24(parts=1)),
-        "out_features: expected a multiple of 64": ({"m": 96}, RowwiseSparse24(parts=4)),
-        "out_features: expected a multiple of 16 times 2 ranks for swiglu, got 80": (
-            {"m": 80, "activation": "swiglu"},
-            ColwiseSparse24(),
-        ),
-    },
-    UnsupportedError: {
-        "activation: swiglu follows a sum over all of K": (
-            {"m": 96, "activation": "swiglu"},
-            RowwiseSparse24(),
-        ),
-        "depend on the number of ranks": ({"require": INVARIANT}, RowwiseSparse24()),
-        "one sum over K": ({"require": STRICT}, RowwiseSparse24(parts=2)),
-    },
-}
-
-
-def refused(kind: type[Exception], message: str) -> None:
-    options, style = REFUSED[kind][message]
-    module = nn.Linear(K, M) if options is None else layer(**options)
-    before = type(module)
-    with pytest.raises(kind, match=message):
-        parallelize_module(module, mesh_of(2), style)
-    assert type(module) is before
-
-
-@pytest.mark.parametrize(("kind", "message"), [(kind, one) for kind, of in REFUSED.items() for one in of])
-def test_uncuttable_layers_are_refused_and_stay_unchanged(world, kind, message):
-    world.run(refused, kind, message)
-
-
-def refused_later() -> None:
-    mesh = mesh_of(2)
-    cut = parallelize_module(layer(), mesh, RowwiseSparse24(output_layouts=Shard(0)))
-    with pytest.raises(
-        InvalidProblemError, match="output_layouts: expected a dimension 0 that 2 ranks divide"
-    ):
-        cut(tokens(3, K // 2))
-    with pytest.raises(InvalidProblemError, match="module: expected a Sparse24Linear"):
-        parallelize_module(cut, mesh, ColwiseSparse24())
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    with pytest.raises(InvalidProblemError, match="device_mesh: expected one dimension"):
-        parallelize_module(layer(), grid, ColwiseSparse24())
-    with pytest.raises(InvalidProblemError, match="x: expected a DTensor on"):
-        cut(distribute_tensor(tokens(4, K), grid["a"], [Replicate()]))
-
-
-def test_calls_that_do_not_fit_are_refused(world):
-    world.run(refused_later)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RowwiseSparse24(parts=3), "parts: expected a power of two, got 3"),
-        (lambda: RowwiseSparse24(parts="two"), "parts: expected a power of two, got 'two'"),
-        (lambda: ColwiseSparse24(input_layouts=Partial()), "input_layouts: expected Shard or Replicate"),
-        (lambda: ColwiseSparse24(use_local_output=3), "use_local_output: expected True or False, got 3"),
-        (lambda: RowwiseSparse24(output_layouts="rows"), "output_layouts: expected Shard or Replicate"),
-    ],
-)
-def test_styles_that_mean_nothing_are_refused(make, message):
-    with pytest.raises(InvalidProblemError, match=message):
-        make()
