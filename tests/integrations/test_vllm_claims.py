@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("vllm")
+
 from sparse24_plans import UnsupportedError
 
-from .test_vllm import GROUP, Sparse24VllmConfig
+from .vllm_models import GROUP, Sparse24VllmConfig
 
 
 @pytest.mark.parametrize("user", [None, "sparse24", "compressed-tensors"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import sparse24_plans.torch  # noqa: F401 - registers the ops
@@ -12,6 +13,7 @@ from tests.support import HAS_GPU
 S = torch.ops.sparse24
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DEVICE = "cuda" if HAS_GPU and torch.cuda.is_available() else "cpu"
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def defined_ops() -> set[str]:

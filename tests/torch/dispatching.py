@@ -13,7 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse24_plans import UnsupportedError
 
+from .cases import DEVICE
+
 Sample = tuple[Any, ...]
+CHOSEN = torch.tensor([[0, 1], [1, 0], [1, 1], [0, 0], [0, 1]], dtype=torch.int32, device=DEVICE)
+"""The two choices of two experts by each of five rows."""
 
 
 def names_of(samples: dict[str, Sample]) -> set[str]:

@@ -12,9 +12,8 @@ from sparse24_plans.plan import plan
 from sparse24_plans.plan.operands import Alignment
 from sparse24_plans.torch import plan_cache
 
-from .cases import same_bits
+from .cases import DEVICES, same_bits
 
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 S = torch.ops.sparse24
 BATCHES, ROWS, OUT, IN = 3, 5, 64, 128
 

@@ -10,8 +10,8 @@ from sparse24_plans import InvalidProblemError
 from sparse24_plans.torch import CalibrationReport, Sparse24Experts, calibrate, calibrated_block, to_sparse24
 from sparse24_plans.weights.calibrated import METHODS, pruned_for
 
+from .calibration_cases import token_batches, transformer, weight_of, weights
 from .saved_models import same_state
-from .test_calibration import token_batches, transformer, weight_of, weights
 from .test_calibration_passes import never_left
 
 MODELS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")

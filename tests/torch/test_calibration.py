@@ -1,84 +1,20 @@
-"""``calibrate``: blocks in order, inputs from pruned ones, resumable, errors of outputs, bad arguments."""
+"""``calibrate`` prunes block after block, for the outputs of pruned ones, and refuses what it can't prune."""
 
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from sparse24_plans import FormatError, InvalidProblemError, StorageError, verify_checkpoint
-from sparse24_plans.torch import (
-    Sparse24Experts,
-    Sparse24Linear,
-    Sparse24QuantizedLinear,
-    Sparse24WeightOnlyLinear,
-    calibrate,
-    calibrated_block,
-    fuse_gated,
-    linear,
-    to_sparse24,
-)
-from sparse24_plans.torch.conv1d import linear_of
+from sparse24_plans import InvalidProblemError
+from sparse24_plans.torch import Sparse24Linear, calibrate, calibrated_block, to_sparse24
 from sparse24_plans.weights.calibrated import METHODS, output_error, pruned_for
 
+from .calibration_cases import MODELS, Twice, inputs, stack, token_batches, transformer, weight_of, weights
 from .saved_models import same_state
-
-transformers = pytest.importorskip("transformers")
-
-SMALL = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
-LLAMA = {**SMALL, "num_key_value_heads": 2}
-MODELS = {
-    "BertModel": SMALL,
-    "LlamaForCausalLM": LLAMA,
-    "MixtralForCausalLM": {**LLAMA, "num_local_experts": 4},
-    "Qwen3MoeForCausalLM": {
-        **LLAMA,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 96,
-        "head_dim": 16,
-    },
-    "Gemma3ForCausalLM": {**LLAMA, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6},
-    "GPT2LMHeadModel": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
-}
-
-
-def transformer(name: str, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    kind = getattr(transformers, name)
-    return kind(kind.config_class(**MODELS[name])).eval()
-
-
-def token_batches(count: int = 3, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    torch.manual_seed(seed)
-    return [{"input_ids": torch.randint(1, 128, (4, 24))} for _ in range(count)]
-
-
-def stack(width: int = 32, depth: int = 3, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    layers = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU()))
-    return nn.Sequential(*layers)
-
-
-def inputs(width: int = 32, count: int = 4, seed: int = 2) -> list[torch.Tensor]:
-    torch.manual_seed(seed)
-    return [torch.randn(16, width) @ torch.randn(width, width) for _ in range(count)]
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in model.state_dict().items()}
-
-
-def weight_of(model: nn.Module, name: str) -> torch.Tensor:
-    """The weight [M, K] of a layer, or of a stack of experts."""
-    if ".experts." in name:
-        return model.get_parameter(name).flatten(0, 1)
-    return linear_of(model.get_submodule(name)).weight
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -252,38 +188,6 @@ def test_patterns_and_places_choose_layers():
     assert str(report).splitlines()[-1].startswith("10 layers pruned by sparsegpt, output error at most ")
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_interrupted_run_goes_on_after_its_last_block(name, dtype, tmp_path, monkeypatch):
-    whole = transformer(name).to(dtype)
-    expected = calibrate(whole, token_batches())
-
-    original, started = calibrated_block.Block.prune, []
-
-    def interrupted(self, *args):
-        started.append(self)
-        if len(started) == 2:
-            raise KeyboardInterrupt
-        return original(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(calibrated_block.Block, "prune", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            calibrate(transformer(name).to(dtype), token_batches(), resume=tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["block-0000.safetensors"]
-
-    groups: list[int] = []
-    together = calibrated_block.pruned_together
-    monkeypatch.setattr(
-        calibrated_block, "pruned_together", lambda *given: groups.append(1) or together(*given)
-    )
-    resumed = transformer(name).to(dtype)
-    report = calibrate(resumed, token_batches(), resume=tmp_path / "run")
-    assert len(groups) == 4 * (len(list((tmp_path / "run").iterdir())) - 1)  # the first block is read
-    assert same_state(resumed, whole)
-    assert report == expected
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_quantized_model_holds_what_its_report_has(method, dtype, tmp_path):
@@ -334,68 +238,6 @@ def test_layers_of_widths_not_multiples_of_8_stay_dense():
 def test_wrong_quantization_is_refused_by_name(options, message):
     with pytest.raises(InvalidProblemError, match=message):
         calibrate(stack(), inputs(), **options)
-
-
-def change_batches(options):
-    options["batches"] = token_batches(seed=9)
-
-
-def change_model(options):
-    options["model"] = transformer("BertModel", seed=5)
-
-
-def change_method(options):
-    options["method"] = "wanda"
-
-
-def change_layers(options):
-    options["exclude"] = ["*query"]
-
-
-def change_stored(options):
-    options["weights"] = "s8"
-
-
-@pytest.mark.parametrize(
-    "change", [change_batches, change_model, change_method, change_layers, change_stored]
-)
-def test_files_of_another_run_are_refused(change, tmp_path):
-    calibrate(transformer("BertModel"), token_batches(), resume=tmp_path)
-    options = {"model": transformer("BertModel"), "batches": token_batches(), "resume": tmp_path}
-    change(options)
-    before = copy.deepcopy(options["model"])
-    with pytest.raises(
-        InvalidProblemError, match="resume: expected blocks of this model, batches and method"
-    ):
-        calibrate(**options)
-    assert same_state(before, options["model"])
-
-
-@pytest.mark.parametrize("cut", [0, 1, 100, -1])
-def test_a_broken_file_is_refused(cut, tmp_path):
-    calibrate(stack(), inputs(), resume=tmp_path)
-    file = tmp_path / "block-0002.safetensors"
-    file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(FormatError, match=re.escape(str(file))):
-        calibrate(stack(), inputs(), resume=tmp_path)
-
-
-def test_folder_that_cannot_be_made_is_error_of_storage(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StorageError):
-        calibrate(stack(), inputs(), resume=tmp_path / "file" / "folder")
-
-
-class Twice(nn.Module):
-    def __init__(self, order: list[int]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
-        self.order = order
-
-    def forward(self, x):
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x
 
 
 def holed(value: float) -> nn.Module:
@@ -463,100 +305,3 @@ def test_a_progress_bar_is_shown_where_it_is_asked_for(capsys, tmp_path: Path):
     assert "100%" in capsys.readouterr().err
     calibrate(stack(), inputs(), progress=False)
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("name", "second"),
-    [("LlamaForCausalLM", "layers.1."), ("MixtralForCausalLM", "layers.1."), ("GPT2LMHeadModel", ".h.1.")],
-)
-def test_a_saved_model_says_which_weights_were_calibrated(name, second, tmp_path):
-    model = transformer(name)
-    model.save_pretrained(tmp_path / "dense")
-    calibrate(model, token_batches(), exclude=[f"*{second}*"])
-    to_sparse24(model)
-    model.save_pretrained(tmp_path / "sparse")
-    found = verify_checkpoint(tmp_path / "sparse", tmp_path / "dense", device="host")
-    assert found.passed, found
-    marked = {layer.name: layer.calibrated for layer in found.layers}
-    assert marked == {one: second not in one for one in marked}
-    assert {*marked.values()} == {True, False}
-
-
-@pytest.mark.parametrize("chosen", [[], ["*gate_proj", "*down_proj"]], ids=["all", "gates"])
-def test_a_fused_model_says_which_weights_were_calibrated(chosen, tmp_path):
-    model = transformer("LlamaForCausalLM")
-    model.save_pretrained(tmp_path / "dense")
-    report = calibrate(model, token_batches(1), include=chosen)
-    assert all(block.fused for block in fuse_gated(model).values())
-    to_sparse24(model)
-    model.save_pretrained(tmp_path / "sparse")
-    found = verify_checkpoint(tmp_path / "sparse", tmp_path / "dense", device="host")
-    assert found.passed, found
-    calibrated = {layer.name for layer in found.layers if layer.calibrated}
-    assert calibrated >= {f"{layer.name}.weight" for layer in report.layers}
-
-
-LAYERS = {
-    "16 bits": lambda one: Sparse24Linear.from_linear(linear_of(one), method="compress"),
-    "8 bits": lambda one: Sparse24QuantizedLinear.from_linear(linear_of(one), method="compress"),
-    "stored": lambda one: Sparse24WeightOnlyLinear.from_linear(linear_of(one), method="compress"),
-}
-
-
-@pytest.mark.parametrize("made", LAYERS)
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_a_layer_made_alone_says_that_its_weight_was_calibrated(name, made):
-    model = transformer(name).bfloat16()
-    report = calibrate(model, token_batches(1), method="wanda")
-    layer = LAYERS[made](model.get_submodule(report.layers[0].name))
-    other = Sparse24Linear.from_linear(nn.Linear(8, 8))
-    assert (layer.origin, other.origin) == ({"calibrated": "wanda"}, {})
-
-
-@pytest.mark.parametrize("made", LAYERS)
-def test_mark_of_calibrated_weight_is_read_once_for_layer(made, monkeypatch):
-    dense, read = nn.Linear(16, 16, dtype=torch.bfloat16), []
-    dense.weight.data = torch.ops.sparse24.prune(dense.weight.data)
-    monkeypatch.setattr(linear, "noted_origin", lambda module: read.append(module) or {"calibrated": "wanda"})
-    assert LAYERS[made](dense).origin == {"calibrated": "wanda"}
-    assert read == [dense]
-
-
-CHANGED = {
-    "a copy": (copy.deepcopy, {"calibrated": "wanda"}),
-    "16 bits": (lambda model: model.bfloat16(), {"calibrated": "wanda"}),
-    "its own state_dict": (lambda model: loaded(model, model.state_dict()), {"calibrated": "wanda"}),
-    "another state_dict": (lambda model: loaded(model, transformer("GPT2LMHeadModel").state_dict()), {}),
-    "another, assigned": (
-        lambda model: loaded(model, transformer("GPT2LMHeadModel").state_dict(), assign=True),
-        {},
-    ),
-}
-
-
-def dense_state():
-    return transformer("GPT2LMHeadModel").state_dict()
-
-
-def loaded(model, state, **options):
-    model.load_state_dict(state, **options)
-    return model
-
-
-@pytest.mark.parametrize(("change", "origin"), CHANGED.values(), ids=CHANGED)
-def test_weight_that_calibrate_did_not_make_is_not_called_calibrated(change, origin):
-    model = transformer("GPT2LMHeadModel")
-    report = calibrate(model, token_batches(1), method="wanda")
-    layer = linear_of(change(model).get_submodule(report.layers[0].name))
-    assert Sparse24Linear.from_linear(layer).origin == origin
-
-
-@pytest.mark.parametrize("stored", [None, "s8"])
-def test_experts_made_alone_say_that_their_weights_were_calibrated(stored):
-    model = transformer("MixtralForCausalLM").bfloat16()
-    calibrate(model, token_batches(1), method="magnitude")
-    experts = Sparse24Experts.from_experts(
-        model.model.layers[0].mlp.experts, method="compress", stored=stored
-    )
-    origins = [experts.gate_up_proj.origin, experts.down_proj.origin]
-    assert origins == [{"calibrated": "magnitude"}] * 2

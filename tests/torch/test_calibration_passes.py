@@ -13,8 +13,8 @@ from sparse24_plans import InvalidProblemError
 from sparse24_plans.torch import calibrate
 from sparse24_plans.torch.calibrated_block import Block
 
+from .calibration_cases import Twice, inputs, token_batches, transformer
 from .saved_models import same_state
-from .test_calibration import Twice, inputs, token_batches, transformer
 
 BATCHES = 3
 

@@ -1,73 +1,20 @@
-"""Experts with 2:4 weights: the op of grouped products, and the module that replaces dense experts."""
+"""``Sparse24Experts`` computes what dense experts do, also copied, compiled and exported, or refuses."""
 
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
 from torch import nn
 
 from sparse24_plans import FormatError, InvalidProblemError, UnsupportedError
-from sparse24_plans.torch import Sparse24Experts, Sparse24Linear
+from sparse24_plans.torch import Sparse24Experts
 from sparse24_plans.torch.experts import ExpertsWeight, kernel_obstacle
 
 from ..support import HAS_GPU
-from .cases import same_bits
-
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
-grouped_mm, experts_mm = torch.ops.sparse24.grouped_mm, torch.ops.sparse24.experts_mm
-
-
-class DenseExperts(nn.Module):
-    """Return what transformers' experts compute, in float64 (MixtralExperts)."""
-
-    def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype, device: str) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(experts)
-        for name, shape in (
-            ("gate_up_proj", (experts, 2 * width, hidden)),
-            ("down_proj", (experts, hidden, width)),
-        ):
-            weight = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-            setattr(self, name, nn.Parameter(weight.to(device, dtype), requires_grad=False))
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x, index, weights):
-        wide, result = x.double(), torch.zeros_like(x, dtype=torch.float64)
-        for token in range(len(x)):
-            for expert, factor in zip(index[token].tolist(), weights[token], strict=True):
-                if 0 <= expert < len(self.gate_up_proj):
-                    gate, up = (self.gate_up_proj[expert].double() @ wide[token]).chunk(2)
-                    result[token] += factor * (self.down_proj[expert].double() @ (self.act_fn(gate) * up))
-        return result
-
-
-def routed(tokens: int, experts: int, chosen: int, device: str, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(tokens, experts, generator=generator)
-    weights, index = scores.softmax(-1).topk(chosen)
-    return index.to(device), weights.to(device)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def case(device: str, dtype=torch.bfloat16, tokens: int = 37, **options):
-    dense = DenseExperts(6, 128, 64, dtype, device)
-    sparse = Sparse24Experts.from_experts(dense, **options)
-    x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    return dense, sparse, x
-
-
-def pruned(dense: DenseExperts, sparse: Sparse24Experts) -> DenseExperts:
-    """The dense experts with the weights that the sparse ones keep."""
-    with torch.no_grad():
-        for name, weight in sparse.dense_weights().items():
-            getattr(dense, name).copy_(weight)
-    return dense
+from .cases import DEVICES
+from .expert_cases import DenseExperts, case, pickled, pruned, randn, routed, same_experts
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -207,12 +154,6 @@ def test_transforms_that_take_gradients_are_refused(transform):
         transform(lambda x: experts(x, INDEX, WEIGHTS).sum())(X.clone())
 
 
-def test_gradients_of_the_op_itself_are_refused():
-    _, x, offsets, weight, meta = operands("cpu")
-    with pytest.raises(UnsupportedError, match=r"grouped_mm.* has no gradient"):
-        grouped_mm(x.requires_grad_(), weight, meta, offsets, m=512)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_under_autocast_inputs_take_the_weights_dtype(dtype):
     _, sparse, x = case("cpu", dtype)
@@ -223,24 +164,6 @@ def test_under_autocast_inputs_take_the_weights_dtype(dtype):
     assert torch.equal(got.to(dtype), sparse(x, *routing))
     got.sum().backward()
     assert wide.grad.any()
-
-
-def same_experts(one: Sparse24Experts, other: Sparse24Experts) -> bool:
-    """Whether both have the same state and results."""
-    state, wanted = one.state_dict(), other.state_dict()
-    x, routing = randn(20, 128).to(one.down_proj.weight.dtype), routed(20, 6, 2, "cpu")
-    return (
-        state.keys() == wanted.keys()
-        and all(same_bits(state[key], wanted[key]) for key in wanted)
-        and same_bits(one(x, *routing), other(x, *routing))
-    )
-
-
-def pickled(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def loaded(module: Sparse24Experts, **options) -> Sparse24Experts:
@@ -412,119 +335,6 @@ def test_experts_stay_pytorchs_if_only_strict_kernels_have_groups(monkeypatch):
             assert reason == "dense experts are faster than its kernel there, inflate_strict"
         else:
             assert (reason, layer.plan_on(0).kernel) == (None, kernel)
-
-
-# The op -------------------------------------------------------------------------------------------
-
-
-def operands(device: str):
-    layer = Sparse24Linear.from_linear(nn.Linear(64, 4 * 128, False).to(device, torch.bfloat16))
-    x = torch.randn(20, 64, device=device, dtype=torch.bfloat16)
-    offsets = torch.tensor([0, 5, 5, 19, 20], dtype=torch.int32, device=device)
-    weight, meta = layer.stored()
-    return layer, x, offsets, weight, meta
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("activation", ["none", "swiglu"])
-def test_each_group_is_multiplied_by_its_rows_of_the_weight(device, activation):
-    layer, x, offsets, weight, meta = operands(device)
-    y = grouped_mm(x, weight, meta, offsets, m=512, activation=activation)
-    values, words = layer.canonical()
-    for group, (begin, end) in enumerate([(0, 5), (5, 5), (5, 19), (19, 20)]):
-        rows = slice(128 * group, 128 * (group + 1))
-        own = torch.ops.sparse24.linear(
-            x[begin:end], values[rows].detach(), words[rows], activation=activation
-        )
-        assert torch.allclose(y[begin:end].float(), own.float(), rtol=2**-6, atol=2**-6)
-
-
-def test_pytorchs_offsets_behind_a_zero_are_ours():
-    """torch._grouped_mm takes the end of each group, and weights [G, K, M]."""
-    layer, x, offsets, weight, meta = operands("cpu")
-    dense = layer.dense_weight().view(4, 128, 64).transpose(1, 2)
-    wanted = torch._grouped_mm(x, dense, offs=offsets[1:])
-    got = grouped_mm(x, weight, meta, nn.functional.pad(offsets[1:], (1, 0)), m=512)
-    torch.testing.assert_close(got, wanted)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"x": torch.zeros(64, dtype=torch.bfloat16)}, "x: expected a matrix"),
-        ({"x": torch.zeros(20, 64)}, "x: expected torch.bfloat16, as the weight"),
-        ({"offsets": torch.zeros(5, dtype=torch.int64)}, r"offsets: expected torch.int32 \[G \+ 1\]"),
-        (
-            {"offsets": torch.zeros(4, dtype=torch.int32)},
-            "weight: expected rows in 3 groups of one size, got 512",
-        ),
-        ({"bias": torch.zeros(128, dtype=torch.bfloat16)}, r"bias: expected \[512\]"),
-        ({"activation": "tanh"}, "activation: expected one of"),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(change, words):
-    _, x, offsets, weight, meta = operands("cpu")
-    given = {"x": x, "weight": weight, "meta": meta, "offsets": offsets, "m": 512, **change}
-    with pytest.raises(InvalidProblemError, match=words):
-        grouped_mm(**given)
-
-
-def test_fake_results_have_the_shape_and_dtype():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    _, *given = operands("cpu")
-    plain = [one.detach() for one in given]
-    with FakeTensorMode() as mode:
-        x, offsets, weight, meta = (mode.from_tensor(one) for one in plain)
-        y = grouped_mm(x, weight, meta, offsets, m=512, activation="swiglu", out_dtype=torch.float32)
-        chosen = torch.empty(10, 2, dtype=torch.int32)
-        sorted_rows = experts_mm(x, weight, meta, chosen, 4, m=512)
-        summed = experts_mm(x[:10], weight, meta, chosen, 4, gather=True, add_up=True, m=512)
-    assert (tuple(y.shape), y.dtype) == ((20, 64), torch.float32)
-    assert (tuple(sorted_rows.shape), tuple(summed.shape)) == ((20, 128), (10, 128))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("weighted", [True, False])
-def test_rows_pass_the_experts_that_they_chose(device, weighted):
-    """A choice that names no expert has a place in no group, and adds nothing."""
-    _, x, _, weight, meta = operands(device)
-    x, chosen = x[:4], torch.tensor([[3, 0], [1, 4], [0, 0], [-1, 2]], dtype=torch.int32, device=device)
-    order = chosen.clamp(-1, 4).flatten().sort(stable=True).indices
-    offsets = torch.tensor([1, 4, 5, 6, 7], dtype=torch.int32, device=device)
-    y = grouped_mm(x[order // 2], weight, meta, offsets, m=512)
-    assert torch.equal(experts_mm(x, weight, meta, chosen, 4, gather=True, m=512)[1:7], y[1:7])
-    factors = torch.rand(4, 2, device=device) if weighted else None
-    got = experts_mm(x, weight, meta, chosen, 4, y_weights=factors, gather=True, add_up=True, m=512)
-    terms = torch.zeros(8, 128, device=device)
-    terms[order[1:7]] = y[1:7].float()
-    terms = terms.view(4, 2, 128)
-    if factors is not None:
-        terms = terms * factors.unsqueeze(-1)
-    assert torch.equal(got, (terms[:, 0] + terms[:, 1]).to(got.dtype))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"experts": torch.zeros(10, 2, dtype=torch.int64)}, r"experts: expected torch.int32 \[T, top_k\]"),
-        ({"experts": torch.zeros(20, dtype=torch.int32)}, r"experts: expected torch.int32 \[T, top_k\]"),
-        ({"groups": 0}, "groups: expected a number of experts from 1, got 0"),
-        ({"groups": 3}, "weight: expected rows in 3 groups of one size, got 512"),
-        ({"gather": True}, "x: expected 10 rows, got 20"),
-        ({"y_weights": torch.zeros(10, 2)}, "y_weights: expected None without add_up"),
-        (
-            {"add_up": True, "y_weights": torch.zeros(10, 3)},
-            r"y_weights: expected torch.float32 \[10, 2\], got torch.float32 \[10, 3\]",
-        ),
-    ],
-)
-def test_experts_that_do_not_fit_are_refused(change, words):
-    _, x, _, weight, meta = operands("cpu")
-    given = {"x": x, "weight": weight, "meta": meta, "m": 512, "groups": 4}
-    given |= {"experts": torch.zeros(10, 2, dtype=torch.int32), **change}
-    with pytest.raises(InvalidProblemError, match=words):
-        experts_mm(**given)
 
 
 @pytest.mark.gpu

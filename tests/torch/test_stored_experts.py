@@ -25,7 +25,8 @@ from sparse24_plans.torch import (  # noqa: E402
 from sparse24_plans.torch.experts import STACKS  # noqa: E402
 from sparse24_plans.weights.packed_layouts import Quantization  # noqa: E402
 
-from .test_experts import DEVICES, DenseExperts, case, pickled, pruned, randn, routed, same_experts  # noqa: E402
+from .cases import DEVICES  # noqa: E402
+from .expert_cases import DenseExperts, case, pickled, pruned, randn, routed, same_experts  # noqa: E402
 
 grouped_mm = torch.ops.sparse24.grouped_mm
 STRICT = {"prefer_kernel": "host_strict"}
