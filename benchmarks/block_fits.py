@@ -123,6 +123,11 @@ def block_lines(gpu: str) -> list[Mapping[str, Any]]:
     return [row for row in lines_of(gpu, BLOCKS_MEASURED) if "mma_us" not in row]
 
 
+def short_lines(gpu: str) -> list[Mapping[str, Any]]:
+    """Measured ``sdd`` with short sums, also by the kernel that they have of their own."""
+    return [row for row in lines_of(gpu, BLOCKS_MEASURED) if "mma_us" in row]
+
+
 def block_problems(op: str, block: int, gpu: str) -> list[Any]:
     """Descriptors of measured products of block-sparse matrices, and times by a schedule's first sizes.
 
@@ -193,7 +198,7 @@ def sampled_choice_entry(gpu: str) -> Constants:
     """Up to which share of a dense product's predicted time ``sdd`` is multiplied by kept blocks."""
     lines = [one for one in beside_inflated(gpu) if one[0].op is BlockSparseOp.SDD]
     kept, inflated = np.array([us for _, *us in lines]).T
-    ratio = np.array([SAMPLED.microseconds(desc) / SAMPLED_DENSE.microseconds(desc) for desc, *_ in lines])
+    ratio = np.divide(*np.array([predicted_times.both_us(desc) for desc, *_ in lines]).T)
     given = given_models()[predicted_times.SAMPLED_LIMIT]["constants"]["most_of_dense"]
     best, lost = best_share(given, ratio, kept, inflated)
     return limits_entry({"most_of_dense": best}, lost.tolist(), file_of(gpu, INFLATED))
@@ -202,7 +207,7 @@ def sampled_choice_entry(gpu: str) -> Constants:
 def short_sums_entry(gpu: str) -> Constants:
     """The longest sums of ``sdd`` for which the kernel of short ones is the fastest, by size of a block."""
     found: Constants = copy.deepcopy(given_models()[SHORT_SUMS]["constants"])
-    measured = [(described(row), row) for row in lines_of(gpu, BLOCKS_MEASURED) if "mma_us" in row]
+    measured = [(described(row), row) for row in short_lines(gpu)]
     losses: list[float] = []
     for block in BLOCK_SIZES:
         pairs = [

@@ -60,11 +60,11 @@ from .block_fits import (
     WAY_OF,
     beside_inflated,
     block_fit,
-    block_lines,
     even_slices_entry,
     even_times,
     inflating_entry,
     sampled_choice_entry,
+    short_lines,
     short_sums_entry,
     small_constants,
     way_entry,
@@ -254,7 +254,7 @@ class Limit(NamedTuple):
 
 
 BLOCK_LIMITS = {
-    SHORT_SUMS: Limit(short_sums_entry, BLOCKS_MEASURED, block_lines),
+    SHORT_SUMS: Limit(short_sums_entry, BLOCKS_MEASURED, short_lines),
     EVEN_SLICES: Limit(even_slices_entry, PACKED, even_times),
     INFLATING: Limit(inflating_entry),
     SAMPLED_LIMIT: Limit(sampled_choice_entry),

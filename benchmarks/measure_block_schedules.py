@@ -24,13 +24,7 @@ from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density, tiles_of_large_blocks
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import APART, LONG_FIRST, Cut, others
-from sparse24_plans.blocksparse.schedules.predicted_times import (
-    FEW_TOKENS,
-    SAMPLED,
-    SAMPLED_DENSE,
-    blocks_us,
-    dense_us,
-)
+from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS, both_us
 from sparse24_plans.blocksparse.schedules.sdd_mma import MOST_TERMS
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.plan.kernel import align_up
@@ -121,12 +115,8 @@ def inflated_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
             trans_b=rng.random() < 0.5,
             seed=rng.randrange(2**31),
         )
-        desc = cell.descriptor(cell.layout())
-        if sampled:
-            ratio = SAMPLED.microseconds(desc) / SAMPLED_DENSE.microseconds(desc)
-        else:
-            ratio = blocks_us(desc) / dense_us(desc)
-        if 1 / NEAR < ratio < NEAR:
+        kept, inflated = both_us(cell.descriptor(cell.layout()))
+        if 1 / NEAR < kept / inflated < NEAR:
             yield cell
 
 

@@ -93,8 +93,9 @@ def test_blocks_that_are_kept_close_together_are_less_work(block, rows):
     if block < 64:
         assert desc.longest_panel < mean_panel(desc) / 2
         assert steps < 0.8 * steps_apart
-    longest = replace(band, pattern="random").descriptor(replace(band, pattern="random").layout())
-    assert work(longest, rows, 128, float("inf"), 132)[0] >= steps_apart
+    scattered = replace(band, pattern="random")
+    known = scattered.descriptor(scattered.layout())
+    assert work(known, rows, 128, float("inf"), 132)[0] >= steps_apart
 
 
 def test_a_slice_bounds_the_work_of_a_long_panel():

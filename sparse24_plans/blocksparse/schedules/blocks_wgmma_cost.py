@@ -12,7 +12,7 @@ from ...plan.schedule_choice import CostModel
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
-from ..panels import MOST_DEVIATIONS, PANEL_ROWS, expected_columns, head_panels, panel_block_rows
+from ..panels import MOST_DEVIATIONS, PANEL_ROWS, expected_columns, head_panels
 
 MODEL = "packed_blocks"
 """The name of the cost models, one for each size of a block and order of X behind all pre-passes."""
@@ -80,8 +80,13 @@ def dense_bytes(desc: BlockSparseMatmulDescriptor) -> float:
 def mean_panel(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> float:
     """Columns that are expected of a panel of ``rows`` rows, or of one block row, if blocks are kept at
     random."""
+    return _columns(desc, rows)[0]
+
+
+def _columns(desc: BlockSparseMatmulDescriptor, rows: int) -> tuple[float, float]:
+    """Mean and standard deviation of the columns of random panels of ``rows`` rows, or of a block row."""
     layout = desc.layout
-    return expected_columns(layout, desc.reduction // layout.block, max(rows // layout.block, 1))[0]
+    return expected_columns(layout, desc.reduction // layout.block, max(rows // layout.block, 1))
 
 
 def expected_longest_panel(desc: BlockSparseMatmulDescriptor, rows: int) -> float:
@@ -92,15 +97,13 @@ def expected_longest_panel(desc: BlockSparseMatmulDescriptor, rows: int) -> floa
     its other block rows lack, too.
     """
     layout, across = desc.layout, desc.reduction // desc.layout.block
-    known, known_lines = min(desc.longest_panel, across), panel_block_rows(layout)
-    lines = max(rows // layout.block, 1)
-    mean, deviation = expected_columns(layout, across, lines)
-    known_mean, known_deviation = expected_columns(layout, across, known_lines)
+    known, others = min(desc.longest_panel, across), (PANEL_ROWS - max(rows, layout.block)) // layout.block
+    (mean, deviation), (known_mean, known_deviation) = _columns(desc, rows), _columns(desc, PANEL_ROWS)
     if known <= known_mean:
         return min(mean, known or mean)
     if known <= known_mean + MOST_DEVIATIONS * known_deviation:
         return min(mean + (known - known_mean) / known_deviation * deviation, known)
-    return max(mean, across - (across - known) / (1 - layout.density) ** (known_lines - lines))
+    return max(mean, across - (across - known) / (1 - layout.density) ** others)
 
 
 def panel_count(desc: BlockSparseMatmulDescriptor, rows: int = PANEL_ROWS) -> int:

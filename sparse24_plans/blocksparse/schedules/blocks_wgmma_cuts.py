@@ -272,7 +272,7 @@ def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
     lines, across = problem.head_block_rows, desc.reduction // layout.block
     one = _with_long_panels(desc, REFERENCE_SMS)
     tiles = one.work_tiles(desc) * one.cluster_n
-    share = tiles / REFERENCE_SMS * across * expected_occupancy(layout, max(one.rows // layout.block, 1))
+    share = tiles / REFERENCE_SMS * mean_panel(desc, one.rows)
     of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
     longest = desc.longest_panel or min(across, mean_panel(desc) + of_rank_1)
     exchange = math.sqrt(one.tokens / TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block

@@ -11,6 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ...plan.schedule_choice import REFERENCE_SMS, CostModel, constants
+from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, Prepared
 from ..panels import NARROW_PANEL_ROWS, expected_occupancy, head_panels
@@ -207,6 +208,13 @@ def dense_us(desc: BlockSparseMatmulDescriptor) -> float:
     return DENSE.microseconds(desc) + (0.0 if desc.packed else inflating_us(desc))
 
 
+def both_us(desc: BlockSparseMatmulDescriptor) -> tuple[float, float]:
+    """Predicted microseconds by kept blocks, and as a dense product, of which ``sdd`` copies kept blocks."""
+    if desc.op is BlockSparseOp.SDD:
+        return SAMPLED.microseconds(desc), SAMPLED_DENSE.microseconds(desc)
+    return blocks_us(desc), dense_us(desc)
+
+
 class _Chosen(NamedTuple):
     """The faster of kept blocks and a dense product for any number of tokens."""
 
@@ -217,7 +225,7 @@ class _Chosen(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _chosen(desc: BlockSparseMatmulDescriptor) -> _Chosen:
-    blocks, dense = blocks_us(desc), dense_us(desc)
+    blocks, dense = both_us(desc)
     if desc.packed:
         most = constants("packed_choice")["most_of_dense"]
     else:
@@ -257,7 +265,7 @@ def sampled_loses(desc: BlockSparseMatmulDescriptor) -> str | None:
     """
     if desc.element.itemsize == 1 or desc.layout.block >= NARROW_PANEL_ROWS or not desc.n or not desc.batch:
         return None
-    us, other = SAMPLED.microseconds(desc), SAMPLED_DENSE.microseconds(desc)
+    us, other = both_us(desc)
     if us <= constants(SAMPLED_LIMIT)["most_of_dense"] * other:
         return None
     return f"would take about {us:.1f} us, a dense product {other:.1f} us"
