@@ -2,8 +2,8 @@
 // defines the tables.
 //
 //   role         threads    work of a CTA
-//   fill_tables  1024       one head: counts the blocks of all rows and columns of all heads, so that it depends on no
-//                           other CTA; then writes the tables of its own rows and columns
+//   fill_tables  512        a part of one head: counts the blocks of all rows and columns of all heads, so that it
+//                           depends on no other CTA; then writes the tables of its share of the head's rows and columns
 //
 //   barriers     __syncthreads alone
 //   registers    few; shared memory has the counts of all heads and the bits of this one
@@ -16,10 +16,12 @@
 // All compile-time constants; macros are read here alone.
 struct Config {
   static constexpr int kLines = S24_PANEL_LINES;  // block rows of a panel, 1 or 2; a narrow panel has one
-  static constexpr int kThreads = 1024, kWarps = kThreads / 32;
+  static constexpr int kThreads = 512, kWarps = kThreads / 32;
+  static constexpr int kCells = 16;  // rows, and columns, that a thread counts at a time
 };
 
-// Counts of one side: blocks of each line of all heads, and lines across in which each panel keeps a block.
+// Counts of one side: blocks of each line of all heads, and lines across in which each panel keeps a block. Panels of
+// one line have its counts.
 struct Side {
   int* lines;
   int* panels;
@@ -28,21 +30,53 @@ struct Side {
 struct Shared {
   Side rows, columns;
   int *row_starts, *column_starts, *group_starts;  // starts of this head's lines, and the last one's end
+  u32 *row_cuts, *column_cuts;                     // for each length of a panel, its slices and their most columns
   u32* bits;                                       // bits of this head's rows
+  u32 stride;                                      // words from one row's bits to the next, odd: banks differ
   int* sums;                                       // one for each warp
 
-  __device__ __forceinline__ Shared(const BlockTablesParams& p, int* at) {
+  __device__ __forceinline__ Shared(const BlockTablesParams& p, int* at) : stride(p.row_words | 1) {
     const auto take = [&at](u32 count) {
       int* const found = at;
       at += count;
       return found;
     };
-    rows = {take(p.heads * p.block_rows), take(p.heads * p.row_panels_of_head)};
-    columns = {take(p.heads * p.block_cols), take(p.heads * p.column_panels_of_head)};
+    const auto side = [&take](u32 lines, u32 panels) {
+      int* const found = take(lines);
+      return Side{found, Config::kLines == 1 ? found : take(panels)};
+    };
+    rows = side(p.heads * p.block_rows, p.heads * p.row_panels_of_head);
+    columns = side(p.heads * p.block_cols, p.heads * p.column_panels_of_head);
     row_starts = take(p.block_rows + 1), column_starts = take(p.block_cols + 1);
     group_starts = take(p.block_rows + 1);
-    bits = (u32*)take(p.block_rows * p.row_words);
+    row_cuts = (u32*)take(p.block_cols + 1), column_cuts = (u32*)take(p.block_rows + 1);
+    bits = (u32*)take(p.block_rows * stride);
     sums = take(Config::kWarps);
+  }
+
+  // Sets the counts and the bits to zero.
+  __device__ __forceinline__ void clear(const BlockTablesParams& p) const {
+    const auto zero = [](int* at, u32 count) {
+      for (u32 i = threadIdx.x; i < count; i += Config::kThreads) at[i] = 0;
+    };
+    zero(rows.lines, p.heads * p.block_rows), zero(columns.lines, p.heads * p.block_cols);
+    if (Config::kLines > 1) {
+      zero(rows.panels, p.heads * p.row_panels_of_head);
+      zero(columns.panels, p.heads * p.column_panels_of_head);
+    }
+    zero((int*)bits, p.block_rows * stride);
+  }
+};
+
+// The warps that share a head.
+struct Share {
+  u32 head, warp, warps;
+  bool first;  // whether this CTA is the head's first one
+
+  __device__ __forceinline__ explicit Share(const BlockTablesParams& p) {
+    const u32 parts = gridDim.x / p.heads, part = blockIdx.x % parts;
+    head = blockIdx.x / parts, warp = part * Config::kWarps + threadIdx.x / 32, warps = parts * Config::kWarps;
+    first = part == 0;
   }
 };
 
@@ -52,57 +86,81 @@ __device__ __forceinline__ int sum_of_cta(const Shared& s, int mine) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = mine;
   __syncthreads();
-  return __reduce_add_sync(~0u, s.sums[threadIdx.x % 32]);
+  const u32 lane = threadIdx.x % 32;
+  return __reduce_add_sync(~0u, lane < Config::kWarps ? s.sums[lane] : 0);
 }
 
-// A warp takes a row panel; each lane a column. Stores the bits of this head's rows.
-__device__ __forceinline__ void count_rows(const BlockTablesParams& p, const Shared& s, u32 own) {
-  const u32 lane = threadIdx.x % 32;
-  for (u32 panel = threadIdx.x / 32; panel < p.heads * p.row_panels_of_head; panel += Config::kWarps) {
-    const u32 head = panel / p.row_panels_of_head, first = panel % p.row_panels_of_head * Config::kLines;
-    const u8* const from = p.bitmap + ((i64)head * p.block_rows + first) * p.block_cols;
-    int counts[Config::kLines] = {}, either = 0;
-    for (u32 word = 0; word < p.row_words; ++word) {
-      const u32 column = word * 32 + lane;
-      u32 any = 0;
+// The cells of a row from `column` on, a byte each: 1 where a block is kept, and 0 past the row's end.
+struct Cells {
+  u32 words[4] = {};
+
+  template <bool kAligned> __device__ __forceinline__ void load(const BlockTablesParams& p, const u8* row, u32 column) {
+    if constexpr (kAligned) {
+      const uint4 all = *(const uint4*)(row + column);
+      words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+    } else {
 #pragma unroll
-      for (int line = 0; line < Config::kLines; ++line) {
-        const bool there = first + line < p.block_rows && column < p.block_cols;
-        const u32 bits = __ballot_sync(~0u, there && from[(i64)line * p.block_cols + column]);
-        counts[line] += __popc(bits), any |= bits;
-        if (head == own && lane == 0 && first + line < p.block_rows) s.bits[(first + line) * p.row_words + word] = bits;
-      }
-      either += __popc(any);
-    }
-    if (lane == 0) {
-      s.rows.panels[panel] = either;
-#pragma unroll
-      for (int line = 0; line < Config::kLines; ++line)
-        if (first + line < p.block_rows) s.rows.lines[head * p.block_rows + first + line] = counts[line];
+      for (u32 i = 0; i < Config::kCells; ++i)
+        if (column + i < p.block_cols) words[i / 4] |= (u32)row[column + i] << i % 4 * 8;
     }
   }
-}
+  // Bytes that are not 0 become 1.
+  __device__ __forceinline__ void flag() {
+#pragma unroll
+    for (u32& word : words) word = (((word & 0x7f7f7f7f) + 0x7f7f7f7f) | word) >> 7 & 0x01010101;
+  }
+  // One bit for each cell. The product moves the bits of four bytes to the top, and none of them meets another.
+  __device__ __forceinline__ u32 bits() const {
+    u32 found = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found |= words[i] * 0x10204080 >> 28 << 4 * i;
+    return found;
+  }
+};
 
-// A thread takes a column panel.
-__device__ __forceinline__ void count_columns(const BlockTablesParams& p, const Shared& s) {
-  for (u32 panel = threadIdx.x; panel < p.heads * p.column_panels_of_head; panel += Config::kThreads) {
-    const u32 head = panel / p.column_panels_of_head, first = panel % p.column_panels_of_head * Config::kLines;
-    const u8* const from = p.bitmap + (i64)head * p.block_rows * p.block_cols + first;
-    int counts[Config::kLines] = {}, either = 0;
-#pragma unroll(8 / Config::kLines)  // eight loads in flight
-    for (u32 row = 0; row < p.block_rows; ++row) {
-      bool any = false;
+// A thread takes some rows of some columns of a head. Stores the bits of this CTA's head. kAligned: every 16 cells are
+// one load, and a thread has eight rows in flight.
+template <bool kAligned>
+__device__ __forceinline__ void count_blocks(const BlockTablesParams& p, const Shared& s, u32 own) {
+  constexpr u32 kCells = Config::kCells, kLines = Config::kLines, kLoads = kAligned ? 8 : 2;
+  const u32 across = (p.block_cols + kCells - 1) / kCells, down = (p.block_rows + kCells - 1) / kCells;
+  for (u32 item = threadIdx.x; item < p.heads * down * across; item += Config::kThreads) {
+    const u32 column = item % across * kCells, first = item / across % down * kCells, head = item / across / down;
+    const u8* const from = p.bitmap + (i64)head * p.block_rows * p.block_cols;
+    u32 kept[4] = {}, either[4] = {};  // sums of columns, a byte each, and of pairs of columns, two bytes each
+#pragma unroll 1
+    for (u32 row = first; row < min(first + kCells, p.block_rows); row += kLoads) {
+      Cells cells[kLoads];
 #pragma unroll
-      for (int line = 0; line < Config::kLines; ++line) {
-        const bool kept = first + line < p.block_cols && from[(i64)row * p.block_cols + line];
-        counts[line] += kept, any |= kept;
+      for (u32 i = 0; i < kLoads; ++i)
+        if (row + i < p.block_rows) cells[i].load<kAligned>(p, from + (i64)(row + i) * p.block_cols, column);
+      u32 before = 0;
+#pragma unroll
+      for (u32 i = 0; i < kLoads; ++i) {
+        cells[i].flag();
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          kept[word] += cells[i].words[word];
+          if (kLines == 2) either[word] += (cells[i].words[word] | cells[i].words[word] >> 8) & 0x00010001;
+        }
+        const u32 bits = cells[i].bits(), line = row + i;
+        if (bits) atomicAdd(&s.rows.lines[head * p.block_rows + line], __popc(bits));
+        if (bits && head == own) atomicOr(&s.bits[line * s.stride + column / 32], bits << column % 32);
+        if (kLines == 2 && i % 2 == 1 && (before | bits))
+          atomicAdd(&s.rows.panels[head * p.row_panels_of_head + line / 2], __popc(before | bits));
+        before = bits;
       }
-      either += any;
     }
-    s.columns.panels[panel] = either;
 #pragma unroll
-    for (int line = 0; line < Config::kLines; ++line)
-      if (first + line < p.block_cols) s.columns.lines[head * p.block_cols + first + line] = counts[line];
+    for (u32 i = 0; i < kCells; ++i)
+      if (const u32 sum = kept[i / 4] >> i % 4 * 8 & 0xff)
+        atomicAdd(&s.columns.lines[head * p.block_cols + column + i], (int)sum);
+    if (kLines == 2) {
+#pragma unroll
+      for (u32 i = 0; i < kCells / 2; ++i)
+        if (const u32 sum = either[i / 2] >> i % 2 * 16 & 0xffff)
+          atomicAdd(&s.columns.panels[head * p.column_panels_of_head + column / 2 + i], (int)sum);
+    }
   }
 }
 
@@ -123,15 +181,15 @@ template <class Value> __device__ __forceinline__ void scan(int* starts, u32 cou
   if (lane == 0) starts[count] = before;
 }
 
-// A warp takes a row of this head: its pointer, its bits and its blocks.
-__device__ __forceinline__ void write_rows(const BlockTablesParams& p, const Shared& s, u32 own) {
+// A warp takes a row: its pointer, its bits and its blocks.
+__device__ __forceinline__ void write_rows(const BlockTablesParams& p, const Shared& s, const Share& share) {
   const u32 lane = threadIdx.x % 32;
-  for (u32 row = threadIdx.x / 32; row < p.block_rows; row += Config::kWarps) {
-    const i64 line = (i64)own * p.block_rows + row;
+  for (u32 row = share.warp; row < p.block_rows; row += share.warps) {
+    const i64 line = (i64)share.head * p.block_rows + row;
     int at = s.row_starts[row];
     if (lane == 0) p.row_pointers[line] = at;
     for (u32 word = 0; word < p.row_words; ++word) {
-      const u32 bits = s.bits[row * p.row_words + word];
+      const u32 bits = s.bits[row * s.stride + word];
       if (lane == 0) p.row_bits[line * p.row_words + word] = bits;
       if (bits >> lane & 1) {
         const int place = at + __popc(bits & ((1u << lane) - 1));
@@ -146,64 +204,92 @@ __device__ __forceinline__ void write_rows(const BlockTablesParams& p, const Sha
   }
 }
 
-// A thread takes a column of this head: its pointer, its bits and its blocks.
-__device__ __forceinline__ void write_columns(const BlockTablesParams& p, const Shared& s, u32 own) {
-  for (u32 column = threadIdx.x; column < p.block_cols; column += Config::kThreads) {
-    const i64 line = (i64)own * p.block_cols + column;
+// A warp takes a column: its pointer, its bits and its blocks. Each lane has a row.
+__device__ __forceinline__ void write_columns(const BlockTablesParams& p, const Shared& s, const Share& share) {
+  const u32 lane = threadIdx.x % 32;
+  for (u32 column = share.warp; column < p.block_cols; column += share.warps) {
+    const i64 line = (i64)share.head * p.block_cols + column;
     int at = s.column_starts[column];
-    p.column_pointers[line] = at;
-    u32 bits = 0;
-    for (u32 row = 0; row < p.block_rows; ++row) {
-      const u32* const of_row = s.bits + row * p.row_words;
-      if (of_row[column / 32] >> column % 32 & 1) {
-        int place = s.row_starts[row] + __popc(of_row[column / 32] & ((1u << column % 32) - 1));
-        for (u32 word = 0; word < column / 32; ++word) place += __popc(of_row[word]);
-        p.column_rows[at] = row, p.column_order[at] = place;
-        ++at, bits |= 1u << row % 32;
+    if (lane == 0) p.column_pointers[line] = at;
+    for (u32 first = 0; first < p.block_rows; first += 32) {
+      const u32 row = first + lane, *const of_row = s.bits + row * s.stride;
+      const u32 word = row < p.block_rows ? of_row[column / 32] : 0;
+      const bool kept = word >> column % 32 & 1;
+      const u32 bits = __ballot_sync(~0u, kept);
+      if (kept) {
+        int place = s.row_starts[row] + __popc(word & ((1u << column % 32) - 1));
+        for (u32 earlier = 0; earlier < column / 32; ++earlier) place += __popc(of_row[earlier]);
+        const int to = at + __popc(bits & ((1u << lane) - 1));
+        p.column_rows[to] = (int)row, p.column_order[to] = place;
       }
-      if (row % 32 == 31 || row + 1 == p.block_rows) p.column_bits[line * p.column_words + row / 32] = bits, bits = 0;
+      if (lane == 0) p.column_bits[line * p.column_words + first / 32] = bits;
+      at += __popc(bits);
     }
   }
 }
 
 // Ranks `own` items from `first` on among items from `begin` to `end`, those with the largest counts first and ties in
-// order; a warp takes an item. Writes the items in this order, and their counts.
-__device__ __forceinline__ void rank(const int* counts, u32 first, u32 own, u32 begin, u32 end, int* order, int* out) {
+// order; a warp takes an item. Calls `write(place, item, count)` for each.
+template <class Write> __device__ __forceinline__ void rank(const Share& share, const int* counts, u32 first, u32 own,
+                                                            u32 begin, u32 end, Write write) {
   const u32 lane = threadIdx.x % 32;
-  for (u32 item = first + threadIdx.x / 32; item < first + own; item += Config::kWarps) {
+  for (u32 item = first + share.warp; item < first + own; item += share.warps) {
     const int mine = counts[item];
     u32 before = 0;
-    for (u32 other = begin + lane; other < end; other += 32)
-      before += counts[other] > mine || (counts[other] == mine && other < item);
+#pragma unroll 8
+    for (u32 other = begin + lane; other < end; other += 32) before += counts[other] + (other < item) > mine;
     before = __reduce_add_sync(~0u, before);
-    if (lane == 0) {
-      order[begin + before] = (int)item;
-      if (out) out[item] = mine;
-    }
+    if (lane == 0) write(begin + before, item, mine);
   }
 }
 
-// The slices of one side's panels.
-struct Slices {
-  int *table, *total, *of_panels, *long_panels;
-  u32 longest, uncut, room;
-
-  // Number of slices of a panel, and the columns of its longest one.
-  __device__ __forceinline__ u32 count(u32 length) const {
-    return length <= uncut ? 1 : (length + longest - 1) / longest;
-  }
-  __device__ __forceinline__ u32 columns(u32 length) const { return (length + count(length) - 1) / count(length); }
+// The tables of the panels of one side, by length, and of its lines.
+struct Order {
+  int *panels, *panel_counts, *narrow_panels, *narrow_counts, *lines_of_head;
 };
 
-// Writes the slices of panels, the longest first and ties in order; a warp takes a panel.
-__device__ __forceinline__ void write_slices(const int* lengths, u32 first, u32 own, u32 panels, const Slices& to) {
-  const u32 lane = threadIdx.x % 32;
-  for (u32 panel = first + threadIdx.x / 32; panel < first + own; panel += Config::kWarps) {
-    const u32 length = lengths[panel], columns = to.columns(length), count = to.count(length);
+// Ranks the panels of one side among those of all heads, and lines among those of the head. A narrow panel is a line,
+// and so may a panel be.
+__device__ __forceinline__ void rank_side(const Share& share, const Side& side, u32 heads, u32 lines, u32 panels,
+                                          const Order& to) {
+  const u32 first = share.head * lines;
+  rank(share, side.lines, first, lines, 0, heads * lines, [&](u32 place, u32 item, int count) {
+    to.narrow_panels[place] = (int)item, to.narrow_counts[item] = count;
+    if (Config::kLines == 1) to.panels[place] = (int)item, to.panel_counts[item] = count;
+  });
+  if (Config::kLines > 1)
+    rank(share, side.panels, share.head * panels, panels, 0, heads * panels,
+         [&](u32 place, u32 item, int count) { to.panels[place] = (int)item, to.panel_counts[item] = count; });
+  rank(share, side.lines, first, lines, first, first + lines,
+       [&](u32 place, u32 item, int) { to.lines_of_head[place] = (int)item; });
+}
+
+// For each length of a panel up to `most` columns, writes its number of slices and, above bit 16, the columns of the
+// longest one.
+__device__ __forceinline__ void write_cuts(u32* cuts, u32 most, u32 longest, u32 uncut) {
+  for (u32 length = threadIdx.x; length <= most; length += Config::kThreads) {
+    const u32 count = length <= uncut ? 1 : (length + longest - 1) / longest;
+    cuts[length] = count | (length + count - 1) / count << 16;
+  }
+}
+
+// The tables of the slices of one side's panels.
+struct Slices {
+  int *table, *total, *of_panels, *long_panels;
+  u32 room;
+};
+
+// Writes the slices of panels, the longest first and ties in order; a warp takes a panel. A head has `own` panels.
+__device__ __forceinline__ void write_slices(const Share& share, const int* lengths, const u32* cuts, u32 own,
+                                             u32 panels, const Slices& to) {
+  const u32 lane = threadIdx.x % 32, first = share.head * own;
+  for (u32 panel = first + share.warp; panel < first + own; panel += share.warps) {
+    const u32 length = lengths[panel], count = cuts[length] & 0xffff, columns = cuts[length] >> 16;
     u32 before = 0, panels_before = 0, in_partials = 0, long_panels = 0;
+#pragma unroll 4
     for (u32 other = lane; other < panels; other += 32) {
-      const u32 theirs = lengths[other], longest = to.columns(theirs), slices = to.count(theirs);
-      if (longest > columns || (longest == columns && other < panel)) before += slices, ++panels_before;
+      const u32 theirs = cuts[lengths[other]], slices = theirs & 0xffff;
+      if ((theirs >> 16) + (other < panel) > columns) before += slices, ++panels_before;
       if (other < panel && slices > 1) in_partials += slices;
       long_panels += slices > 1;
     }
@@ -223,16 +309,6 @@ __device__ __forceinline__ void write_slices(const int* lengths, u32 first, u32 
   }
 }
 
-// Makes the layout one without blocks, if the bitmap keeps another number of blocks than the tables have.
-__device__ __forceinline__ void clear(const BlockTablesParams& p, const Shared& s) {
-  const auto zero = [](int* at, u32 count) {
-    for (u32 i = threadIdx.x; i < count; i += Config::kThreads) at[i] = 0;
-  };
-  zero(s.rows.lines, p.heads * p.block_rows), zero(s.rows.panels, p.heads * p.row_panels_of_head);
-  zero(s.columns.lines, p.heads * p.block_cols), zero(s.columns.panels, p.heads * p.column_panels_of_head);
-  zero((int*)s.bits, p.block_rows * p.row_words);
-}
-
 // Writes what no head has: the ends of pointers, groups past the last one and, without blocks, the tables of blocks.
 __device__ __forceinline__ void write_ends(const BlockTablesParams& p, const Shared& s, int total) {
   if (threadIdx.x == 0) {
@@ -249,9 +325,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     fill_tables(const __grid_constant__ BlockTablesParams p) {
   extern __shared__ int shared[];
   const Shared s(p, shared);
-  const u32 own = blockIdx.x, lines = p.heads * p.block_rows, before = own * p.block_rows;
+  const Share share(p);
+  const u32 own = share.head, lines = p.heads * p.block_rows, before = own * p.block_rows;
+  s.clear(p);
+  write_cuts(s.row_cuts, p.block_cols, p.slice_columns, p.uncut_columns);
+  write_cuts(s.column_cuts, p.block_rows, p.slice_rows, p.uncut_rows);
   grid_dependency_wait();
-  count_rows(p, s, own), count_columns(p, s);
+  __syncthreads();
+  if (p.block_cols % Config::kCells == 0 && (u64)p.bitmap % Config::kCells == 0) count_blocks<true>(p, s, own);
+  else count_blocks<false>(p, s, own);
   __syncthreads();
   int total = 0, earlier = 0, groups = 0;
   for (u32 line = threadIdx.x; line < lines; line += Config::kThreads) {
@@ -260,9 +342,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     if (line < before) earlier += count, groups += (count + (int)p.group_size - 1) / (int)p.group_size;
   }
   total = sum_of_cta(s, total), earlier = sum_of_cta(s, earlier), groups = sum_of_cta(s, groups);
-  if (total != (int)p.blocks) {
+  if (total != (int)p.blocks) {  // another number of blocks than the tables have: a layout without blocks
     total = earlier = groups = 0;
-    clear(p, s);
+    s.clear(p);
     __syncthreads();
   }
   const u32 warp = threadIdx.x / 32;
@@ -273,23 +355,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     scan(s.group_starts, p.block_rows, groups,
          [&](u32 row) { return (mine[row] + (int)p.group_size - 1) / (int)p.group_size; });
   __syncthreads();
-  write_rows(p, s, own), write_columns(p, s, own);
+  write_rows(p, s, share), write_columns(p, s, share);
   const u32 row_panels = p.row_panels_of_head, column_panels = p.column_panels_of_head;
-  const u32 columns = p.heads * p.block_cols;
-  rank(s.rows.panels, own * row_panels, row_panels, 0, p.heads * row_panels, p.row_panels, p.row_panel_columns);
-  rank(s.columns.panels, own * column_panels, column_panels, 0, p.heads * column_panels, p.column_panels,
-       p.column_panel_rows);
-  write_slices(s.rows.panels, own * row_panels, row_panels, p.heads * row_panels,
-               {p.row_slices, p.row_slice_count, p.row_panel_slices, p.row_long_panels, p.slice_columns,
-                p.uncut_columns, p.row_slice_room});
-  write_slices(s.columns.panels, own * column_panels, column_panels, p.heads * column_panels,
-               {p.column_slices, p.column_slice_count, p.column_panel_slices, p.column_long_panels, p.slice_rows,
-                p.uncut_rows, p.column_slice_room});
-  rank(s.rows.lines, before, p.block_rows, 0, lines, p.row_narrow_panels, p.row_narrow_panel_columns);
-  rank(s.columns.lines, own * p.block_cols, p.block_cols, 0, columns, p.column_narrow_panels,
-       p.column_narrow_panel_rows);
-  rank(s.rows.lines, before, p.block_rows, before, before + p.block_rows, p.rows_by_length, nullptr);
-  rank(s.columns.lines, own * p.block_cols, p.block_cols, own * p.block_cols, (own + 1) * p.block_cols,
-       p.columns_by_length, nullptr);
-  if (own + 1 == p.heads) write_ends(p, s, total);
+  rank_side(share, s.rows, p.heads, p.block_rows, row_panels,
+            {p.row_panels, p.row_panel_columns, p.row_narrow_panels, p.row_narrow_panel_columns, p.rows_by_length});
+  rank_side(
+      share, s.columns, p.heads, p.block_cols, column_panels,
+      {p.column_panels, p.column_panel_rows, p.column_narrow_panels, p.column_narrow_panel_rows, p.columns_by_length});
+  write_slices(share, s.rows.panels, s.row_cuts, row_panels, p.heads * row_panels,
+               {p.row_slices, p.row_slice_count, p.row_panel_slices, p.row_long_panels, p.row_slice_room});
+  write_slices(
+      share, s.columns.panels, s.column_cuts, column_panels, p.heads * column_panels,
+      {p.column_slices, p.column_slice_count, p.column_panel_slices, p.column_long_panels, p.column_slice_room});
+  if (own + 1 == p.heads && share.first) write_ends(p, s, total);
 }

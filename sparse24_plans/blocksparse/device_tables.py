@@ -15,7 +15,9 @@ from .panels import NARROW_PANEL_ROWS, PANEL_ROWS, Slicing, head_panels, panel_b
 from .shape import BlockSparseShape
 
 SOURCE = "blocksparse/tables.cu"
-_THREADS = 1024
+_THREADS = 512
+_MOST_CTAS = 128
+"""Most CTAs, unless there are more heads: each counts the blocks of all heads."""
 _MOST_SHARED_BYTES = 96 << 10
 """Most shared-memory bytes of a CTA, which every device from compute capability 8.0 on has."""
 
@@ -72,11 +74,18 @@ class BlockTablesParams(KernelParams):
 
 
 def shared_bytes(shape: BlockSparseShape) -> int:
-    """Shared memory of a CTA: the counts of all heads, and starts and bits of one."""
-    panels = head_panels(shape.rows), head_panels(shape.cols)
-    counts = shape.heads * (shape.block_rows + shape.block_cols + sum(panels))
-    starts = 2 * (shape.block_rows + 1) + shape.block_cols + 1
-    return 4 * (counts + starts + shape.block_rows * words(shape.block_cols) + _THREADS // 32)
+    """Shared memory of a CTA: the counts of all heads, starts and bits of one, and cuts of any panel."""
+    lines = shape.block_rows + shape.block_cols
+    panels = head_panels(shape.rows) + head_panels(shape.cols) if panel_block_rows(shape) > 1 else 0
+    starts = lines + 2 + shape.block_rows + 1
+    bits = shape.block_rows * (words(shape.block_cols) | 1)
+    return 4 * (shape.heads * (lines + panels) + starts + lines + 2 + bits + _THREADS // 32)
+
+
+def _ctas(shape: BlockSparseShape) -> int:
+    """CTAs of the launch: a head has as many as its lines keep busy, a warp each, within the most."""
+    lines = max(shape.block_rows, shape.block_cols)
+    return shape.heads * max(1, min(-(-lines // (_THREADS // 32)), _MOST_CTAS // max(shape.heads, 1)))
 
 
 class TableKernel:
@@ -93,7 +102,7 @@ class TableKernel:
                 f"bitmap: expected at most {_MOST_SHARED_BYTES} bytes of counts, got {needed} for {shape}; "
                 "call update"
             )
-        self._heads, self._function = shape.heads, _function(panel_block_rows(shape), device)
+        self._ctas, self._function = _ctas(shape), _function(panel_block_rows(shape), device)
         found = addresses(0, shape)
         of_rows, of_columns = (Slicing.of(shape, by_columns=one) for one in (False, True))
         self._offsets = {name: at for name, at in found.items() if name in BlockTablesParams.declared}
@@ -118,11 +127,11 @@ class TableKernel:
 
     def bind(self, bitmap: int, tables: int) -> Launch:
         """A launch that reads the bitmap at one address and writes the tables at another."""
-        if self._heads == 0:
+        if self._ctas == 0:
             return nothing
         found = {name: tables + at for name, at in self._offsets.items()}
         parameters = self._parameters.with_values(bitmap=bitmap, **found)
-        return self._function.bind(self._heads, parameters)
+        return self._function.bind(self._ctas, parameters)
 
 
 @lru_cache(maxsize=1024)

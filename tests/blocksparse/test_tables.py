@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import secrets
 import time
 from collections.abc import Iterator
 
@@ -230,6 +231,8 @@ def masks(layout: BlockSparseLayout) -> Iterator[BlockSparseLayout]:
         (3, 33, 5, 0.5),
         (16, 128, 128, 0.1),
         (2, 64, 200, 0.9),
+        (3, 41, 48, 0.3),
+        (1, 300, 16, 0.2),
         (5, 9, 9, 0.0),
     ],
 )
@@ -246,6 +249,24 @@ def test_tables_made_on_a_gpu_are_the_hosts(block, heads, rows, cols, density):
             assert np.array_equal(ours, theirs)
         assert not tables.is_behind
         assert np.array_equal(copy.deepcopy(tables).lookup.rows, tables.lookup.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1, 8, 16])
+@pytest.mark.parametrize("block", [64, 128])
+def test_any_byte_but_0_at_any_address_keeps_a_block(block, offset):
+    import cupy
+
+    layout = random_layout(seed=2, heads=3, rows=37, cols=64, block=block, density=0.4)
+    plan, kept = plan_for(layout, 0), layout.bitmap
+    other = BlockSparseLayout(np.ascontiguousarray(kept[:, ::-1]), block)
+    tables, rng = plan.pack(other), np.random.default_rng(secrets.randbits(32))
+    memory = cupy.full(offset + kept.size + 16, 255, np.uint8)
+    bitmap = memory[offset : offset + kept.size].reshape(kept.shape)
+    bitmap.set(np.where(kept, rng.integers(1, 256, kept.shape), 0).astype(np.uint8))
+    plan.update(tables, bitmap)
+    for ours, theirs in zip(tables.lookup, BlockSparseTables(layout).lookup, strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 @pytest.mark.gpu
