@@ -16,8 +16,9 @@ from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import tiles_of_large_blocks
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
+    EXCHANGE_TERMS,
     Cut,
-    cluster_exchange_us,
+    cluster_exchange,
     cut_work,
     cuts_us,
     exchange_us,
@@ -401,28 +402,32 @@ def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, dict[Cut, fl
 
 
 def even_slices_entry(gpu: str) -> Constants:
-    """The time of an exchange of sums in a cluster: the one by which the choice of slices loses least."""
-    problems = []
-    for desc, times in even_times(gpu):
-        rest = zip(times, cuts_us(desc, list(times)), times.values(), strict=True)
-        problems.append(
-            [(cut, us - exchange_us(desc, cut) * (cut.parts > 1), took) for cut, us, took in rest]
-        )
+    """The times of an exchange of sums in a cluster by which the choice of slices loses least."""
+    measured = even_times(gpu)
+    most = max(len(times) for _, times in measured)
+    taken, rest = (np.full((len(measured), most), np.inf) for _ in range(2))
+    amounts = np.zeros((len(measured), most, len(EXCHANGE_TERMS)))
+    for at, (desc, times) in enumerate(measured):
+        taken[at, : len(times)] = list(times.values())
+        for i, (cut, us) in enumerate(zip(times, cuts_us(desc, list(times)), strict=True)):
+            rest[at, i] = us - exchange_us(desc, cut) * (cut.parts > 1)
+            if cut.parts > 1:
+                amounts[at, i] = cluster_exchange(desc, cut)
 
-    def lost(given: Mapping[str, float]) -> Array:
-        def predicted(timed: tuple[Cut, float, float]) -> float:
-            cut, us, _ = timed
-            return us + cluster_exchange_us(cut.schedule, given) * (cut.parts > 1)
-
-        return np.array([min(some, key=predicted)[2] / min(us for _, _, us in some) for some in problems])
+    def lost(costs: Sequence[float]) -> Array:
+        chosen = (rest + amounts @ np.array(costs)).argmin(axis=1)
+        found: Array = taken[np.arange(len(taken)), chosen] / taken.min(axis=1)
+        return found
 
     tried = [
-        {"exchange_us": plain(us / 4), "cell_us": plain(round(cells * 1e-5, 7))}
-        for us in range(12)
+        (exchange / 4, round(cells * 1e-5, 7), wave / 2)
+        for exchange in range(12)
         for cells in range(0, 40, 2)
+        for wave in range(13)
     ]
-    best = min(tried, key=lambda one: np.log(lost(one)).sum())
-    return limits_entry(best, lost(best).tolist(), file_of(gpu, PACKED))
+    best = min(tried, key=lambda costs: np.log(lost(costs)).sum())
+    costs = dict(zip(EXCHANGE_TERMS, map(plain, best), strict=True))
+    return limits_entry(costs, lost(best).tolist(), file_of(gpu, PACKED))
 
 
 def timed_schedules(

@@ -116,6 +116,21 @@ def test_bits_of_another_run(block):
 
 
 @gpu
+@every_op
+@every_block
+def test_several_waves_of_clusters_are_right(op, block):
+    """A cluster begins when another has ended, with its barriers and its shared memory anew."""
+    bitmap = np.random.default_rng(block).random((1, 2560 // block, 1024 // block)) < 0.3
+    bitmap[:, 3] = True
+    layout = BlockSparseLayout(bitmap.transpose(0, 2, 1) if op == "dds" else bitmap, block)
+    for parts in (2, 8):
+        plan = plan_of(parts, op=op, layout=layout, n=250)
+        assert cuts.Cut(cuts.tile_of(max(64, block), 64), parts=parts).cluster_waves(plan.descriptor) > 1
+        check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(parts)))
+        shared.further_runs_give_the_same_bits(plan, layout, 5)
+
+
+@gpu
 @every_block
 def test_replays_follow_the_mask(block):
     layout = random_layout(block=block)
@@ -220,6 +235,22 @@ def test_what_is_batch_invariant_is_never_cut(block, panels, across, share, n, b
         assert cut.slices in (cuts.NO_SLICES, cuts.LONG_FIRST)
     assert cuts.as_run(desc, H200.multiprocessors, invariant=True).parts == 1
     assert cuts.as_run(desc, H200.multiprocessors, 0).workspace == 0
+
+
+@every_block
+def test_a_known_long_panel_may_have_several_waves_of_clusters(block):
+    """Four at most. Batch invariance is given up for such layouts, whatever ``n`` is."""
+    shape = BlockSparseShape(
+        heads=1, rows=5120, cols=16384, block=block, blocks=5120 * 16384 // block**2 // 20
+    )
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=64, element="bf16")
+    for longest in (0, 16384 // block):
+        known = desc.model_copy(update={"longest_panel": longest})
+        found = [one.cluster_waves(known) for one in cuts.Cut(cuts.NARROW).evenly(known)]
+        assert found
+        assert (max(found) > 1) == (longest > 0)
+        assert max(found) <= 4
+        assert not guarantees.blocks_wgmma(known).batch_invariant
 
 
 def test_plans_that_give_up_no_batch_invariance_are_never_cut():

@@ -7,7 +7,7 @@ the slices alone, and not on who sums them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...plan.kernel import align_up
@@ -29,8 +29,12 @@ _MOST_CLAIMS = 1 << 24
 EVEN_SLICES, EVEN_CLUSTERS = "even_slices", "even_clusters"
 """The names of the constants of an exchange of sums between the slices of a panel, and of the numbers of
 clusters that run at once."""
+EXCHANGE_TERMS = ("exchange_us", "cell_us", "wave_us")
+"""The names of what takes time if clusters add the slices of panels."""
 _MOST_PARTS = 8
 """Most slices into which every panel is cut: CTAs of the largest cluster that every device has."""
+_MOST_WAVES = 4
+"""Most waves of clusters that compute the slices of panels, of which some may be long."""
 NARROW = fitting(NARROW_PANEL_ROWS, TOKENS[-1], 1, 1)
 """The smallest tile. A multiprocessor has two of it."""
 
@@ -125,13 +129,20 @@ class Cut(NamedTuple):
     def evenly(self, desc: BlockSparseMatmulDescriptor) -> list[Cut]:
         """The same tiles with every panel cut into as many slices, if all slices are computed at once.
 
-        A cluster computes and adds the slices of a panel.
+        A cluster computes and adds the slices of a panel. If a panel is known to be longer than those of
+        random layouts, for which others would wait at the end, there may be several waves of clusters.
         """
-        one, across = self.schedule, desc.reduction // desc.layout.block
-        tiles = panel_count(desc, one.rows) * -(-desc.n // one.tokens)
-        several = range(2, min(across, _MOST_PARTS) + 1) if tiles else ()
-        alone = one._replace(cluster_n=1)
-        return [Cut(alone, parts=parts) for parts in several if tiles <= clusters_of(parts, one.ctas_per_sm)]
+        across = desc.reduction // desc.layout.block
+        several = range(2, min(across, _MOST_PARTS) + 1)
+        cuts = [Cut(self.schedule._replace(cluster_n=1), parts=parts) for parts in several]
+        has_long = desc.longest_panel > 0 and KernelProblem(desc).slicing is not None
+        most = _MOST_WAVES if has_long else 1
+        return [cut for cut in cuts if 0 < cut.cluster_waves(desc) <= most]
+
+    def cluster_waves(self, desc: BlockSparseMatmulDescriptor) -> float:
+        """How many times the clusters that an H200 runs at once compute all work tiles, with ``parts``."""
+        tiles = panel_count(desc, self.schedule.rows) * -(-desc.n // self.schedule.tokens)
+        return tiles / clusters_of(self.parts, self.schedule.ctas_per_sm)
 
 
 def clusters_of(parts: int, ctas_per_sm: int) -> int:
@@ -214,15 +225,21 @@ def cuts_us(desc: BlockSparseMatmulDescriptor, cuts: Sequence[Cut]) -> list[floa
     return [model.microseconds(cut_work(desc, one)) + exchange_us(desc, one) for one in cuts]
 
 
-def cluster_exchange_us(one: BlocksWgmmaSchedule, given: Mapping[str, float]) -> float:
-    """Microseconds in which the CTAs of a cluster exchange the sums of a tile's slices."""
-    return given["exchange_us"] + given["cell_us"] * one.rows * one.tokens
+def cluster_exchange(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, float, float]:
+    """The amounts of EXCHANGE_TERMS if clusters add the slices of panels.
+
+    A further wave of clusters waits for whole clusters of the one before.
+    """
+    one = cut.schedule
+    return 1.0, one.rows * one.tokens, max(cut.cluster_waves(desc) - 1, 0.0)
 
 
 def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
     """Predicted microseconds in which CTAs exchange the sums of slices: in a cluster, or of long panels."""
     if cut.parts > 1:
-        return cluster_exchange_us(cut.schedule, constants(EVEN_SLICES))
+        costs = constants(EVEN_SLICES)
+        amounts = zip(EXCHANGE_TERMS, cluster_exchange(desc, cut), strict=True)
+        return float(sum(costs[name] * amount for name, amount in amounts))
     return float(constants("blocks_tiles")["apart_us"]) if _exchanges_slices(desc, cut) else 0.0
 
 
