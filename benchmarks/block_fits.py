@@ -16,11 +16,8 @@ from sparse24_plans.blocksparse.schedules import blocks_wgmma, predicted_times
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import tiles_of_large_blocks
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
-    EXCHANGE_TERMS,
     Cut,
-    cluster_exchange,
     cut_work,
-    cuts_us,
     exchange_us,
 )
 from sparse24_plans.blocksparse.schedules.predicted_times import (
@@ -311,9 +308,11 @@ def block_fit(model: str, gpu: str) -> Fit:
     return fit._replace(choices=small_choices, bounds=small_bounds(int(block)), steps=3000, descents=8)
 
 
-def packed_lines(gpu: str) -> Iterator[tuple[Mapping[str, Any], BlockSparseMatmulDescriptor]]:
+def packed_lines(
+    gpu: str, family: str = PACKED
+) -> Iterator[tuple[Mapping[str, Any], BlockSparseMatmulDescriptor]]:
     """Measured lines of packed operands, each with its problem."""
-    for row in lines_of(gpu, PACKED):
+    for row in lines_of(gpu, family):
         about = {"heads": 1, "rows": row["m"], "cols": row["k"], "block": row["block"]}
         yield (
             row,
@@ -390,44 +389,6 @@ def dense_problems(gpu: str) -> list[Any]:
         )  # of any n its rows are aligned, and nothing is copied
         found.append((desc, [(DENSE.work(desc), row["us"])]))
     return found
-
-
-def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, dict[Cut, float]]]:
-    """Measured products of packed operands whose panels were also cut evenly, with the time of each cut."""
-    return [
-        (desc, {Cut.named(name): us for name, us in row["us"].items()})
-        for row, desc in packed_lines(gpu)
-        if any("/" in name for name in row.get("us", ()))
-    ]
-
-
-def even_slices_entry(gpu: str) -> Constants:
-    """The times of an exchange of sums in a cluster by which the choice of slices loses least."""
-    measured = even_times(gpu)
-    most = max(len(times) for _, times in measured)
-    taken, rest = (np.full((len(measured), most), np.inf) for _ in range(2))
-    amounts = np.zeros((len(measured), most, len(EXCHANGE_TERMS)))
-    for at, (desc, times) in enumerate(measured):
-        taken[at, : len(times)] = list(times.values())
-        for i, (cut, us) in enumerate(zip(times, cuts_us(desc, list(times)), strict=True)):
-            rest[at, i] = us - exchange_us(desc, cut) * (cut.parts > 1)
-            if cut.parts > 1:
-                amounts[at, i] = cluster_exchange(desc, cut)
-
-    def lost(costs: Sequence[float]) -> Array:
-        chosen = (rest + amounts @ np.array(costs)).argmin(axis=1)
-        found: Array = taken[np.arange(len(taken)), chosen] / taken.min(axis=1)
-        return found
-
-    tried = [
-        (exchange / 4, round(cells * 1e-5, 7), wave / 2)
-        for exchange in range(12)
-        for cells in range(0, 40, 2)
-        for wave in range(13)
-    ]
-    best = min(tried, key=lambda costs: np.log(lost(costs)).sum())
-    costs = dict(zip(EXCHANGE_TERMS, map(plain, best), strict=True))
-    return limits_entry(costs, lost(best).tolist(), file_of(gpu, PACKED))
 
 
 def timed_schedules(

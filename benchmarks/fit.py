@@ -53,15 +53,12 @@ from sparse24_plans.plan.schedule_choice import FOLDER
 from .block_fits import (
     BLOCKS_MEASURED,
     INFLATED,
-    PACKED,
     SDD_MODELS,
     SHORT_SUMS,
     SMALL_MODELS,
     WAY_OF,
     beside_inflated,
     block_fit,
-    even_slices_entry,
-    even_times,
     inflating_entry,
     sampled_choice_entry,
     short_lines,
@@ -86,6 +83,7 @@ from .descent import (
     plain,
     summary,
 )
+from .even_slices import EVEN_FAMILIES, even_slices_entry, even_times
 
 Times = Mapping[WgmmaSpSchedule, float]
 FRESH, QUANTIZED, F32 = "fresh-times", "quantized-times", "f32-times"
@@ -248,14 +246,14 @@ class Limit(NamedTuple):
 
     entry: Callable[[str], Constants]
     """Makes the data file's entry for a GPU."""
-    family: str = INFLATED
+    families: Sequence[str] = (INFLATED,)
     problems: Callable[[str], Sequence[Any]] = beside_inflated
-    """Gives the measured problems of the family that are needed."""
+    """Gives the measured problems of the families that are needed."""
 
 
 BLOCK_LIMITS = {
-    SHORT_SUMS: Limit(short_sums_entry, BLOCKS_MEASURED, short_lines),
-    EVEN_SLICES: Limit(even_slices_entry, PACKED, even_times),
+    SHORT_SUMS: Limit(short_sums_entry, (BLOCKS_MEASURED,), short_lines),
+    EVEN_SLICES: Limit(even_slices_entry, EVEN_FAMILIES, even_times),
     INFLATING: Limit(inflating_entry),
     SAMPLED_LIMIT: Limit(sampled_choice_entry),
 }
@@ -281,7 +279,7 @@ def families_of(model: str) -> list[str]:
     if model in F32_MODELS:
         return [F32]
     if model in BLOCK_LIMITS:
-        return [BLOCK_LIMITS[model].family]
+        return list(BLOCK_LIMITS[model].families)
     return [BLOCKS_MEASURED if model in (*SMALL_MODELS, *SDD_MODELS) else gemm_family(model)]
 
 

@@ -240,10 +240,29 @@ def packed_times(problem: blocks.Problem) -> Row:
     return {"us": us, "mma_us": times} if times else {"us": us}
 
 
-def measure_packed(seed: int, end: float) -> Iterator[Row]:
-    """Random cells of dsd and dds, even, uneven and banded, of matrices that are made quickly."""
-    random_blocks.compile_all(seed)
-    for cell in packed_cells(seed):
+def uneven_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
+    """Few tokens, and rows whose numbers of blocks follow 1 / rank."""
+    while True:
+        m, k = (128 * int(2 ** rng.uniform(2.5, 7.5)) for _ in range(2))
+        cell = random_blocks.Cell(
+            op=rng.choice((BlockSparseOp.DSD, BlockSparseOp.DDS)),
+            m=m,
+            k=k,
+            n=8 * int(2 ** rng.uniform(0, 5)),
+            block=rng.choice((16, 32, 64, 128)),
+            density=2 ** rng.uniform(-5.5, -1.2),
+            pattern="uneven",
+            trans_b=rng.random() < 0.5,
+            packed=True,
+            seed=rng.randrange(2**31),
+        )
+        if m * k <= MOST_CELLS and cell.bitmap().any():
+            yield cell
+
+
+def measure_cuts(cells: Iterator[random_blocks.Cell], end: float) -> Iterator[Row]:
+    """Lines of packed operands, until the monotonic clock says ``end``."""
+    for cell in cells:
         if time.monotonic() > end:
             return
         problem = blocks.Problem(replace(cell, packed=True))
@@ -255,6 +274,16 @@ def measure_packed(seed: int, end: float) -> Iterator[Row]:
         about = {"blocks": problem.layout.shape.blocks, "longest_panel": problem.desc.longest_panel}
         yield {**cell.fields, **about, **times}
         free_memory()
+
+
+def measure_packed(seed: int, end: float) -> Iterator[Row]:
+    """Random cells of dsd and dds, even, uneven and banded, of matrices that are made quickly."""
+    random_blocks.compile_all(seed)
+    yield from measure_cuts(packed_cells(seed), end)
+
+
+def measure_uneven(seed: int, end: float) -> Iterator[Row]:
+    yield from measure_cuts(uneven_cells(random.Random(seed)), end)
 
 
 def measure_dense(seed: int, end: float) -> Iterator[Row]:
@@ -276,6 +305,7 @@ MEASURE: Mapping[str, Callable[[int, float], Iterator[Row]]] = {
     "large-blocks": measure_large_blocks,
     "inflated": measure_inflated,
     "packed": measure_packed,
+    "uneven": measure_uneven,
     "dense": measure_dense,
 }
 """Family -> what measures its problems of a seed, until the monotonic clock says the given seconds."""

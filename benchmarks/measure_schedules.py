@@ -15,13 +15,14 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
   predicted to be much faster, in ``<gpu>-inflated-times.jsonl``, each alone in a steady state, as ``dense``.
   Fit the other families first, because their models predict;
 - ``packed``: packed operands of block-sparse products as kept blocks, in ``<gpu>-packed-times.jsonl``;
+- ``uneven``: the same for few tokens and a few long rows, in ``<gpu>-uneven-times.jsonl``;
 - ``dense``: cuBLAS's product of bf16, in ``<gpu>-dense-times.jsonl``, alone in a steady state: a power limit
   slows large ones by a quarter, and kept blocks less.
 
 A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
 Lines of ``blocks`` also have ``inflate_us``, the product of the inflated matrix. Lines of few tokens also
 have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps, strips and tiles of tokens. Lines
-of ``large-blocks`` and ``packed`` have times by the name of a ``Cut``.
+of ``large-blocks``, ``packed`` and ``uneven`` have times by the name of a ``Cut``.
 """
 
 from __future__ import annotations
@@ -236,6 +237,7 @@ def measure_gemm(family: str, rng: random.Random, end: float) -> Iterator[Row]:
 FILES = {
     "dense": "dense-times",
     "packed": "packed-times",
+    "uneven": "uneven-times",
     "inflated": "inflated-times",
     "gemm": "times",
     "quantized": "quantized-times",

@@ -37,6 +37,7 @@ from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
     NO_SLICES,
     Cut,
     as_run,
+    cuts_us,
     others,
 )
 from sparse24_plans.blocksparse.schedules.predicted_times import BLOCKS, dense_wins, nearness, sampled_loses
@@ -115,6 +116,22 @@ def test_the_fastest_cut_of_few_tokens_is_missed_by_little(block):
     assert np.exp(np.log(lost).mean()) <= 1.025
     assert np.quantile(lost, 0.95) <= 1.15
     assert cut_evenly > 20
+
+
+def test_several_waves_of_clusters_pay_where_rows_are_uneven():
+    """Each problem's fastest cut by prediction, among all and among those of one wave."""
+    lost, of_one_wave = [], []
+    for row, desc in packed_lines("nvidia_h200", "uneven-times"):
+        timed = {Cut.named(name): us for name, us in row["us"].items()}
+        tried = [cut for cut in timed if cut.parts == 1 or cut in Cut(cut.schedule).evenly(desc)]
+        whole = [cut for cut in tried if cut.parts == 1 or cut.cluster_waves(desc) <= 1]
+        for some, losses in ((tried, lost), (whole, of_one_wave)):
+            predicted = dict(zip(some, cuts_us(desc, some), strict=True))
+            losses.append(timed[min(some, key=predicted.__getitem__)] / min(timed.values()))
+    assert len(lost) > 120
+    assert np.exp(np.log(lost).mean()) <= 1.025
+    assert np.quantile(lost, 0.95) <= 1.2
+    assert np.log(lost).mean() < 0.7 * np.log(of_one_wave).mean()
 
 
 NARROWED = ("64,1,0,64", "64,1,1,64", "64,1,3,64")

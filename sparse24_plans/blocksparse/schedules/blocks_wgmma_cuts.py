@@ -135,8 +135,8 @@ class Cut(NamedTuple):
         across = desc.reduction // desc.layout.block
         several = range(2, min(across, _MOST_PARTS) + 1)
         cuts = [Cut(self.schedule._replace(cluster_n=1), parts=parts) for parts in several]
-        has_long = desc.longest_panel > 0 and KernelProblem(desc).slicing is not None
-        most = _MOST_WAVES if has_long else 1
+        slicing = KernelProblem(desc).slicing if desc.n <= TOKENS[0] else None
+        most = _MOST_WAVES if slicing and desc.longest_panel > slicing.longest else 1
         return [cut for cut in cuts if 0 < cut.cluster_waves(desc) <= most]
 
     def cluster_waves(self, desc: BlockSparseMatmulDescriptor) -> float:
@@ -216,7 +216,10 @@ def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
     one, most, slicing = cut.schedule, math.inf, KernelProblem(desc).slicing
     if cut.slices in (APART, IN_TURN) and slicing:
         most = slicing.longest if one.rows == PANEL_ROWS else slicing.longest_narrow
-    return work(desc, one.rows, one.tokens, most, REFERENCE_SMS * one.ctas_per_sm, cut.parts)
+    ctas = REFERENCE_SMS * one.ctas_per_sm
+    if cut.parts > 1:
+        ctas = cut.parts * clusters_of(cut.parts, one.ctas_per_sm)
+    return work(desc, one.rows, one.tokens, most, ctas, cut.parts)
 
 
 def cuts_us(desc: BlockSparseMatmulDescriptor, cuts: Sequence[Cut]) -> list[float]:
