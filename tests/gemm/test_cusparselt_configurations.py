@@ -115,10 +115,18 @@ def test_the_shipped_configurations_give_the_same_bits_in_another_process():
     assert all(here == there for here, there, kept in pairs if kept)
 
 
-@pytest.mark.parametrize("configuration", [{"algorithm": 10**6}, {"algorithm": -1}, {"split_k": -7}])
-def test_a_configuration_that_the_library_refuses(configuration):
+@pytest.mark.parametrize(
+    ("configuration", "reason"),
+    [
+        ({"algorithm": 10**6}, "cuSPARSELt refuses"),
+        ({"algorithm": -1}, "configuration: cusparselt has no algorithm -1"),
+        ({"split_k": -7}, "configuration: cusparselt has no split_k -7"),
+    ],
+    ids=["past the last", "negative", "a negative split"],
+)
+def test_a_configuration_that_does_not_exist_is_refused(configuration, reason):
     desc = descriptor("bf16")
-    with pytest.raises(UnsupportedError, match="cuSPARSELt refuses"):
+    with pytest.raises(UnsupportedError, match=reason):
         GemmSparse24Plan.select(desc, device=0, preference=FORCED, tuning=table_of(desc, configuration))
 
 
