@@ -15,7 +15,7 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
   predicted to be much faster, in ``<gpu>-inflated-times.jsonl``, each alone in a steady state, as ``dense``.
   Fit the other families first, because their models predict;
 - ``packed``: packed operands of block-sparse products as kept blocks, in ``<gpu>-packed-times.jsonl``;
-- ``uneven``: the same for few tokens and a few long rows, in ``<gpu>-uneven-times.jsonl``;
+- ``uneven``: the same where some rows of blocks are long, in ``<gpu>-uneven-times.jsonl``;
 - ``dense``: cuBLAS's product of bf16, in ``<gpu>-dense-times.jsonl``, alone in a steady state: a power limit
   slows large ones by a quarter, and kept blocks less.
 

@@ -135,8 +135,7 @@ class Cut(NamedTuple):
         across = desc.reduction // desc.layout.block
         several = range(2, min(across, _MOST_PARTS) + 1)
         cuts = [Cut(self.schedule._replace(cluster_n=1), parts=parts) for parts in several]
-        slicing = KernelProblem(desc).slicing if desc.n <= TOKENS[0] else None
-        most = _MOST_WAVES if slicing and desc.longest_panel > slicing.longest else 1
+        most = _MOST_WAVES if _is_uneven(desc) and desc.n <= TOKENS[0] else 1
         return [cut for cut in cuts if 0 < cut.cluster_waves(desc) <= most]
 
     def cluster_waves(self, desc: BlockSparseMatmulDescriptor) -> float:
@@ -174,36 +173,45 @@ def as_run(
 
 
 def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
-    """What is tried beside a cut: of few tokens every tile, and every way to compute its panels.
+    """What is tried beside a cut: of few tokens, or with a long panel, every tile and every way to compute
+    its panels.
 
-    Of more, the same tiles with every panel cut.
+    Else the same tiles with every panel cut.
     """
-    if desc.n > TOKENS[0]:
+    slicing = KernelProblem(desc).slicing
+    if desc.n > TOKENS[0] and not _is_uneven(desc):
         is_alike = found.slices in (NO_SLICES, APART) and not _exchanges_slices(desc, found)
         return Cut(found.schedule).narrowed(desc).evenly(desc) if is_alike else []
-    problem, tried = KernelProblem(desc), list[Cut]()
-    for one in _tiles_of_few_tokens(desc):
-        tried += [Cut(one), *Cut(one).evenly(desc)]
-        if problem.slicing is not None and _has_slices(one, desc.layout.block):
-            tried.append(Cut(one, APART, *slice_bytes(problem)))
+    tried = []
+    for one in _tiles_tried(desc):
+        has_slices = slicing is not None and _has_slices(one, desc.layout.block)
+        if desc.n <= TOKENS[0] or one.work_tiles(desc) <= one.resident_clusters(REFERENCE_SMS):
+            tried.append(Cut(one))
+        elif has_slices:
+            tried.append(Cut(one, LONG_FIRST, align_up(COUNTER_BYTES)))
+        tried += Cut(one).evenly(desc)
+        if has_slices:
+            tried.append(Cut(one, APART, *slice_bytes(KernelProblem(desc))))
     return tried
 
 
-def _tiles_of_few_tokens(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaSchedule]:
+def _tiles_tried(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaSchedule]:
     """Tiles that are tried: those of which no smaller one has all tokens."""
     widths = [one for one in TOKENS if one == TOKENS[-1] or one < 2 * desc.n]
-    tiles = [tile_of(rows, one) for one in widths for rows in _rows_tried(desc.layout.block, one)]
+    tiles = [tile_of(rows, one) for one in widths for rows in _rows_tried(desc, one)]
     return [one for one in tiles if one.most_work_tiles(desc) < _MOST_CLAIMS]
 
 
-def _rows_tried(block: int, tokens: int) -> tuple[int, ...]:
+def _rows_tried(desc: BlockSparseMatmulDescriptor, tokens: int) -> tuple[int, ...]:
     """Rows of the tiles that are tried: of 64 tokens as few as a block has, or 64 and 128 with blocks of 64,
-    whose wider tiles have 128."""
-    if block == NARROW_PANEL_ROWS:
-        return (NARROW_PANEL_ROWS, PANEL_ROWS) if tokens == TOKENS[-1] else (PANEL_ROWS,)
+    whose wider tiles have 128. Those of smaller blocks have both if there are few tokens."""
+    block = desc.layout.block
     if block == PANEL_ROWS:
         return (PANEL_ROWS,)
-    return (NARROW_PANEL_ROWS,) if tokens == TOKENS[-1] else (NARROW_PANEL_ROWS, PANEL_ROWS)
+    if tokens == TOKENS[-1]:
+        return (NARROW_PANEL_ROWS, PANEL_ROWS) if block == NARROW_PANEL_ROWS else (NARROW_PANEL_ROWS,)
+    has_both = block < NARROW_PANEL_ROWS and desc.n <= TOKENS[0]
+    return (NARROW_PANEL_ROWS, PANEL_ROWS) if has_both else (PANEL_ROWS,)
 
 
 def _has_slices(one: BlocksWgmmaSchedule, block: int) -> bool:
@@ -243,7 +251,10 @@ def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
         costs = constants(EVEN_SLICES)
         amounts = zip(EXCHANGE_TERMS, cluster_exchange(desc, cut), strict=True)
         return float(sum(costs[name] * amount for name, amount in amounts))
-    return float(constants("blocks_tiles")["apart_us"]) if _exchanges_slices(desc, cut) else 0.0
+    if not _exchanges_slices(desc, cut):
+        return 0.0
+    tokens = cut.schedule.tokens if desc.n > TOKENS[0] else TOKENS[-1]
+    return float(constants("blocks_tiles")["apart_us"]) * tokens / TOKENS[-1]
 
 
 def _exchanges_slices(desc: BlockSparseMatmulDescriptor, cut: Cut) -> bool:
@@ -273,6 +284,12 @@ def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -
 def _of_unknown_panels(desc: BlockSparseMatmulDescriptor) -> BlockSparseMatmulDescriptor:
     """The problem without its longest panel. A copy is validated, so none is made if nothing changes."""
     return desc.model_copy(update={"longest_panel": 0}) if desc.longest_panel else desc
+
+
+def _is_uneven(desc: BlockSparseMatmulDescriptor) -> bool:
+    """Whether a panel is known to be longer than those of random layouts, so that it may be cut."""
+    slicing = KernelProblem(desc).slicing
+    return slicing is not None and desc.longest_panel > slicing.longest
 
 
 def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
