@@ -173,14 +173,14 @@ def as_run(
 
 
 def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
-    """What is tried beside a cut: of few tokens, or with a long panel, every tile and every way to compute
+    """What is tried beside a cut: for few tokens, or with a long panel, every tile and every way to compute
     its panels.
 
-    Else the same tiles with every panel cut.
+    Else it is the same tile with every panel cut.
     """
     slicing = KernelProblem(desc).slicing
     if desc.n > TOKENS[0] and not _is_uneven(desc):
-        is_alike = found.slices in (NO_SLICES, APART) and not _exchanges_slices(desc, found)
+        is_alike = found.slices in (NO_SLICES, APART)
         return Cut(found.schedule).narrowed(desc).evenly(desc) if is_alike else []
     tried = []
     for one in _tiles_tried(desc):
