@@ -133,7 +133,7 @@ __device__ __forceinline__ void count_blocks(const BlockTablesParams& p, const S
       Cells cells[kLoads];
 #pragma unroll
       for (u32 i = 0; i < kLoads; ++i)
-        if (row + i < p.block_rows) cells[i].load<kAligned>(p, from + (i64)(row + i) * p.block_cols, column);
+        if (row + i < p.block_rows) cells[i].template load<kAligned>(p, from + (i64)(row + i) * p.block_cols, column);
       u32 before = 0;
 #pragma unroll
       for (u32 i = 0; i < kLoads; ++i) {
