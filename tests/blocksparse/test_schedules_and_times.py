@@ -148,6 +148,7 @@ def test_tiles_of_many_tokens_with_long_rows_are_chosen_by_time():
     for desc, timed in uneven_lines(few=False):
         run, rule = as_run(desc, H200.multiprocessors), Cut.of(desc, H200.multiprocessors).narrowed(desc)
         us = {cut.name: one for cut, one in timed.items()}
+        assert {one.name for one in others(desc, rule) if one.parts == 1} <= us.keys()
         if {run.name, rule.name} <= us.keys():
             lost.append(us[run.name] / min(us.values()))
             by_rules.append(us[rule.name] / min(us.values()))
