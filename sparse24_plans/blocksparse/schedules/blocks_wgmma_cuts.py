@@ -135,13 +135,12 @@ class Cut(NamedTuple):
         across = desc.reduction // desc.layout.block
         several = range(2, min(across, _MOST_PARTS) + 1)
         cuts = [Cut(self.schedule._replace(cluster_n=1), parts=parts) for parts in several]
-        most = _MOST_WAVES if _is_uneven(desc) and desc.n <= TOKENS[0] else 1
+        most = _MOST_WAVES if desc.n <= TOKENS[0] and _is_uneven(desc) else 1
         return [cut for cut in cuts if 0 < cut.cluster_waves(desc) <= most]
 
     def cluster_waves(self, desc: BlockSparseMatmulDescriptor) -> float:
         """How many times the clusters that an H200 runs at once compute all work tiles, with ``parts``."""
-        tiles = panel_count(desc, self.schedule.rows) * -(-desc.n // self.schedule.tokens)
-        return tiles / clusters_of(self.parts, self.schedule.ctas_per_sm)
+        return self.schedule.work_tiles(desc) / clusters_of(self.parts, self.schedule.ctas_per_sm)
 
 
 def clusters_of(parts: int, ctas_per_sm: int) -> int:
@@ -178,20 +177,20 @@ def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
 
     Else it is the same tile with every panel cut.
     """
-    slicing = KernelProblem(desc).slicing
     if desc.n > TOKENS[0] and not _is_uneven(desc):
         is_alike = found.slices in (NO_SLICES, APART)
         return Cut(found.schedule).narrowed(desc).evenly(desc) if is_alike else []
-    tried = []
+    problem, tried = KernelProblem(desc), list[Cut]()
+    may_be_cut, apart_bytes = problem.slicing is not None, slice_bytes(problem)
     for one in _tiles_tried(desc):
-        has_slices = slicing is not None and _has_slices(one, desc.layout.block)
+        has_slices = may_be_cut and _has_slices(one, desc.layout.block)
         if desc.n <= TOKENS[0] or one.work_tiles(desc) <= one.resident_clusters(REFERENCE_SMS):
             tried.append(Cut(one))
         elif has_slices:
             tried.append(Cut(one, LONG_FIRST, align_up(COUNTER_BYTES)))
         tried += Cut(one).evenly(desc)
         if has_slices:
-            tried.append(Cut(one, APART, *slice_bytes(KernelProblem(desc))))
+            tried.append(Cut(one, APART, *apart_bytes))
     return tried
 
 
@@ -246,7 +245,10 @@ def cluster_exchange(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float
 
 
 def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
-    """Predicted microseconds in which CTAs exchange the sums of slices: in a cluster, or of long panels."""
+    """Predicted microseconds in which CTAs exchange the sums of slices: in a cluster, or of long panels.
+
+    Those of long panels are the more the wider a tile is, unless few tokens leave most of it empty.
+    """
     if cut.parts > 1:
         costs = constants(EVEN_SLICES)
         amounts = zip(EXCHANGE_TERMS, cluster_exchange(desc, cut), strict=True)
