@@ -1,6 +1,6 @@
 """Compile times of the kernels: ``python -m benchmarks.compile_times OUT.json``.
 
-Every row of the tables that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
+Every kernel entry that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
 for each of its elements, for few and for many tokens, with the lightest and the heaviest epilogue, and for
 a column-major X that is transposed first. The compiler is loaded before the clock starts. ``cached_ms`` is
 what finding and checking the kernel in the cache takes. One process, one kernel at a time; a minute or two.
@@ -142,7 +142,7 @@ def _layout(block: int, blocks: int) -> BlockSparseShape:
 
 
 def choices(device: DeviceProperties) -> Iterator[Choice]:
-    """One for every row and problem that it serves."""
+    """A choice for every kernel entry and every problem that it serves."""
     rows: Iterable[KernelEntry] = chain(gemm_table.ENTRIES, prepare_table.ENTRIES, _BLOCK_ROWS)
     for row in rows:
         if row.on_host or not row.kernel.sources:

@@ -87,7 +87,7 @@ def _files_with(marker: str, arguments: tuple[str, ...]) -> list[str]:
 
 
 def _summary(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
-    """How many tests ended how, the sums of what they count, and the largest share of each row's bound."""
+    """How many tests ended how, the sums of what they count, and the largest share of each kernel's bound."""
     count: Counter[str] = Counter()
     bounds: dict[str, float] = {}
     names: list[str] = []

@@ -345,7 +345,7 @@ def with_sparsity(config: Mapping[str, Any], modules: list[str], sparsity: float
         raise FormatError(f"{CONFIG_NAME}: {CONFIG_KEY}: expected an object, got {type(section).__name__}")
     if section.get("quant_method") != compressed_tensors.METHOD:
         raise InvalidProblemError(
-            f"{CONFIG_NAME}: expected no quantisation, or compressed-tensors', got "
+            f"{CONFIG_NAME}: expected no quantization, or compressed-tensors', got "
             f"{section.get('quant_method')!r:.80}"
         )
     return {

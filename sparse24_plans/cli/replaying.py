@@ -36,7 +36,7 @@ def replay(
     The exit code is 1 if something differs.
     """
     if seed is not None and samples is None:
-        raise typer.BadParameter(f"--seed: expected --samples beside it, got {seed} alone")
+        raise typer.BadParameter(f"--seed: expected --samples with it, got {seed} alone")
     with reported(as_json):
         run = load_run(record)
         total = run.descriptor.result_rows * run.descriptor.outputs

@@ -231,7 +231,7 @@ class _Tuner:
             if message is None:
                 self.close()
                 if trying is None or trying["configuration"] is None:
-                    raise DriverError("tuning worker", 1, "it died, but not of a configuration")
+                    raise DriverError("tuning worker", 1, "it died, and no single configuration is to blame")
                 TUNING.warning(
                     "a worker ended with configuration %s, which is left out", trying["configuration"]
                 )

@@ -77,7 +77,7 @@ def test_rows_that_a_router_sends_are_told_and_counted(tmp_path, monkeypatch):
 
 def test_a_seed_without_samples_is_wrong_usage(record):
     result = run("replay", record(), "--seed", 0, exit_code=2)
-    assert "--seed: expected --samples beside it, got 0 alone" in " ".join(result.stderr.split())
+    assert "--seed: expected --samples with it, got 0 alone" in " ".join(result.stderr.split())
     assert result.stdout == ""
 
 

@@ -283,8 +283,8 @@ def allowed_schedules(
 def invariant_split_k(m: int, k: int, terms: int) -> int:
     """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone.
 
-    It fixes bits, so its constants are those of their first fit, and no refit moves them. It looks at the
-    schedules of that fit, too, which had no stream-K for few tokens.
+    It fixes bits, so its constants are those of their first fit, and no refit moves them. Stream-K
+    is left out for few tokens, because another set of candidates would change the bits.
     """
 
     def times(n: int) -> tuple[float, list[float]]:
