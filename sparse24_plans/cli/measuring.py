@@ -123,7 +123,7 @@ def _measure(scope: Scope, out: Path | None, seconds: float | None, *, quiet: bo
 
 
 def _tunable(name: str) -> str:
-    return one_of(row.name for row in ENTRIES if row.kernel.tunable)(name)
+    return one_of(entry.name for entry in ENTRIES if entry.kernel.tunable)(name)
 
 
 def tune(

@@ -40,7 +40,7 @@ def test_a_difference_is_named_by_its_place(record):
     said = run("replay", record((3, 11)), exit_code=1).stdout
     assert "120 of 120 results computed again: 1 differ" in said
     assert "the first: token 3, output 11" in said
-    for word in ("recorded", "computed", "parted"):
+    for word in ("recorded", "computed", "diverged"):
         assert f"\n  {word}" in said
 
 
