@@ -13,9 +13,9 @@ from ..device.subnormals import check_subnormals
 from ..errors import InvalidProblemError, UnsupportedError
 from ..plan.arithmetic import Arithmetic
 from ..plan.explanation import Explanation
-from ..plan.operands import CANONICAL_WEIGHTS, check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..plan.preference import PlanPreference
+from ..plan.weight_operand import CANONICAL_WEIGHTS, WeightPacking
 from ..vocab import DeviceProperties, GemmOp, GroupTokens
 from ..weights.weight import CanonicalWeight, PackedWeight
 from .args import DgradSparse24Args, GemmSparse24Args
@@ -158,11 +158,13 @@ class GemmSparse24Plan(Plan):
         """
         if type(weight) not in CANONICAL_WEIGHTS:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
-        operand = self._operands[0]
-        check_weight_fits(weight, operand, self._home)
+        operand = self._operands[0].packing
+        assert isinstance(operand, WeightPacking)
+        operand.check_fits(weight, "weight", self._home)
         with on_stream(self._home, stream):
             packed = self._kernel.pack(weight)
-        return check_weight(packed, operand, (self._entry.layout_of(self.descriptor),), self._home)
+        operand.check(packed, "weight", (self._entry.layout_of(self.descriptor),), self._home)
+        return packed
 
 
 def _table(tuning: object, properties: DeviceProperties) -> TuningTable:
