@@ -33,7 +33,7 @@ from ..attention import (
 )
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import (
-    COUNTER_BYTES,
+    ATTENTION_COUNTER_BYTES,
     LEAST_STREAMED_ROWS,
     MOST_PASSES,
     backward_workspace,
@@ -155,7 +155,7 @@ class _Launch:
         if len(boxes) == 1:  # the other map is not read
             boxes |= {"v": BOX}
         boxes |= dict.fromkeys(one.streamed, self._tiling.rows)
-        self._walk.fill(found, views, boxes, workspace + 8 * rows + COUNTER_BYTES * self._counter)
+        self._walk.fill(found, views, boxes, workspace + 8 * rows + ATTENTION_COUNTER_BYTES * self._counter)
         return found
 
 
@@ -197,7 +197,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         if not bound:
             return nothing
         counters = workspace + 8 * rows_of_queries(self.descriptor)
-        return launch_in_order(fill(counters, 0, MOST_PASSES * COUNTER_BYTES), *bound)
+        return launch_in_order(fill(counters, 0, MOST_PASSES * ATTENTION_COUNTER_BYTES), *bound)
 
 
 def passes_of(desc: BlockSparseAttentionDescriptor, *, stored: bool) -> tuple[Pass, ...]:

@@ -25,7 +25,7 @@ from ..attention import (
     row_bytes,
 )
 from ..descriptor import BlockSparseAttentionDescriptor
-from ..limits import COUNTER_BYTES
+from ..limits import ATTENTION_COUNTER_BYTES
 
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
@@ -63,7 +63,8 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         desc, device = self.descriptor, choice.device
         self._walk = Walk(desc, columns=False, groups=pipeline_groups(desc))
         self._blocks = self._walk.blocks(device)
-        self.launches, self.workspace_size, self.workspace_alignment = 2, COUNTER_BYTES, COUNTER_BYTES
+        self.launches, self.workspace_size = 2, ATTENTION_COUNTER_BYTES
+        self.workspace_alignment = ATTENTION_COUNTER_BYTES
         tile = _tile(desc)
         stages = pipeline_groups(desc) * _stages(desc, tile)
         self.details = self._walk.details(device, f"{stages} stages of {tile} keys")
@@ -87,7 +88,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         keys = min(desc.layout.block, _tile(desc))
         self._walk.fill(parameters, views, {"q": BOX, "k": keys, "v": keys}, workspace)
         kernel = self._function.bind(self._blocks, parameters)
-        return launch_in_order(fill(workspace, 0, COUNTER_BYTES), kernel)
+        return launch_in_order(fill(workspace, 0, ATTENTION_COUNTER_BYTES), kernel)
 
 
 def _tile(desc: BlockSparseAttentionDescriptor) -> int:
