@@ -63,7 +63,7 @@ class Packing:
         raise NotImplementedError
 
     def forms(self, layout: str) -> Forms:
-        """Shape and element of each part. Raises UnsupportedError for a layout that a library alone knows."""
+        """Shape and element of each part, for a layout that isn't a library's."""
         raise NotImplementedError
 
     def unpack(self, given: Any, argument: str, layouts: tuple[str, ...], home: Device) -> Views:
