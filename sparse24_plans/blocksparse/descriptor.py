@@ -25,8 +25,8 @@ from ..vocab import (
 )
 from .dropout import MOST_DROPOUT
 from .layout import BlockSparseLayout
-from .lookup_tables import length, longest_panel, view_of
-from .packed import packing
+from .lookup_tables import length, longest_panel
+from .packed import BlocksPacking, TablesPacking
 from .shape import MOST, BlockSparseShape
 
 HALVES = (ElementKind.F16, ElementKind.BF16)
@@ -76,7 +76,7 @@ class BlockSparseDescriptor(Descriptor):
 
     def _tables(self) -> Operand:
         size = (length(self.layout),)
-        return Operand("layout", Role.TABLES, size, ElementKind.I32, of=partial(view_of, self.layout))
+        return Operand("layout", Role.TABLES, size, ElementKind.I32, packing=TablesPacking(self.layout))
 
     def _blocks(
         self, name: str, role: Role, element: ElementKind, may_be: str | None = None, *, width: int = 0
@@ -251,8 +251,8 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         """The operand, or the sparse one as plans pack it."""
         if operand.name != self.sparse:
             return operand
-        made = packing(operand.name, self.layout, self.batch, self.element)
-        return replace(operand, role=Role.PACKED, packing=made)
+        packing = BlocksPacking(operand.name, self.layout, self.batch, self.element)
+        return replace(operand, role=Role.PACKED, packing=packing)
 
     def operands(self) -> tuple[Operand, ...]:
         """Operands: the tables, ``a``, ``b``, ``c``, and if present ``metadata`` and ``bias``.

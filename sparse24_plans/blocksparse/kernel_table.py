@@ -218,7 +218,7 @@ _ATTENTION_WGMMA = with_wgmma(
         guarantees.attention,
         HALVES,
         limits=partial(limits.attention, BlockSparsePass.FORWARD),
-        min_workspace=lambda problem: limits.COUNTER_BYTES,
+        min_workspace=lambda problem: limits.ATTENTION_COUNTER_BYTES,
     )
 )
 ATTENTION_ENTRIES: tuple[BlockSparseEntry, ...] = (

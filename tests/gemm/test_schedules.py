@@ -29,6 +29,7 @@ from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import TILES_16BIT
 
+from ..sample_devices import ADA, H200, gpu_of
 from .kernel_entries import OWN, row_of
 
 MULTIPROCESSORS = (66, 78, 114, 132, 144)
@@ -45,7 +46,7 @@ shapes = st.builds(
 
 
 def hopper(multiprocessors: int) -> DeviceProperties:
-    return DeviceProperties(kind="cuda", compute_capability=(9, 0), multiprocessors=multiprocessors)
+    return gpu_of(9, 0, multiprocessors=multiprocessors)
 
 
 class Recorder:
@@ -86,7 +87,7 @@ def test_kernel_of_mma_sp_is_compiled_for_same_slices_everywhere(row, desc):
         compiled = Recorder(patch, mma_sp)
         slices = {compiled.of(desc, row, hopper(count))["SPLIT_K"] for count in MULTIPROCESSORS}
         for capability in ((8, 0), (8, 6), (8, 9), (12, 0)):  # where one block holds them all
-            other = DeviceProperties(kind="cuda", compute_capability=capability, multiprocessors=100)
+            other = gpu_of(*capability)
             assert compiled.of(desc, row, other)["SPLIT_K"] == mma_schedules.WARP_PAIRS
     assert len(slices) == 1
 
@@ -140,9 +141,9 @@ def test_wgmma_sp_splits_k_alike_for_parts_and_wholes(row, desc, shards):
     part = {**fields, "m": -(-desc.m // shards)}
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, wgmma_sp)
-        whole = compiled.of(GemmSparse24Descriptor(n=16, **fields), row, hopper(132))
+        whole = compiled.of(GemmSparse24Descriptor(n=16, **fields), row, H200)
         for n in (1, desc.n):
-            found = compiled.of(GemmSparse24Descriptor(n=n, **part), row, hopper(132), whole_m=desc.m)
+            found = compiled.of(GemmSparse24Descriptor(n=n, **part), row, H200, whole_m=desc.m)
             assert found["SPLIT_K"] * found["K_CHUNKS"] == whole["SPLIT_K"] * whole["K_CHUNKS"]
 
 
@@ -154,8 +155,8 @@ def test_mma_sp_splits_k_alike_for_parts_and_wholes(row, desc, shards):
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, mma_sp)
         for device in (
-            hopper(132),
-            DeviceProperties(kind="cuda", compute_capability=(8, 9), multiprocessors=100),
+            H200,
+            ADA,
         ):
             whole, found = compiled.of(desc, row, device), compiled.of(part, row, device, whole_m=desc.m)
             assert found["SPLIT_K"] == whole["SPLIT_K"]
@@ -171,9 +172,9 @@ def test_without_whole_m_part_of_weight_may_be_cut_otherwise():
 
 def test_configuration_is_not_applied_to_part_of_weight():
     desc = GemmSparse24Descriptor(n=16, m=3584, k=4096, element="bf16")
-    other = mma_schedules.candidates(desc, hopper(132))[0]
-    free = mma_schedules.schedule_of(desc, hopper(132), {}, 28672)
-    assert mma_schedules.schedule_of(desc, hopper(132), other, 28672) == free
+    other = mma_schedules.candidates(desc, H200)[0]
+    free = mma_schedules.schedule_of(desc, H200, {}, 28672)
+    assert mma_schedules.schedule_of(desc, H200, other, 28672) == free
     assert free.split_k == mma_schedules.split_k_of(28672)
 
 
@@ -379,9 +380,7 @@ def test_a_bound_on_the_workspace_is_kept():
         with pytest.MonkeyPatch.context() as patch:
             Recorder(patch, wgmma_sp)
             for configuration in ({}, free._asdict()):
-                choice = Choice(
-                    desc, hopper(132), row, PlanPreference(max_workspace_bytes=most), configuration
-                )
+                choice = Choice(desc, H200, row, PlanPreference(max_workspace_bytes=most), configuration)
                 assert wgmma_sp.Kernel(choice).workspace_size <= most
     assert wgmma_heuristics.best_schedule(desc, row, None, most) == free
 
@@ -392,14 +391,14 @@ def test_a_bound_on_the_workspace_is_kept():
 def test_a_configuration_that_would_change_the_bits_is_refused():
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
     with pytest.raises(UnsupportedError, match="mma_sp has no schedule"):
-        mma_schedules.schedule_of(desc, hopper(132), {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
+        mma_schedules.schedule_of(desc, H200, {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
     row = row_of("wgmma_sp_invariant")
     slices = wgmma_heuristics.invariant_split_k(desc.m, desc.k, row.elements[0])
     cuts = [cut for cut in wgmma_schedules.schedules_for(16) if cut.split_k != slices]
     assert cuts
     for cut in cuts:
         with pytest.raises(UnsupportedError, match="can't keep its promises"):
-            wgmma_sp._schedule_of(Choice(desc, hopper(132), row, PlanPreference(), cut._asdict()))
+            wgmma_sp._schedule_of(Choice(desc, H200, row, PlanPreference(), cut._asdict()))
 
 
 @pytest.mark.parametrize("row", [*WGMMA_ENTRIES, *MMA_ENTRIES])
@@ -411,7 +410,7 @@ def test_named_slices_are_the_compiled_slices(row, desc, whole):
     invariant = row_of(row).guarantee(desc).batch_invariant
     preference = PlanPreference(whole_m=4 * desc.m if whole and invariant else None)
     module = wgmma_sp if row in WGMMA_ENTRIES else mma_sp
-    choice = Choice(desc, hopper(132), row_of(row), preference, {})
+    choice = Choice(desc, H200, row_of(row), preference, {})
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, module)
         module.Kernel(choice)
@@ -427,9 +426,8 @@ def test_named_slices_are_the_compiled_slices(row, desc, whole):
 
 def test_where_blocks_dont_fold_there_is_nothing_to_tune():
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
-    ada = DeviceProperties(kind="cuda", compute_capability=(8, 9), multiprocessors=100)
-    assert mma_schedules.candidates(desc, ada) == []
-    assert len(mma_schedules.candidates(desc, hopper(132))) > 1
+    assert mma_schedules.candidates(desc, ADA) == []
+    assert len(mma_schedules.candidates(desc, H200)) > 1
 
 
 SPACES = [
@@ -441,8 +439,9 @@ SPACES = [
 
 
 @pytest.mark.parametrize("at", [0, 1 << 20])
-def test_what_lies_where_in_the_workspace_is_known_without_one(at):
+def test_what_lies_where_in_the_workspace_is_known_without_one(at, monkeypatch):
     """``can_implement`` needs the places of the flags, of stream-K's partial sums and of blocked sums."""
+    monkeypatch.setattr(wgmma, "view_map", lambda *_: b"")  # the driver makes tensor maps
     assert any(one.saved_accumulators for one in SPACES)
     assert any(one.stream_k for one in SPACES)
     desc = GemmSparse24Descriptor(n=1030, m=9000, k=1024, element="bf16")
@@ -450,9 +449,7 @@ def test_what_lies_where_in_the_workspace_is_known_without_one(at):
     views = {"source": TensorView.of(x), "packed": TensorView.of(x), "result": TensorView.of(y)}
     for one in SPACES:
         lines = wgmma_schedules.OperandLayouts.of(desc)
-        fixed = wgmma.fixed_parameters(desc, one, lines)
-        box = wgmma.result_box(desc, one, lines)
-        found = wgmma.launch_parameters(fixed, desc, one, views, list, box, at)
+        found = wgmma.WgmmaParameters(desc, one, lines, 2).of(views, views["source"], at)
         sums = at + one.flags_bytes()
         places = found.flags or 0, found.partials or 0, found.blocked_sums
         assert places == (at, sums, sums + one.sums_bytes())

@@ -47,7 +47,7 @@ class Kernel(WgmmaKernel):
             return nothing
         x = views["source"]
         if self._transpose is None:
-            return self._multiply(self._parameters(views, x, workspace))
+            return self._multiply(self._parameters.of(views, x, workspace))
         at = workspace + self._schedule.workspace_bytes()
         rows = TensorView(at, x.shape, x.element, x.device)
         n, k = x.shape
@@ -57,7 +57,7 @@ class Kernel(WgmmaKernel):
         )
         return launch_in_order(
             self._transpose.bind(matrices, x.address, at, stride),
-            self._multiply(self._parameters({**views, "source": rows}, rows, workspace)),
+            self._multiply(self._parameters.of({**views, "source": rows}, rows, workspace)),
         )
 
     @classmethod

@@ -31,7 +31,7 @@ class Kernel(WgmmaKernel):
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self.descriptor.is_empty:
             return nothing
-        return self._multiply(self._parameters(views, views["source"], workspace))
+        return self._multiply(self._parameters.of(views, views["source"], workspace))
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
