@@ -41,8 +41,8 @@ HELD_CELLS = 128 * 128
 """Cells of a tile for which registers hold the sums of two slices."""
 _MAX_PANELS = 2048
 """The model of ``sdd`` looks at no more row panels than these, to be quick."""
-_RELATIVE_MEANS = (0.97, 1.0, 1.03)
-"""Relative means of the layouts that a schedule of ``sdd`` is judged by."""
+SDD_LAYOUTS = "blocks_wgmma_sdd"
+"""The name of the constants that give the relative means of the layouts by which ``sdd`` is judged."""
 _MIN_SDD_STAGES, _ENOUGH_SDD_STAGES = 3, 4
 """Fewest stages that are tried for ``sdd``, and fewest for which its model adds no cost."""
 
@@ -237,7 +237,9 @@ def sdd_loads(
     """Return ``cluster_loads`` for each schedule. The middle axis has the layouts whose times are summed."""
     block = desc.layout.block
     panels = min(panel_count(desc, narrow_panel_rows(block)), _MAX_PANELS)
-    layouts = [_kept_columns(desc.layout, panels, share) for share in _RELATIVE_MEANS]
+    layouts = [
+        _kept_columns(desc.layout, panels, share) for share in constants(SDD_LAYOUTS)["relative_means"]
+    ]
     return [
         np.stack([cluster_loads(one, columns, block, multiprocessors) for columns in layouts], axis=1)
         for one in tried

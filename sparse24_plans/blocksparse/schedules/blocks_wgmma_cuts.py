@@ -34,7 +34,11 @@ EXCHANGE_TERMS = ("exchange_us", "cell_us", "wave_us")
 _MOST_PARTS = 8
 """Most slices into which every panel is cut: CTAs of the largest cluster that every device has."""
 _MOST_WAVES = 4
-"""Most waves of clusters that compute the slices of panels, of which some may be long."""
+"""Most waves of clusters with which cutting every panel is tried: with more, the tiles without a long panel
+keep all SMs busy while the long ones are computed."""
+_BEYOND_LOGARITHM = 0.6
+"""The sum of 1 / rank, less the logarithm of the number of ranks: for tens of them it is Euler's constant and
+half of the last term."""
 NARROW = fitting(NARROW_PANEL_ROWS, TOKENS[-1], 1, 1)
 """The smallest tile. A multiprocessor has two of it."""
 
@@ -304,15 +308,16 @@ def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
 
     Times are counted in columns of a panel. A CTA has its share of all work, and with slices an exchange for
     each, of which it ends with one. Whole panels end with the longest one at the earliest. If its length is
-    unknown, it is taken to be that of rows whose blocks follow 1 / rank. A column takes less time in a narrow
-    tile, and an exchange takes still less.
+    unknown, it is taken to be that of rows whose blocks follow 1 / rank. Each slice of a panel that is
+    cut has more than half of the columns that a slice may have. A column takes less time in a narrow tile,
+    and an exchange takes still less, by the square root of the width.
     """
     layout, problem = desc.layout, KernelProblem(desc)
     lines, across = problem.head_block_rows, desc.reduction // layout.block
     one = _with_long_panels(desc, REFERENCE_SMS)
     tiles = one.work_tiles(desc) * one.cluster_n
     share = tiles / REFERENCE_SMS * mean_panel(desc, one.rows)
-    of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
+    of_rank_1 = across * lines * layout.density / (math.log(lines) + _BEYOND_LOGARITHM)
     longest = desc.longest_panel or min(across, mean_panel(desc) + of_rank_1)
     exchange = math.sqrt(one.tokens / TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block
     cut = max(share * (1 + exchange / slicing.longest), slicing.longest / 2) + exchange

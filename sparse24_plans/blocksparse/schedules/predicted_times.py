@@ -26,8 +26,8 @@ from .blocks_wgmma_cuts import Cut, as_run, cut_work, cuts_us
 
 INFLATING, SAMPLED_LIMIT = "inflate_blocks", "sampled_choice"
 """The names of the model of inflating, and of the limit up to which ``sdd`` is multiplied by kept blocks."""
-FEW_TOKENS = {16: 128, 32: 128, 64: 64, 128: 64}
-"""Size of a block -> most tokens that a kernel for few of them is preferred for."""
+FEW_TOKENS_LIMIT = "blocks_mma_max_n"
+"""The name of the limit of tokens up to which a kernel for few of them is preferred, by size of a block."""
 _TILE_ROWS, _TILE_TOKENS = 128, 256
 """The tile of a large dense product."""
 _STEP_TERMS = 64
@@ -277,9 +277,14 @@ def few_tokens_us(desc: BlockSparseMatmulDescriptor) -> float:
     return FEW.microseconds(desc)
 
 
+def few_tokens(block: int) -> int:
+    """Most tokens that a kernel for few of them is preferred for."""
+    return int(constants(FEW_TOKENS_LIMIT)[str(block)])
+
+
 def few_tokens_lose(desc: BlockSparseMatmulDescriptor, *, beside_wgmma: bool) -> str | None:
     """The reason why ``dsd`` or ``dds`` is faster by another kernel than one for few tokens, or None."""
-    few = FEW_TOKENS[desc.layout.block]
+    few = few_tokens(desc.layout.block)
     if not 0 < desc.n <= few:
         return f"is preferred for n up to {few} here, not {desc.n}"
     us, other = few_tokens_us(desc), _chosen(desc)

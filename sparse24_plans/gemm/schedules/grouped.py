@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import REFERENCE_SMS, fastest
+from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest
 from ..descriptor import GemmSparse24Descriptor
 from ..groups import one_group
 from ..kernel_table import GemmEntry
@@ -16,13 +16,15 @@ from .wgmma_heuristics import allowed_schedules
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule
 
 _SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
-"""Shapes that are tried: warpgroups, m64 tiles of a warpgroup, CTAs of a cluster along M."""
+"""Shapes that are tried: warpgroups, m64 tiles of a warpgroup, CTAs of a cluster along M. All sum K in one
+piece, so that the bits depend on no group's size."""
 _TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 """Tokens of a tile that are tried. Groups are of any size, so no width divides them."""
 _LEAST_TOKENS = 32
-"""Tokens up to which a wider tile takes no more time, since W's bytes take it; popular groups need fewer."""
-_SPREAD = (1.0, 2.0)
-"""Sizes of groups, over the mean size, for which a schedule's times are added: groups are rarely even."""
+"""Fewest tokens of a tile that are tried if there are as many. A narrower tile takes no less time, because
+loading W takes it; a wider one serves popular groups with fewer tiles."""
+MODEL = "wgmma_sp_grouped"
+"""The name of the constants that say for which sizes of groups, over the mean, a schedule's times are added."""
 
 
 def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
@@ -57,7 +59,7 @@ def best_schedule(desc: GemmSparse24Descriptor, row: GemmEntry) -> WgmmaSpSchedu
     """
     active = max(1, min(desc.groups, desc.n))
     mean = max(1.0, desc.n / active)
-    sizes = sorted({min(desc.n, max(1, math.ceil(mean * factor))) for factor in _SPREAD})
+    sizes = sorted({min(desc.n, max(1, math.ceil(mean * factor))) for factor in constants(MODEL)["sizes"]})
 
     def predicted(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
         total = [0.0] * len(tried)

@@ -99,8 +99,9 @@ class CostConstants:
 CLASS_LIMITS = (MAX_MEMORY_BOUND_N, 512)
 """Maximum n of each class of problems that has constants of its own; the last class has no maximum."""
 CLASSES = ("few", "some", "many")
-_NARROW_MULTICAST = 192
-"""Multicast costs tiles in full that are narrower than the widest by at least these tokens."""
+_NARROWER = WIDEST - MAX_MEMORY_BOUND_N
+"""Tokens by which a tile is narrower than the widest if it has the fewest of a product that multicast serves:
+multicast costs such a tile in full, and wider ones linearly less."""
 
 
 class CostInputs:
@@ -232,7 +233,7 @@ def _slowdown(work: CostInputs, fit: CostConstants) -> Array:
     """Time of a step, relative to that of a single CTA that takes whole work tiles."""
     streams = work.stream_k > 0
     multicast = np.where(streams, fit.multicast_stream_k, fit.multicast) - 1
-    narrow = np.minimum((WIDEST - work.tile_n) / _NARROW_MULTICAST, 1.0)
+    narrow = np.minimum((WIDEST - work.tile_n) / _NARROWER, 1.0)
     multicast = multicast * (fit.multicast_widest + (1 - fit.multicast_widest) * narrow)
     three = np.where(streams & (work.warpgroups == 3), fit.three_warpgroups_stream_k, 1.0)
     longer = np.where(work.cluster_m > 1, 1 + multicast, 1.0) * three

@@ -29,6 +29,8 @@ _LINE_BYTES = 128
 
 MAX_MEMORY_BOUND_N, WIDEST = 64, 256
 """Most tokens that one CTA computes at the pace of memory, and most tokens of a tile."""
+# Two bounds of the candidates. Like the lists of shapes below they say what is compared, not what wins. The
+# choice of split-K compares the same candidates, so another bound may mean other bits.
 _MORE_TILES = 5
 """Number of token tiles beyond the fewest that are tried."""
 _FEW_OUTPUTS = 2048
@@ -341,6 +343,7 @@ def widths(n: int, widest: int = WIDEST, m: int = 0) -> tuple[int, ...]:
 
 # The shapes that are tried: (warpgroups, m64 tiles of a warpgroup, CTAs along M, split-K, CTAs per SM).
 # They were the fastest somewhere by more than a few percent, among all that were measured on random shapes.
+# The lists are code because they name what is compiled; the data files say which shape wins where.
 _OF_FEW = (
     (1, 1, 1, 1, 1),
     (1, 1, 1, 2, 1),
@@ -382,7 +385,7 @@ _OF_SOME = (
     *((1, 1, 1, 3, 1), (2, 1, 1, 3, 1), (1, 1, 1, 4, 1), (2, 1, 1, 4, 1)),
 )
 _MANY = 2048
-"""Tokens beyond which there are CTAs enough without split-K."""
+"""Tokens beyond which there are CTAs enough without split-K, so that no schedule with it is tried."""
 
 
 # The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M).
