@@ -4,7 +4,7 @@
 writes ``sparse24_plans/tuning/models/<gpu>.json``: for each model its constants, the measured problems, and
 how much longer the schedule that it chooses takes than the best measured one. ``--check`` writes nothing and
 fails where the file differs. All models take about five minutes on two quiet cores.
-Models whose problems have not been measured on the GPU keep their given constants.
+Models whose problems have not been measured on a GPU keep the constants of the H200, of which all are.
 
 The loss of a fit is what its choices lose, softened: every candidate is chosen a little, the less the longer
 it is predicted to take. Predicted times far from the measured ones count too, by less. A random descent makes
@@ -17,7 +17,8 @@ newest kernels, and large matrices with 24 to 256 tokens, whose schedules were e
 state.
 
 ``schedules/given.json`` holds what no measurement decides. The constants that fix split-K are given, since a
-fit must not change bits; others are given until their problems are measured, and say so.
+fit must not change bits; limits are given that stay where few problems were measured; others say why they
+are.
 """
 
 from __future__ import annotations
@@ -268,8 +269,10 @@ FITTED = [model for stage in STAGES for model in stage]
 
 
 def choose_by(models: Mapping[str, Constants]) -> None:
-    """Let this process choose schedules by these models, and not by the data file that they will be in."""
-    schedule_choice.models(schedule_choice.REFERENCE_GPU).update(models)
+    """Let this process choose schedules by these models alone, not by the data file that they will be in."""
+    found = schedule_choice.models(schedule_choice.REFERENCE_GPU)
+    found.clear()
+    found.update(models)
 
 
 def families_of(model: str) -> list[str]:
@@ -284,7 +287,7 @@ def families_of(model: str) -> list[str]:
 
 
 def is_measured(model: str, gpu: str) -> bool:
-    """Whether problems of the model have been measured on the GPU. Else its given constants stay."""
+    """Whether problems of the model have been measured on the GPU. Else it keeps the H200's constants."""
     exist = all((SCHEDULES / file_of(gpu, family)).is_file() for family in families_of(model))
     return exist and (model not in BLOCK_LIMITS or bool(BLOCK_LIMITS[model].problems(gpu)))
 
@@ -319,14 +322,15 @@ def entry(model: str, gpu: str) -> Constants:
 
 def file_text(gpu: str, only: Sequence[str]) -> str:
     """The data file of a GPU, with the models of ``only`` fitted again, or all models if it is empty."""
-    path = FOLDER / f"{gpu}.json"
     given = given_models()
     models = {name: {**one, "measured": None} for name, one in given.items()}
-    measured = [one for one in FITTED if is_measured(one, gpu) or one not in given]
+    measured = [one for one in FITTED if is_measured(one, gpu)]
     wanted = [one for one in measured if not only or one in only]
-    if len(wanted) < len(measured):
-        kept = json.loads(path.read_text())["models"]
-        models |= {one: kept[one] for one in measured if one not in wanted}
+    kept = {gpu: [one for one in measured if one not in wanted]}
+    kept[schedule_choice.REFERENCE_GPU] = [one for one in FITTED if one not in (*wanted, *kept[gpu])]
+    for name in (one for one in kept if kept[one]):
+        found = json.loads((FOLDER / f"{name}.json").read_text())["models"]
+        models |= {one: found[one] for one in kept[name]}
     for stage in ([one for one in wanted if one in stage] for stage in STAGES):
         processes = min(len(stage), os.cpu_count() or 1) or 1
         with ProcessPoolExecutor(processes, initializer=choose_by, initargs=(models,)) as pool:
@@ -344,13 +348,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the file differs")
     wish = parser.parse_args(arguments)
     path = FOLDER / f"{wish.gpu}.json"
-    given, unmeasured = given_models(), [one for one in FITTED if not is_measured(one, wish.gpu)]
+    unmeasured = [one for one in FITTED if not is_measured(one, wish.gpu)]
     for model in unmeasured:
-        if model in wish.only or not (wish.only or model in given):
+        if model in wish.only or wish.gpu == schedule_choice.REFERENCE_GPU:
             files = files_of(wish.gpu, families_of(model))
             parser.error(f"{model}: {files} is missing; benchmarks.measure_schedules writes it")
     for files in sorted({files_of(wish.gpu, families_of(model)) for model in unmeasured}):
-        print(f"{files} is missing: its models keep their given constants", file=sys.stderr)
+        print(f"{files} is missing: its models keep the H200's constants", file=sys.stderr)
     text = file_text(wish.gpu, wish.only)
     if wish.check:
         same = path.read_text() == text

@@ -213,7 +213,7 @@ def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch, few
 
 
 def test_models_of_float32_are_fitted_to_measured_times(monkeypatch):
-    true = {**GIVEN["f32_split_3_few"]["constants"], "tile": 0.3, "token": 0.002, "launch": 3.0}
+    true = {**GIVEN["f32_split_split_k_3_few"]["constants"], "tile": 0.3, "token": 0.002, "launch": 3.0}
     rng, lines = random.Random(5), []
     for _ in range(40):
         n, m, k = rng.randint(1, 64), 8 * rng.randint(16, 2048), 64 * rng.randint(8, 128)
@@ -231,13 +231,13 @@ def test_models_of_float32_are_fitted_to_measured_times(monkeypatch):
     assert found["measured"]["loss"]["mean"] < 0.01
 
 
-def test_models_without_measured_problems_keep_what_is_given(monkeypatch, capsys):
+def test_models_without_measured_problems_keep_those_of_the_reference(monkeypatch, capsys):
     monkeypatch.setattr(fit, "is_measured", lambda model, gpu: model not in fit.F32_MODELS)
     monkeypatch.setattr(fit, "entry", lambda model, gpu: {"constants": {}, "measured": {"file": model}})
     monkeypatch.setattr(fit, "choose_by", lambda models: None)
     monkeypatch.setattr(fit, "ProcessPoolExecutor", ThreadPoolExecutor)
     models = json.loads(fit.file_text(GPU, ()))["models"]
-    assert models["f32_split_2_few"] == {**GIVEN["f32_split_2_few"], "measured": None}
+    assert models["f32_split_2_few"] == FILE["f32_split_2_few"]
     assert models[fit.STREAM_K]["measured"] == {"file": fit.STREAM_K}
     with pytest.raises(SystemExit):
         fit.main(["--only", "f32_split_2_few"])

@@ -27,8 +27,8 @@ _WIDEST, _WIDEST_SPLIT_K, _WIDEST_OF_MANY_ROWS = 128, 112, 16
 """Maximum tokens of a tile, as registers limit them: in general, with split-K, with many rows."""
 _SPLITS = (1, 2, 3, 4, 8)
 """Split-K that a batch-invariant kernel may have."""
-# The shapes that are tried: (warpgroups, m64 tiles of a warpgroup, CTAs that share X, split-K). The lists name
-# what is compiled and compared, and have only shapes for which registers suffice.
+# The shapes that are tried: (warpgroups, m64 tiles of a warpgroup, CTAs that share X, split-K). The lists
+# name what is compiled and compared, and have only shapes for which registers suffice.
 _OF_FEW = (
     *((*rows, 1, slices) for rows in ((1, 1), (2, 1), (2, 2)) for slices in (1, 2, 3, 4, 8)),
     *((3, 1, 1, slices) for slices in (1, 2, 3, 4)),  # registers don't suffice for 8

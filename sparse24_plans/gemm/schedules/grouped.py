@@ -24,7 +24,7 @@ _LEAST_TOKENS = 32
 """Fewest tokens of a tile that are tried if there are as many. A narrower tile takes no less time, because
 loading W takes it; a wider one serves popular groups with fewer tiles."""
 MODEL = "wgmma_sp_grouped"
-"""The name of the constants that say for which sizes of groups, over the mean, a schedule's times are added."""
+"""The name of the constants: ``sizes`` of groups, over the mean, for which a schedule's times are added."""
 
 
 def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
