@@ -320,17 +320,22 @@ def entry(model: str, gpu: str) -> Constants:
     return {"constants": values, "measured": measured}
 
 
+@cache
+def written(gpu: str) -> dict[str, Constants]:
+    """The models of a GPU's data file as it is."""
+    found: dict[str, Constants] = json.loads((FOLDER / f"{gpu}.json").read_text())["models"]
+    return found
+
+
 def file_text(gpu: str, only: Sequence[str]) -> str:
     """The data file of a GPU, with the models of ``only`` fitted again, or all models if it is empty."""
     given = given_models()
     models = {name: {**one, "measured": None} for name, one in given.items()}
     measured = [one for one in FITTED if is_measured(one, gpu)]
     wanted = [one for one in measured if not only or one in only]
-    kept = {gpu: [one for one in measured if one not in wanted]}
-    kept[schedule_choice.REFERENCE_GPU] = [one for one in FITTED if one not in (*wanted, *kept[gpu])]
-    for name in (one for one in kept if kept[one]):
-        found = json.loads((FOLDER / f"{name}.json").read_text())["models"]
-        models |= {one: found[one] for one in kept[name]}
+    for one in FITTED:
+        if one not in wanted:
+            models[one] = written(gpu if one in measured else schedule_choice.REFERENCE_GPU)[one]
     for stage in ([one for one in wanted if one in stage] for stage in STAGES):
         processes = min(len(stage), os.cpu_count() or 1) or 1
         with ProcessPoolExecutor(processes, initializer=choose_by, initargs=(models,)) as pool:
