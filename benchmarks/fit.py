@@ -38,15 +38,10 @@ import numpy as np
 from sparse24_plans import GemmSparse24Descriptor
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import EVEN_SLICES
 from sparse24_plans.blocksparse.schedules.predicted_times import INFLATING, SAMPLED_LIMIT
-from sparse24_plans.gemm.schedules import f32_split_heuristics as f32_split
-from sparse24_plans.gemm.schedules.wgmma_cost_model import (
-    CLASSES,
-    CostConstants,
-    CostInputs,
-    microseconds,
-    model_of,
-)
-from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
+from sparse24_plans.gemm.schedules.f32_split_heuristics import F32Split
+from sparse24_plans.gemm.schedules.schedule_family import ScheduleFamily
+from sparse24_plans.gemm.schedules.wgmma_cost_model import CLASSES, CostConstants
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule, schedules_for, schedules_in
 from sparse24_plans.plan import schedule_choice
 from sparse24_plans.plan.schedule_choice import FOLDER
@@ -134,7 +129,7 @@ def gemm_family(model: str) -> str:
 
 
 def gemm_fit(model: str, gpu: str) -> Fit:
-    found = [one for one in gemm_problems(gpu, gemm_family(model)) if model_of(one[0]) == model]
+    found = [one for one in gemm_problems(gpu, gemm_family(model)) if WGMMA_SP.model_of(one[0]) == model]
     min_idle = stream_k_entry(gpu)["constants"]["min_idle"]
     choices = partial(gemm_choices, min_idle=min_idle)
     given = model.replace("wgmma_sp", "wgmma_sp_split_k").replace("quantized", "16bit")
@@ -150,7 +145,7 @@ def f32_fit(model: str, gpu: str) -> Fit:
     found = [
         (desc, row["terms"], times)
         for row, desc, times in measured_products(gpu, F32)
-        if f32_split.model_of(row["terms"], desc.n) == model
+        if F32Split(row["terms"]).model_of(desc) == model
     ]
     given = given_models()[model.replace("f32_split", "f32_split_split_k")]["constants"]
     start = np.array([given[name] for name in F32_BOUNDS])
@@ -159,11 +154,12 @@ def f32_fit(model: str, gpu: str) -> Fit:
 
 def choices_among(
     sets: Iterable[tuple[Any, Sequence[WgmmaSpSchedule], Times, float]],
-    predictor: Callable[[Sequence[Any]], Callable[[Array], Array]],
+    family: ScheduleFamily,
+    constants_of: Callable[[Array], Any],
 ) -> Choices:
     """The choice of each set: a problem, candidates that were measured, their times, and how much it counts.
 
-    ``predictor`` makes the prediction of all pairs of a schedule and a problem.
+    ``constants_of`` names the constants of a descent as the family's model takes them.
     """
     pairs: list[Any] = []
     taken, begins, best, weights = [], [], [], []
@@ -174,28 +170,24 @@ def choices_among(
         best.append(min(times[one] for one in candidates))
         weights.append(weight)
     arrays = np.array(taken), np.array(begins), np.array(best), np.array(weights)
-    return Choices(predictor(pairs), *arrays, in_microseconds=True)
+    work = family.inputs(pairs)
+
+    def predict(constants: Array) -> Array:
+        return family.microseconds(work, constants_of(constants))
+
+    return Choices(predict, *arrays, in_microseconds=True)
 
 
 def f32_choices(problems: Sequence[Any]) -> Choices:
     """Each problem's choice among the schedules that are tried."""
     sets = (
-        (
-            desc,
-            [one for one in f32_split.tried_schedules(desc.n, desc.m, desc.k, terms) if one in times],
-            times,
-            1.0,
-        )
+        (desc, [one for one in F32Split(terms).candidates(desc) if one in times], times, 1.0)
         for desc, terms, times in problems
     )
-
-    def predictor(pairs: Sequence[Any]) -> Callable[[Array], Array]:
-        work = f32_split.SplitCostInputs.of(pairs)
-        return lambda constants: f32_split.microseconds(
-            work, dict(zip(F32_BOUNDS, constants.tolist(), strict=True))
-        )
-
-    return choices_among(sets, predictor)
+    terms = problems[0][1]  # a model serves one number of terms
+    return choices_among(
+        sets, F32Split(terms), lambda constants: dict(zip(F32_BOUNDS, constants.tolist(), strict=True))
+    )
 
 
 @cache
@@ -216,7 +208,7 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
     """The choice among all schedules, those with an invariant kernel's split-K, and stream-K or not."""
     sets = []
     for desc, times in problems:
-        split = invariant_split_k(desc.m, desc.k, desc.element)
+        split = WGMMA_SP.split_k(desc.m, desc.k, desc.element)
         quantized = desc.quantization is not None
         free = schedules_for(desc.n, desc.m, min_idle, quantized)
         pairs_of = [(one, one._replace(stream_k=0)) for one in free if one.stream_k]
@@ -226,13 +218,11 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
             if len(candidates) > (weight == 0.2):
                 sets.append((desc, candidates, times, weight))
 
-    def predictor(pairs: Sequence[Any]) -> Callable[[Array], Array]:
-        work = CostInputs(pairs)
-        return lambda constants: microseconds(
-            work, CostConstants(**dict(zip(NAMES, constants.tolist(), strict=True)))
-        )
-
-    return choices_among(sets, predictor)
+    return choices_among(
+        sets,
+        WGMMA_SP,
+        lambda constants: CostConstants(**dict(zip(NAMES, constants.tolist(), strict=True))),
+    )
 
 
 # The data file -------------------------------------------------------------------------------------
@@ -313,7 +303,7 @@ def entry(model: str, gpu: str) -> Constants:
         "held_out": {"problems": len(outside), "loss": summary(held_out.free(elsewhere))},
     }
     if gemm and "quantized" not in model and (SCHEDULES / file_of(gpu, FRESH)).is_file():
-        fresh = [one for one in gemm_problems(gpu, FRESH) if model_of(one[0]) == model]
+        fresh = [one for one in gemm_problems(gpu, FRESH) if WGMMA_SP.model_of(one[0]) == model]
         measured["fresh"] = {"problems": len(fresh), "loss": summary(fit.choices(fresh).free(found))}
     values: Constants = dict(zip(fit.bounds, map(plain, found.tolist()), strict=True))
     values = small_constants(found) if model in SMALL_MODELS else values
@@ -355,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = FOLDER / f"{wish.gpu}.json"
     unmeasured = [one for one in FITTED if not is_measured(one, wish.gpu)]
     for model in unmeasured:
-        if model in wish.only or wish.gpu == schedule_choice.REFERENCE_GPU:
+        if model in wish.only or wish.gpu == schedule_choice.REFERENCE_GPU or len(unmeasured) == len(FITTED):
             files = files_of(wish.gpu, families_of(model))
             parser.error(f"{model}: {files} is missing; benchmarks.measure_schedules writes it")
     for files in sorted({files_of(wish.gpu, families_of(model)) for model in unmeasured}):

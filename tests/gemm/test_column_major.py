@@ -19,8 +19,8 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
-from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.wgmma import defines, result_box
 from sparse24_plans.plan.kernel import Choice
 
@@ -128,9 +128,9 @@ def test_column_major_float32_goes_to_the_library(order, n):
 )
 def test_a_problem_is_summed_alike_in_every_order(n, m, k, row):
     fields = {"n": n, "m": m, "k": k, "element": "bf16"}
-    rows = wgmma_heuristics.best_schedule(GemmSparse24Descriptor(**fields), row_of(row))
+    rows = WGMMA_SP.best(GemmSparse24Descriptor(**fields), row_of(row))
     for order in ORDERS:
-        found = wgmma_heuristics.best_schedule(GemmSparse24Descriptor(**fields, **order), row_of(row))
+        found = WGMMA_SP.best(GemmSparse24Descriptor(**fields, **order), row_of(row))
         assert found == rows
 
 
@@ -286,7 +286,7 @@ WGMMA_CUTS += [
 def test_cuts_of_wgmma_sp(monkeypatch, n, cut):
     """Forced on a problem that is ragged in m and k, has several row blocks, and uneven slices."""
     index = WGMMA_CUTS.index((n, cut))
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: cut)
     if index % 4 < 3:  # X as it lies
         monkeypatch.setattr(wgmma_sp, "should_transpose_x", lambda _: False)
     element, alpha = ("f16", "bf16")[index % 2], 1 + index / 64  # of its own: plans are cached

@@ -33,8 +33,7 @@ from sparse24_plans import (
 from sparse24_plans.gemm.backends import inflate_strict
 from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.gemm.limits import STRICT_SMALL_TILE
-from sparse24_plans.gemm.schedules import wgmma_heuristics
-from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.vocab import ElementKind
 
 from ..float64 import activate, rows_of_gates
@@ -447,8 +446,8 @@ def test_the_strict_grid_counts_rows_of_w():
 def test_schedules_are_allowed_and_sum_as_without_gates(epilogue, n, m, k):
     row = row_of("wgmma_sp_invariant")
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", epilogue=epilogue)
-    slices = invariant_split_k(m, k, desc.element)
-    allowed = wgmma_heuristics.allowed_schedules(desc, row)
+    slices = WGMMA_SP.split_k(m, k, desc.element)
+    allowed = WGMMA_SP.allowed(desc, row)
     assert allowed
     assert {one.split_k * one.k_chunks for one in allowed} == {slices}
     assert min(one.workspace_bytes() for one in allowed) == 0

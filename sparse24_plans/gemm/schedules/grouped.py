@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+
+import numpy as np
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest
+from ...plan.schedule_choice import REFERENCE_SMS, constants
 from ..descriptor import GemmSparse24Descriptor
 from ..groups import one_group
 from ..kernel_table import GemmEntry
-from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of
-from .wgmma_heuristics import allowed_schedules
+from .schedule_family import Array
+from .wgmma_heuristics import WGMMA_SP, WgmmaSp
 from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule
 
 _SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
@@ -25,6 +26,38 @@ _LEAST_TOKENS = 32
 loading W takes it; a wider one serves popular groups with fewer tiles."""
 MODEL = "wgmma_sp_grouped"
 """The name of the constants: ``sizes`` of groups, over the mean, for which a schedule's times are added."""
+
+
+class Grouped(WgmmaSp):
+    """Products of groups of tokens with weights of their own."""
+
+    def allowed(
+        self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None
+    ) -> tuple[WgmmaSpSchedule, ...]:
+        return schedules_for(max(desc.n, 1)) + split_schedules(desc, row)
+
+    def predicted(self, tried: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor) -> Array:
+        """Predicted microseconds for groups of about n / groups tokens.
+
+        The cost model is that of single products: as many groups as can have tokens count as one product with
+        the work tiles of all their weights.
+        """
+        active = max(1, min(desc.groups, desc.n))
+        mean = max(1.0, desc.n / active)
+        sizes = sorted({min(desc.n, max(1, math.ceil(mean * one))) for one in constants(MODEL)["sizes"]})
+        total = np.zeros(len(tried))
+        for size in sizes:
+            group = one_group(desc, size)
+            of_rows = {
+                rows: group.model_copy(update={"m": active * align_up(desc.m, rows)})
+                for rows in {_cluster_rows(one) for one in tried}
+            }
+            pairs = [(one, of_rows[_cluster_rows(one)]) for one in tried]
+            total += self.times(pairs, self.model_of(pairs[0][1]))
+        return total
+
+
+GROUPED = Grouped()
 
 
 def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
@@ -42,39 +75,11 @@ def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> tuple[Wgmma
     """
     if desc.n > MAX_MEMORY_BOUND_N or not row.cuts_k_by_n(desc):
         return ()
-    tried = allowed_schedules(one_group(desc, desc.n), row)
     return tuple(
         one
-        for one in tried
+        for one in WGMMA_SP.allowed(one_group(desc, desc.n), row)
         if one.split_k > 1 and one.most_work_tiles(desc) <= one.resident_clusters(REFERENCE_SMS)
     )
-
-
-@lru_cache(4096)
-def best_schedule(desc: GemmSparse24Descriptor, row: GemmEntry) -> WgmmaSpSchedule:
-    """The schedule of the least predicted time, for groups of about n / groups tokens.
-
-    The cost model is that of single products: as many groups as can have tokens count as one product with the
-    work tiles of all their weights.
-    """
-    active = max(1, min(desc.groups, desc.n))
-    mean = max(1.0, desc.n / active)
-    sizes = sorted({min(desc.n, max(1, math.ceil(mean * factor))) for factor in constants(MODEL)["sizes"]})
-
-    def predicted(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
-        total = [0.0] * len(tried)
-        for size in sizes:
-            group = one_group(desc, size)
-            of_rows = {
-                rows: group.model_copy(update={"m": active * align_up(desc.m, rows)})
-                for rows in {_cluster_rows(one) for one in tried}
-            }
-            pairs = [(one, of_rows[_cluster_rows(one)]) for one in tried]
-            times = microseconds(CostInputs(pairs), constants_of(model_of(pairs[0][1])))
-            total = [sum(pair) for pair in zip(total, times.tolist(), strict=True)]
-        return total
-
-    return fastest(schedules_for(max(desc.n, 1)) + split_schedules(desc, row), predicted)
 
 
 def _cluster_rows(schedule: WgmmaSpSchedule) -> int:

@@ -9,11 +9,9 @@ pairs.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -168,33 +166,6 @@ def _facts_of_problem(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
     layout = tiles_of(desc)
     weight = layout.tile_bytes / (TILE_M * layout.tile_k)  # bytes of W for each of its dense cells
     return desc.n, desc.m, desc.outputs, desc.k, desc.element.itemsize, desc.out_element.itemsize, weight
-
-
-def predicted(
-    schedules: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor, family: str = "wgmma_sp"
-) -> Array:
-    """Microseconds of one launch with each schedule, weights coming from memory."""
-    return microseconds(CostInputs([(one, desc) for one in schedules]), constants_of(model_of(desc, family)))
-
-
-def predicted_of_all(
-    schedules: Sequence[Sequence[WgmmaSpSchedule]], problems: Sequence[GemmSparse24Descriptor], family: str
-) -> list[Array]:
-    """Microseconds of each problem with each of its schedules. Problems that share constants are one call."""
-    found: list[Array] = []
-    both = zip(schedules, problems, strict=True)
-    for model, some in groupby(both, lambda one: model_of(one[1], family)):
-        tried, descs = zip(*some, strict=True)
-        pairs = [(one, desc) for each, desc in zip(tried, descs, strict=True) for one in each]
-        ends = np.cumsum([len(each) for each in tried])
-        found += np.split(microseconds(CostInputs(pairs), constants_of(model)), ends[:-1])
-    return found
-
-
-def model_of(desc: GemmSparse24Descriptor, family: str = "wgmma_sp") -> str:
-    """The name of the model of a family whose constants serve such a problem."""
-    kind = f"{8 * desc.element.itemsize}bit" if desc.quantization is None else "quantized"
-    return f"{family}_{kind}_{CLASSES[bisect_left(CLASS_LIMITS, desc.n)]}"
 
 
 @cache

@@ -405,8 +405,9 @@ def _stream_k_schedules(
     n: int, m: int, k_chunks: int = 1, min_idle: float | None = None
 ) -> tuple[WgmmaSpSchedule, ...]:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
-    least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
-    least = least if k_chunks == 1 else 0.0
+    least = 0.0
+    if k_chunks == 1:
+        least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
     shapes = tuple((w, r, c, 1, 1, k_chunks, REFERENCE_SMS // c) for w, r, c in _STREAM_K_SHAPES)
 
     def pays(one: WgmmaSpSchedule) -> bool:
