@@ -86,7 +86,7 @@ def measure_blocks(seed: int, end: float) -> Iterator[Row]:
         for schedule in schedules_by_density(problem.desc):
             spare += 1
             name = f"{schedule.rows},{schedule.tokens},{schedule.cluster_n}"
-            with mock.patch.object(blocks_wgmma, "best_schedule", return_value=schedule):
+            with mock.patch.object(blocks_wgmma.BlocksWgmmaSchedule, "of", return_value=schedule):
                 contenders.append(forced(problem, name, "blocks_wgmma", max_workspace_bytes=spare))
         times = time_contenders(contenders, rounds=5, round_ms=0.7)
         us = {name: round(one, 1) for name, one in times.items()}

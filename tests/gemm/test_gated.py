@@ -30,9 +30,8 @@ from sparse24_plans import (
     save_run,
     slice_weight,
 )
-from sparse24_plans.gemm.backends import inflate_strict
 from sparse24_plans.gemm.kernel_table import ENTRIES
-from sparse24_plans.gemm.limits import STRICT_SMALL_TILE
+from sparse24_plans.gemm.schedules.inflate_strict import TILES, InflateStrictSchedule
 from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.vocab import ElementKind
 
@@ -434,10 +433,9 @@ def test_part_of_weight_has_bits_of_whole(row, epilogue):
 def test_the_strict_grid_counts_rows_of_w():
     desc = GemmSparse24Descriptor(n=100, m=4096, k=64, element="bf16", epilogue="bias_swiglu")
     plain = desc.model_copy(update={"epilogue": "bias_silu"})
-    assert inflate_strict._work_tiles(desc, STRICT_SMALL_TILE) == inflate_strict._work_tiles(
-        plain, STRICT_SMALL_TILE
-    )
-    assert inflate_strict._tile_for(desc, HOPPER) == inflate_strict._tile_for(plain, HOPPER)
+    smallest, of = TILES[-1], InflateStrictSchedule.of
+    assert smallest.work_tiles(desc) == smallest.work_tiles(plain)
+    assert of(desc, HOPPER.multiprocessors) == of(plain, HOPPER.multiprocessors)
 
 
 @gated

@@ -23,6 +23,7 @@ from sparse24_plans.gemm import wgmma
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
 from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
+from sparse24_plans.gemm.schedules.mma_sp import MmaSpSchedule
 from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule
 from sparse24_plans.plan.kernel import Choice
@@ -69,11 +70,11 @@ class Recorder:
 @settings(max_examples=60)
 @given(desc=shapes)
 def test_the_slices_of_mma_sp_are_those_of_the_shape(desc):
-    cuts = [mma_schedules.best_schedule(desc.n, desc.m, count) for count in MULTIPROCESSORS]
+    cuts = [MmaSpSchedule.in_clusters(desc.n, desc.m, count) for count in MULTIPROCESSORS]
     assert {cut.split_k for cut in cuts} == {mma_schedules.split_k_of(desc.m)}
     for device in map(hopper, MULTIPROCESSORS):
         for configuration in mma_schedules.candidates(desc, device):
-            cut = mma_schedules.schedule_of(desc, device, configuration)
+            cut = MmaSpSchedule.of(desc, device, configuration)
             assert cut.split_k == mma_schedules.split_k_of(desc.m)
 
 
@@ -125,7 +126,7 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
                 parts.add(cut.split_k * cut.k_chunks)
             assert WGMMA_SP.best(one, row) in WGMMA_SP.allowed(one, row)
         assert parts == {1 if row.promoted else WGMMA_SP.split_k(desc.m, desc.k, row.elements[0])}
-    assert len({mma_schedules.best_schedule(n, desc.m, 132).split_k for n in tokens}) == 1
+    assert len({MmaSpSchedule.in_clusters(n, desc.m, 132).split_k for n in tokens}) == 1
 
 
 @pytest.mark.parametrize("row", ["wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"])
@@ -169,8 +170,8 @@ def test_without_whole_m_part_of_weight_may_be_cut_otherwise():
 def test_configuration_is_not_applied_to_part_of_weight():
     desc = GemmSparse24Descriptor(n=16, m=3584, k=4096, element="bf16")
     other = mma_schedules.candidates(desc, hopper(132))[0]
-    free = mma_schedules.schedule_of(desc, hopper(132), {}, 28672)
-    assert mma_schedules.schedule_of(desc, hopper(132), other, 28672) == free
+    free = MmaSpSchedule.of(desc, hopper(132), {}, 28672)
+    assert MmaSpSchedule.of(desc, hopper(132), other, 28672) == free
     assert free.split_k == mma_schedules.split_k_of(28672)
 
 
@@ -180,7 +181,7 @@ def test_configuration_is_not_applied_to_part_of_weight():
 @settings(max_examples=50)
 @given(desc=shapes, multiprocessors=st.sampled_from(MULTIPROCESSORS))
 def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
-    cut = mma_schedules.best_schedule(desc.n, desc.m, multiprocessors)
+    cut = MmaSpSchedule.in_clusters(desc.n, desc.m, multiprocessors)
     assert cut.token_blocks * 8 * cut.n8_tiles >= desc.n
     row_blocks = -(-desc.m // (64 * cut.warp_pairs_m))
     assert (
@@ -196,7 +197,7 @@ def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
 @settings(max_examples=40)
 @given(desc=shapes)
 def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
-    cut = mma_schedules.schedule_in_block(desc.n, desc.m, capability)
+    cut = MmaSpSchedule.in_cta(desc.n, desc.m, capability)
     assert cut.token_blocks * 8 * cut.n8_tiles >= desc.n
     assert cut.blocks == -(-desc.m // 64) * cut.token_blocks
     assert cut.stages >= 2
@@ -389,7 +390,7 @@ def test_a_bound_on_the_workspace_is_kept():
 def test_a_configuration_that_would_change_the_bits_is_refused():
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
     with pytest.raises(UnsupportedError, match="mma_sp has no schedule"):
-        mma_schedules.schedule_of(desc, hopper(132), {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
+        MmaSpSchedule.of(desc, hopper(132), {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
     row = row_of("wgmma_sp_invariant")
     slices = WGMMA_SP.split_k(desc.m, desc.k, row.elements[0])
     cuts = [cut for cut in wgmma_schedules.schedules_for(16) if cut.split_k != slices]

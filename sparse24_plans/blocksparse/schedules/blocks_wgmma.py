@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...plan.schedule_choice import SHARED_BYTES, constants, fastest
+from ...plan.schedule_choice import SHARED_BYTES, constants, fastest, first_enough
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem
@@ -62,6 +62,24 @@ class BlocksWgmmaSchedule(NamedTuple):
     """Pipeline stages."""
     buffers: int
     """Staging buffers of a warpgroup's results."""
+
+    @classmethod
+    def of(
+        cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int, most_cells: int | None = None
+    ) -> BlocksWgmmaSchedule:
+        """The fastest schedule by the model of the problem's op and block.
+
+        ``most_cells`` bounds rows times tokens of a tile of ``dsd`` or ``dds``. It has the rows of a panel
+        then.
+        """
+        if desc.op is not BlockSparseOp.SDD and desc.layout.block >= NARROW_PANEL_ROWS:
+            tiles = tiles_of_large_blocks(desc, most_cells)
+            return fastest(tiles, lambda tried: large_time(tried, desc, multiprocessors))
+        time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
+        fit, tried = constants(model_of(desc)), schedules_by_density(desc)
+        if most_cells is not None:
+            tried = [one for one in tried if one.rows == PANEL_ROWS and one.rows * one.tokens <= most_cells]
+        return fastest(tried, lambda tried: time(tried, desc, multiprocessors, fit))
 
     @property
     def threads(self) -> int:
@@ -133,23 +151,6 @@ def fitting(rows: int, tokens: int, warpgroups: int, cluster_n: int) -> BlocksWg
     return one._replace(stages=min(room // one.stage_bytes, _MAX_STAGES))
 
 
-def best_schedule(
-    desc: BlockSparseMatmulDescriptor, multiprocessors: int, most_cells: int | None = None
-) -> BlocksWgmmaSchedule:
-    """The fastest schedule by the model of the problem's op and block.
-
-    ``most_cells`` bounds rows times tokens of a tile of ``dsd`` or ``dds``. It has the rows of a panel then.
-    """
-    if desc.op is not BlockSparseOp.SDD and desc.layout.block >= NARROW_PANEL_ROWS:
-        tiles = tiles_of_large_blocks(desc, most_cells)
-        return fastest(tiles, lambda tried: large_time(tried, desc, multiprocessors))
-    time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
-    fit, tried = constants(model_of(desc)), schedules_by_density(desc)
-    if most_cells is not None:
-        tried = [one for one in tried if one.rows == PANEL_ROWS and one.rows * one.tokens <= most_cells]
-    return fastest(tried, lambda tried: time(tried, desc, multiprocessors, fit))
-
-
 def tiles_of_large_blocks(
     desc: BlockSparseMatmulDescriptor, most_cells: int | None = None
 ) -> list[BlocksWgmmaSchedule]:
@@ -180,7 +181,7 @@ def model_of(desc: BlockSparseMatmulDescriptor) -> str:
 def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
     """The widest tile with which enough SMs have work, and whether it is the widest of all."""
     enough = multiprocessors * constants("blocks_tiles")["busy_percent"] // 100
-    tokens = next((one for one in TOKENS if panels * -(-n // one) >= enough), TOKENS[-1])
+    tokens = first_enough(TOKENS, lambda one: panels * -(-n // one) >= enough)
     return tokens, tokens == TOKENS[0]
 
 

@@ -16,7 +16,6 @@ from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
 from ..panels import NARROW_PANEL_ROWS, PANEL_ROWS, Slicing, expected_occupancy, panel_block_rows
-from . import blocks_wgmma
 from .blocks_wgmma import HELD_CELLS, TOKENS, BlocksWgmmaSchedule, fitting
 from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
 
@@ -97,7 +96,7 @@ class Cut(NamedTuple):
         CTAs without a long panel take more of the others.
         """
         problem, alike = KernelProblem(desc), _of_unknown_panels(desc)
-        whole = blocks_wgmma.best_schedule(desc if has_long_panel(desc) else alike, multiprocessors)
+        whole = BlocksWgmmaSchedule.of(desc if has_long_panel(desc) else alike, multiprocessors)
         if problem.slicing is None:
             return cls(whole)
         one = _with_long_panels(desc, multiprocessors)
@@ -113,7 +112,7 @@ class Cut(NamedTuple):
             return found
         if not invariant:
             return cls(whole)
-        return cls(blocks_wgmma.best_schedule(desc, multiprocessors, HELD_CELLS), IN_TURN)
+        return cls(BlocksWgmmaSchedule.of(desc, multiprocessors, HELD_CELLS), IN_TURN)
 
     def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
         """The same with tiles of 64 x 64 in place of 128 x 64, where the tables serve them: it is what runs.
@@ -284,7 +283,7 @@ def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -
     waves = panel_count(desc) * -(-desc.n // TOKENS[0]) / multiprocessors
     is_large = desc.layout.block >= NARROW_PANEL_ROWS
     narrower = is_large and has_long_panel(desc) and waves < limits["wide_waves"]
-    return blocks_wgmma.best_schedule(alike, multiprocessors, HELD_CELLS if narrower else None)
+    return BlocksWgmmaSchedule.of(alike, multiprocessors, HELD_CELLS if narrower else None)
 
 
 def _of_unknown_panels(desc: BlockSparseMatmulDescriptor) -> BlockSparseMatmulDescriptor:

@@ -19,7 +19,7 @@ from . import blocks_wgmma_cost
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
 from .blocks_mma import BlocksMmaSchedule
-from .blocks_wgmma import best_schedule, sdd_time
+from .blocks_wgmma import BlocksWgmmaSchedule, sdd_time
 from .blocks_wgmma import model_of as blocks_wgmma_model
 from .blocks_wgmma_cost import by_order_and_block, by_prepared_order, dense_bytes, mean_panel
 from .blocks_wgmma_cuts import Cut, as_run, cut_work, cuts_us
@@ -137,7 +137,7 @@ def _sampled_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     Memory delivers A and B and takes the values. L2 delivers to each work tile the rows of a panel and the
     columns of its blocks.
     """
-    schedule, one = best_schedule(desc, REFERENCE_SMS), desc.layout
+    schedule, one = BlocksWgmmaSchedule.of(desc, REFERENCE_SMS), desc.layout
     (rows,) = sdd_time([schedule], desc, REFERENCE_SMS, constants(blocks_wgmma_model(desc)))
     values = desc.batch * one.blocks * one.block**2 * desc.out_element.itemsize
     columns = one.cols * expected_occupancy(one, schedule.rows // one.block)

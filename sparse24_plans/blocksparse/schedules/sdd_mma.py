@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...plan.schedule_choice import constants
+from ...plan.schedule_choice import constants, first_enough
 from ..descriptor import BlockSparseMatmulDescriptor
 
 MOST_TERMS = 64
@@ -47,7 +47,7 @@ class SddMmaSchedule(NamedTuple):
         vector = next(one for one in _VECTORS if desc.n % one == 2 * words % one == 0)
         most = min(block // _STRIP_ROWS, _LEFT_WORDS // (2 * words))
         tried = [cls(one, words, vector, 1) for one in _STRIPS if one <= most]
-        found = next((one for one in tried if one.warps(desc) >= limits["busy"] * multiprocessors), tried[-1])
+        found = first_enough(tried, lambda one: one.warps(desc) >= limits["busy"] * multiprocessors)
         longest = _RUN_CELLS // (found.strips * _STRIP_ROWS * block)
         enough = found.warps(desc) // (limits["enough"] * multiprocessors)
         return found._replace(run_blocks=max(min(longest, enough), 1))
