@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
 from ..limits import SPLIT_CHUNK_BYTES, most_chunk, producers_split, split_bytes
 from .schedule_family import Array, Pairs, ScheduleFamily
-from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
+from .wgmma_sp import MAX_MEMORY_BOUND_N, Schedules, WgmmaSpSchedule, widths
 
 _WIDEST, _WIDEST_SPLIT_K, _WIDEST_OF_MANY_ROWS = 128, 112, 16
 """Maximum tokens of a tile, as registers limit them: in general, with split-K, with many rows."""
@@ -89,25 +89,19 @@ class F32Split(ScheduleFamily):
     terms: int
 
     def candidates(
-        self, desc: GemmSparse24Descriptor, split_k: int | None = None
-    ) -> tuple[WgmmaSpSchedule, ...]:
+        self, desc: GemmSparse24Descriptor, split_k: int | None = None, *, first: bool = False
+    ) -> Schedules:
+        """The schedules that are tried. The first fit had no stream-K for few tokens."""
+        ranged = not first or desc.n > MAX_MEMORY_BOUND_N
         tried = _tried_schedules(desc.n, desc.m, desc.k, self.terms)
-        return tuple(one for one in tried if split_k in (None, one.split_k))
-
-    def first_candidates(
-        self, desc: GemmSparse24Descriptor, split_k: int | None = None
-    ) -> Sequence[WgmmaSpSchedule]:
-        """The first fit had no stream-K for few tokens."""
-        tried = self.candidates(desc, split_k)
-        return [one for one in tried if desc.n > MAX_MEMORY_BOUND_N or not one.stream_k]
+        return tuple(one for one in tried if split_k in (None, one.split_k) and (ranged or not one.stream_k))
 
     def model_of(self, desc: GemmSparse24Descriptor, *, first: bool = False) -> str:
         family = "f32_split_split_k" if first else "f32_split"
         return f"{family}_{self.terms}_{'few' if desc.n <= MAX_MEMORY_BOUND_N else 'many'}"
 
-    def split_rule(self, element: ElementKind) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = constants("f32_split_split_k")
-        return found
+    def split_rule(self, element: ElementKind) -> str:
+        return "f32_split_split_k"
 
     def inputs(self, pairs: Pairs) -> SplitCostInputs:
         return SplitCostInputs.of(pairs)
@@ -125,7 +119,7 @@ class F32Split(ScheduleFamily):
 
 
 @lru_cache(1024)
-def _tried_schedules(n: int, m: int, k: int, terms: int) -> tuple[WgmmaSpSchedule, ...]:
+def _tried_schedules(n: int, m: int, k: int, terms: int) -> Schedules:
     """The schedules that are tried for ``terms`` bf16 terms."""
     found = []
     for warpgroups, m_tiles, cluster_m, split_k in _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_MANY:

@@ -14,7 +14,7 @@ from ..groups import one_group
 from ..kernel_table import GemmEntry
 from .schedule_family import Array
 from .wgmma_heuristics import WGMMA_SP, WgmmaSp
-from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule
+from .wgmma_sp import MAX_MEMORY_BOUND_N, Schedules, WgmmaSpSchedule
 
 _SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
 """Shapes that are tried: warpgroups, m64 tiles of a warpgroup, CTAs of a cluster along M. All sum K in one
@@ -31,9 +31,7 @@ MODEL = "wgmma_sp_grouped"
 class Grouped(WgmmaSp):
     """Products of groups of tokens with weights of their own."""
 
-    def allowed(
-        self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None
-    ) -> tuple[WgmmaSpSchedule, ...]:
+    def allowed(self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None) -> Schedules:
         return schedules_for(max(desc.n, 1)) + split_schedules(desc, row)
 
     def predicted(self, tried: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor) -> Array:
@@ -60,7 +58,7 @@ class Grouped(WgmmaSp):
 GROUPED = Grouped()
 
 
-def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
+def schedules_for(n: int) -> Schedules:
     """The schedules of up to n tokens that sum K in one piece, so all give the same bits."""
     least = min(_LEAST_TOKENS, align_up(n, 8))
     widths = [tokens for tokens in _TOKENS if least <= tokens < n + 8]
@@ -68,7 +66,7 @@ def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
     return tuple(one for one in tried if one.fits())
 
 
-def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> tuple[WgmmaSpSchedule, ...]:
+def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> Schedules:
     """The schedules of few tokens in which CTAs share K, if the kernel's bits may depend on n.
 
     Each possible work tile has a cluster. All clusters run at once, since most may have no work.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from ...plan.kernel import align_up
 from ...plan.schedule_choice import constants, fastest
@@ -14,7 +13,7 @@ from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
 from .schedule_family import Array, Pairs, ScheduleFamily
 from .wgmma_cost_model import CLASS_LIMITS, CLASSES, CostConstants, CostInputs, constants_of, microseconds
-from .wgmma_sp import WgmmaSpSchedule, narrow_schedules, schedules_for, schedules_in
+from .wgmma_sp import Schedules, WgmmaSpSchedule, narrow_schedules, schedules_for, schedules_in
 
 _GATED_SLICES = 4
 """Slices that several CTAs an SM reduce for both sums of a gate, where threads have the fewest registers."""
@@ -24,20 +23,13 @@ class WgmmaSp(ScheduleFamily):
     """Single products and batches of 16 and 8 bits, and of quantized weights."""
 
     def candidates(
-        self, desc: GemmSparse24Descriptor, split_k: int | None = None
-    ) -> tuple[WgmmaSpSchedule, ...]:
+        self, desc: GemmSparse24Descriptor, split_k: int | None = None, *, first: bool = False
+    ) -> Schedules:
         quantized = desc.quantization is not None
+        min_idle = constants(self.split_rule(desc.element))["min_idle"] if first else None
         if split_k is None:
-            return schedules_for(desc.n, desc.m, quantized=quantized)
-        return schedules_in(split_k, desc.n, desc.m, quantized=quantized)
-
-    def first_candidates(
-        self, desc: GemmSparse24Descriptor, split_k: int | None = None
-    ) -> Sequence[WgmmaSpSchedule]:
-        min_idle = self.split_rule(desc.element)["min_idle"]
-        if split_k is None:
-            return schedules_for(desc.n, desc.m, min_idle)
-        return schedules_in(split_k, desc.n, desc.m, min_idle)
+            return schedules_for(desc.n, desc.m, min_idle, quantized)
+        return schedules_in(split_k, desc.n, desc.m, min_idle, quantized)
 
     def refuses(self, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -> bool:
         """Whether a thread with little room for its sums would spill to finish them."""
@@ -59,9 +51,8 @@ class WgmmaSp(ScheduleFamily):
         family = "wgmma_sp_split_k" if first else "wgmma_sp"
         return f"{family}_{kind}_{CLASSES[bisect_left(CLASS_LIMITS, desc.n)]}"
 
-    def split_rule(self, element: ElementKind) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = constants(f"wgmma_sp_split_k_{8 * element.itemsize}bit")
-        return found
+    def split_rule(self, element: ElementKind) -> str:
+        return f"wgmma_sp_split_k_{8 * element.itemsize}bit"
 
     def inputs(self, pairs: Pairs) -> CostInputs:
         return CostInputs(pairs)
@@ -72,14 +63,12 @@ class WgmmaSp(ScheduleFamily):
     def constants_of(self, model: str) -> CostConstants:
         return constants_of(model)
 
-    def allowed(
-        self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None
-    ) -> tuple[WgmmaSpSchedule, ...]:
+    def allowed(self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None) -> Schedules:
         return narrow_schedules(desc.n) if row.promoted else super().allowed(desc, row, whole_m)
 
     def allowed_of_batches(
         self, desc: GemmSparse24Descriptor, row: GemmEntry, single: WgmmaSpSchedule
-    ) -> tuple[WgmmaSpSchedule, ...]:
+    ) -> Schedules:
         """The schedules that give each batch the bits of ``single``. Batches fill the SMs without stream-K.
 
         Threads whose sums of K chunks wait in the workspace have no registers for C of batches.
@@ -91,6 +80,7 @@ class WgmmaSp(ScheduleFamily):
         whole = [one for one in tried if not one.stream_k and not (desc.has_c and one.saved_accumulators)]
         return tuple(one for one in whole if not self.refuses(one, desc))
 
+    @lru_cache(4096)  # noqa: B019 - families are few and stay
     def best_of_batches(
         self,
         desc: GemmSparse24Descriptor,
@@ -99,7 +89,13 @@ class WgmmaSp(ScheduleFamily):
         max_workspace: int | None = None,
     ) -> WgmmaSpSchedule:
         """The schedule of batches of the least predicted time. One batch alone has that of ``single``."""
-        return _best_of_batches(self, desc, row, single, max_workspace)
+
+        def times(tried: Sequence[WgmmaSpSchedule]) -> Array:
+            pairs = [(schedule, _as_one_product(desc, schedule)) for schedule in tried]
+            return self.times(pairs, self.model_of(pairs[0][1]))
+
+        tried = self.allowed_of_batches(desc, row, single)
+        return fastest(tried, times, WgmmaSpSchedule.workspace_bytes, max_workspace)
 
     def configurations(self, desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
         """The schedules that tuning may try, for every kernel: each refuses what breaks its guarantee."""
@@ -108,22 +104,6 @@ class WgmmaSp(ScheduleFamily):
 
 
 WGMMA_SP = WgmmaSp()
-
-
-@lru_cache(4096)
-def _best_of_batches(
-    family: WgmmaSp,
-    desc: GemmSparse24Descriptor,
-    row: GemmEntry,
-    single: WgmmaSpSchedule,
-    max_workspace: int | None,
-) -> WgmmaSpSchedule:
-    def times(tried: Sequence[WgmmaSpSchedule]) -> Array:
-        pairs = [(schedule, _as_one_product(desc, schedule)) for schedule in tried]
-        return family.times(pairs, family.model_of(pairs[0][1]))
-
-    tried = family.allowed_of_batches(desc, row, single)
-    return fastest(tried, times, WgmmaSpSchedule.workspace_bytes, max_workspace)
 
 
 def _as_one_product(desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule) -> GemmSparse24Descriptor:

@@ -317,6 +317,9 @@ class WgmmaSpSchedule(NamedTuple):
         return self._replace(ctas_per_sm=1).resident_clusters(multiprocessors)
 
 
+Schedules = tuple[WgmmaSpSchedule, ...]
+
+
 def _width(tokens: int) -> int:
     """The narrowest instruction for ``tokens`` tokens. Beyond 32, integers have multiples of 16 alone."""
     return align_up(tokens, 8 if tokens <= 32 else 16)
@@ -393,17 +396,13 @@ _STREAM_K_SHAPES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
 @lru_cache(4096)
-def _fitting(
-    every_width: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]
-) -> tuple[WgmmaSpSchedule, ...]:
+def _fitting(every_width: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]) -> Schedules:
     """The schedules that fit of these shapes, which are all fields but the tokens, in order."""
     tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in every_width for w, r, *rest in shapes)
     return tuple(one for one in tried if one.fits())
 
 
-def _stream_k_schedules(
-    n: int, m: int, k_chunks: int = 1, min_idle: float | None = None
-) -> tuple[WgmmaSpSchedule, ...]:
+def _stream_k_schedules(n: int, m: int, k_chunks: int = 1, min_idle: float | None = None) -> Schedules:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
     least = 0.0
     if k_chunks == 1:
@@ -418,9 +417,7 @@ def _stream_k_schedules(
 
 
 @lru_cache(1024)
-def schedules_for(
-    n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False
-) -> tuple[WgmmaSpSchedule, ...]:
+def schedules_for(n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False) -> Schedules:
     """The schedules that are tried for n tokens; with m, also those that depend on the outputs.
 
     ``min_idle`` is the fraction of a last wave that must be idle for stream-K; None takes the fitted one.
@@ -437,7 +434,7 @@ def schedules_for(
 @lru_cache(1024)
 def schedules_in(
     slices: int, n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False
-) -> tuple[WgmmaSpSchedule, ...]:
+) -> Schedules:
     """Schedules that sum K in ``slices`` slices, along a cluster or in chunks: the bits are the same."""
     tried = [one for one in schedules_for(n, m, min_idle, quantized) if one.split_k == slices]
     if slices > 1:
@@ -450,14 +447,14 @@ def schedules_in(
 
 
 @lru_cache(4096)
-def _narrow_in(slices: int, n: int) -> tuple[WgmmaSpSchedule, ...]:
+def _narrow_in(slices: int, n: int) -> Schedules:
     """Narrow schedules that sum K in chunks, and those that sum it along a cluster."""
     narrow = narrow_schedules(n)
     in_chunks = (one._replace(k_chunks=slices) for one in narrow)
     return *in_chunks, *(one._replace(split_k=slices) for one in narrow if one.warpgroups == 1)
 
 
-def narrow_schedules(n: int) -> tuple[WgmmaSpSchedule, ...]:
+def narrow_schedules(n: int) -> Schedules:
     """Schedules whose threads have registers for their sums twice."""
     found = []
     for tokens in widths(n, 2 * _SUMS_TWICE):
