@@ -41,8 +41,6 @@ HELD_CELLS = 128 * 128
 """Cells of a tile for which registers hold the sums of two slices."""
 _MAX_PANELS = 2048
 """The model of ``sdd`` looks at no more row panels than these, to be quick."""
-SDD_LAYOUTS = "blocks_wgmma_sdd"
-"""The name of the constants that give the relative means of the layouts by which ``sdd`` is judged."""
 _MIN_SDD_STAGES, _ENOUGH_SDD_STAGES = 3, 4
 """Fewest stages that are tried for ``sdd``, and fewest for which its model adds no cost."""
 
@@ -239,7 +237,7 @@ def sdd_loads(
     block = desc.layout.block
     panels = min(panel_count(desc, narrow_panel_rows(block)), _MAX_PANELS)
     layouts = [
-        _kept_columns(desc.layout, panels, share) for share in constants(SDD_LAYOUTS)["relative_means"]
+        _kept_columns(desc.layout, panels, share) for share in constants("blocks_wgmma_sdd")["relative_means"]
     ]
     return [
         np.stack([cluster_loads(one, columns, block, multiprocessors) for columns in layouts], axis=1)

@@ -12,9 +12,6 @@ from ..panels import PANEL_ROWS, head_panels
 from .blocks_wgmma import BlocksWgmmaSchedule, busy_tokens, fitting
 
 _WIDEST, _WARPGROUPS, _TILE_ROWS = 256, 2, 64
-TILES = "conv_tiles"
-"""The name of the limit ``paired``: the number of tiles from which a further one without pixels, which makes
-pairs of them, costs nothing."""
 _STEP_PIXELS = 64
 """Pixels that the kernel multiplies in a step."""
 
@@ -79,9 +76,10 @@ def schedule_of(desc: BlockSparseConv2dDescriptor, multiprocessors: int) -> Conv
         rows, read = read, rows
     panels, pixels = head_panels(rows), desc.batch * found.pixels
     tile, wide = busy_tokens(panels * found.phases, pixels, multiprocessors)
-    # Multicast of the filter's values pays if they are a large part of the loaded bytes.
+    # Multicast of the filter's values pays if they are a large part of the loaded bytes. It needs pairs of
+    # tiles; where there are many, a further one without pixels costs nothing.
     tiles = -(-pixels // tile)
-    even = tiles % 2 == 0 or tiles >= constants(TILES)["paired"]
+    even = tiles % 2 == 0 or tiles >= constants("conv_tiles")["paired"]
     sharing = desc.layout.block >= _TILE_ROWS and wide != (desc.layout.block == PANEL_ROWS) and even
     cut = fitting(PANEL_ROWS, tile, _WARPGROUPS, 2 if sharing else 1)
     clusters = -(-tiles // cut.cluster_n)

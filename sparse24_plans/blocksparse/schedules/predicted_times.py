@@ -26,8 +26,6 @@ from .blocks_wgmma_cuts import Cut, as_run, cut_work, cuts_us
 
 INFLATING, SAMPLED_LIMIT = "inflate_blocks", "sampled_choice"
 """The names of the model of inflating, and of the limit up to which ``sdd`` is multiplied by kept blocks."""
-FEW_TOKENS_LIMIT = "blocks_mma_max_n"
-"""The name of the limit of tokens up to which a kernel for few of them is preferred, by size of a block."""
 _TILE_ROWS, _TILE_TOKENS = 128, 256
 """The tile of a large dense product."""
 _STEP_TERMS = 64
@@ -279,7 +277,7 @@ def few_tokens_us(desc: BlockSparseMatmulDescriptor) -> float:
 
 def few_tokens(block: int) -> int:
     """Most tokens that a kernel for few of them is preferred for."""
-    return int(constants(FEW_TOKENS_LIMIT)[str(block)])
+    return int(constants("blocks_mma_max_n")[str(block)])
 
 
 def few_tokens_lose(desc: BlockSparseMatmulDescriptor, *, beside_wgmma: bool) -> str | None:

@@ -23,9 +23,6 @@ _VECTORS = (8, 4, 2, 1)
 """Neighbouring cells of 16 bits that a lane can load together."""
 _RUN_CELLS = 4096
 """Most results of a warp with several blocks. Each lane looks up one of the blocks."""
-WARPS_OF_SM = "sdd_mma_warps"
-"""The name of the limits: below ``busy`` warps per SM warps get fewer strips, and runs are shortened to reach
-``enough``."""
 
 
 class SddMmaSchedule(NamedTuple):
@@ -42,8 +39,15 @@ class SddMmaSchedule(NamedTuple):
 
     @classmethod
     def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> SddMmaSchedule:
-        """The schedule with the most strips, and then the longest runs, that keeps the device busy."""
-        block, words, limits = desc.layout.block, max(-(-desc.n // _WORD_TERMS), 1), constants(WARPS_OF_SM)
+        """The schedule with the most strips, and then the longest runs, that keeps the device busy.
+
+        Below ``busy`` warps per SM warps get fewer strips, and runs are shortened to reach ``enough``.
+        """
+        block, words, limits = (
+            desc.layout.block,
+            max(-(-desc.n // _WORD_TERMS), 1),
+            constants("sdd_mma_warps"),
+        )
         vector = next(one for one in _VECTORS if desc.n % one == 2 * words % one == 0)
         most = min(block // _STRIP_ROWS, _LEFT_WORDS // (2 * words))
         tried = [cls(one, words, vector, 1) for one in _STRIPS if one <= most]

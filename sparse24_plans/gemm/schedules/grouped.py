@@ -24,8 +24,6 @@ _TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 _LEAST_TOKENS = 32
 """Fewest tokens of a tile that are tried if there are as many. A narrower tile takes no less time, because
 loading W takes it; a wider one serves popular groups with fewer tiles."""
-MODEL = "wgmma_sp_grouped"
-"""The name of the constants: ``sizes`` of groups, over the mean, for which a schedule's times are added."""
 
 
 class Grouped(WgmmaSp):
@@ -42,7 +40,8 @@ class Grouped(WgmmaSp):
         """
         active = max(1, min(desc.groups, desc.n))
         mean = max(1.0, desc.n / active)
-        sizes = sorted({min(desc.n, max(1, math.ceil(mean * one))) for one in constants(MODEL)["sizes"]})
+        factors = constants("wgmma_sp_grouped")["sizes"]  # sizes whose times are added, over the mean
+        sizes = sorted({min(desc.n, max(1, math.ceil(mean * one))) for one in factors})
         total = np.zeros(len(tried))
         for size in sizes:
             group = one_group(desc, size)
