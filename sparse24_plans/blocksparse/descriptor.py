@@ -133,7 +133,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     Raises
     ------
     InvalidProblemError
-        Naming the field.
+        The message names the field.
     """
 
     op: BlockSparseOp
@@ -292,7 +292,7 @@ class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
     Parameters
     ----------
     layout : BlockSparseShape or BlockSparseLayout
-        Of x and y.
+        Layout of x and y.
     batch : int
         Z, 1 by default; may be 0.
     element : ElementKind
@@ -312,7 +312,7 @@ class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
     Raises
     ------
     InvalidProblemError
-        Naming the field.
+        The message names the field.
     """
 
     category: ClassVar[OpCategory] = OpCategory.SOFTMAX
@@ -382,7 +382,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
     Parameters
     ----------
     layout : BlockSparseShape or BlockSparseLayout
-        Of the scores: heads are those of Q, rows its tokens, cols those of K and V.
+        Layout of the scores: heads are those of Q, rows its tokens, cols the tokens of K and V.
     batch : int
         Z, 1 by default; may be 0.
     element : ElementKind
@@ -407,7 +407,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
     Raises
     ------
     InvalidProblemError
-        Naming the field.
+        The message names the field.
     """
 
     category: ClassVar[OpCategory] = OpCategory.ATTENTION

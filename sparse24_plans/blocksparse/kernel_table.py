@@ -171,7 +171,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         limits=limits.blocks_wgmma_any,
         invariant=True,
     ),
-    # This entry serves what neither of them serves.
+    # This entry serves what no entry above it serves.
     replace(
         _BLOCKS_STRICT,
         name="blocks_strict_any",

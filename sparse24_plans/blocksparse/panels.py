@@ -82,8 +82,10 @@ def _longest(shape: BlockSparseShape, across: int, lines: int) -> int:
 
 
 def slices_of(lengths: Array, longest: int, uncut: int) -> Array:
-    """Number of slices of panels of these lengths: one up to ``uncut`` columns, else none is longer than
-    ``longest``."""
+    """Number of slices of panels of these lengths.
+
+    A panel of up to ``uncut`` columns is one slice. Longer ones have the fewest slices within ``longest``.
+    """
     return np.where(lengths <= uncut, 1, -(-lengths // longest))
 
 
@@ -100,7 +102,7 @@ class Slicing(NamedTuple):
     uncut: int
     """Maximum columns of a panel that is not cut."""
     uncut_narrow: int
-    """Maximum columns of a narrow panel on whose account its panel is not cut."""
+    """Maximum columns of a narrow panel that does not make its wide panel be cut."""
     panels: int
     """Row panels of all heads."""
     more: int

@@ -26,7 +26,7 @@ def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
 def tokens_map(view: TensorView, major: int, tokens: int, step: int) -> bytes:
     """Tensor map of X with boxes of ``step`` k of some tokens, or of 64 of them if they are contiguous.
 
-    There is no map of no tokens. Raises LibraryError.
+    Without tokens it is NO_MAP. Raises LibraryError.
     """
     if tokens == 0:
         return NO_MAP

@@ -84,7 +84,7 @@ class WgmmaSpParams(KernelParams):
     data_parallel_tiles = field("u32", "Number of work tiles that no cluster shares; they come first.")
     units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
     big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
-    opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
+    opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its uses.")
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as Y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
@@ -160,7 +160,7 @@ class WgmmaKernel(GemmKernel):
 
 
 def possible_schedules(choice: Choice, chunks: set[int]) -> Iterator[WgmmaSpSchedule]:
-    """All schedules that fit and may occur for 1 to as many tokens as the choice's problem has, and more.
+    """A superset of the schedules that may occur for 1 token up to the tokens of the choice's problem.
 
     ``chunks`` are the numbers of chunks of K that occur. A cluster that splits K needs no workspace, so only
     those without one are given. Stream-K has a work tile for every cluster, so it needs enough tokens.

@@ -366,7 +366,7 @@ class PruneQuantizeSparse24Descriptor(_Quantized, _Scored):
     dense_element : ElementKind, optional
         Type of the dense W: ``f32``, ``f16`` or ``bf16``; by default ``element``.
     stored, group, scale_element
-        As for Sparse24QuantizedWeight; ``s4`` in groups of 128 by default.
+        Arguments of Sparse24QuantizedWeight; ``s4`` in groups of 128 by default.
     rule : ScaleRule
         How a group's scale is chosen: ``largest`` (default) or ``least_squares``.
     scores : ElementKind, optional

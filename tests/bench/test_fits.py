@@ -329,7 +329,7 @@ def test_models_of_sdd_are_fitted_to_measured_times(monkeypatch, few_steps):
         assert found["measured"]["error"]["mean"] < 0.03
 
 
-def test_models_of_sdd_are_fitted_to_short_products_of_those_measured_in_turns():
+def test_models_of_sdd_are_fitted_to_short_products():
     """Others had one clock, which is neither contender's alone."""
     steady = sum(desc.op == "sdd" for desc, *_ in block_fits.beside_inflated(GPU))
     rows = [

@@ -233,14 +233,18 @@ def test_mma_sp_reads_column_major_x_without_bank_conflicts(chunks, shape):
     check_tables("gemm/mma_sp.cu", mma_sp.defines(desc, schedule), Table("line_offset(i0, i1)", 16 * places))
 
 
+@pytest.mark.parametrize("order", ["true", "false"])
 @pytest.mark.parametrize("slices", [4, 8])
-def test_the_sums_of_mma_sp_fit_where_the_stages_were(slices):
+def test_the_sums_of_mma_sp_fit_where_the_stages_were(slices, order):
+    """A warp pair of a CTA has a buffer of its own."""
+    tables = []
     for tokens, shapes in mma_schedules._shapes_of(slices).items():
         for block_tiles, per_sm in shapes:
             schedule = MmaSpSchedule.shaped(8 * tokens, 4096, slices, tokens, block_tiles, per_sm)
-            pitch = 8 * tokens + (8 if tokens % 2 == 0 else 0)
-            sums = 4 // block_tiles * 64 * block_tiles * pitch * 4
-            assert sums <= schedule.stages * schedule.stage_bytes
+            buffer = f"ReduceBuffer<{64 * block_tiles}, {8 * tokens}, {order}>"
+            stages = schedule.stages * schedule.stage_bytes
+            tables.append(Table(f"{4 // block_tiles} * {buffer}::kBytes <= {stages}", [True]))
+    check_tables("gemm/split_k.cuh", {}, *tables)
 
 
 # On the GPU -----------------------------------------------------------------------------------------

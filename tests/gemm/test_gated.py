@@ -399,7 +399,7 @@ def test_replay_says_which_step_after_sum_was_left_out():
         one.run(GemmSparse24Args(weight, data.x, result, data.bias, None, data.scale_w))
     y[1, 3] = other[1, 3]
     found = plan.replay(GemmSparse24Args(weight, data.x, y, data.bias, None, data.scale_w))
-    assert found.first.parting == "after the sum, as if alpha were left out"
+    assert found.first.divergence == "after the sum, as if alpha were left out"
 
 
 @pytest.mark.parametrize("row", [marked(name) for name in INVARIANT if name != "mma_sp"])

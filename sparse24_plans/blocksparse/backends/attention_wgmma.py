@@ -28,7 +28,7 @@ _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
 """Bytes of a pipeline group's barriers and description of a work tile."""
 _TILES = (128, 64)
-"""Keys of a pipeline stage that are tried in turn."""
+"""Numbers of keys of a pipeline stage, in the order in which they are tried."""
 _MOST_ACCUMULATORS, _MOST_WITH_DROPOUT = 192, 176
 """Most registers of a thread for results, scores and probabilities, and beside dropout's words."""
 

@@ -25,7 +25,7 @@ class BlocksMmaParams(KernelParams):
     x = field("const void*", "X [Z, H, ..].")
     bias = field("const void*", "Bias [H, rows], or null.")
     out = field("void*", "C [Z, H, ..].")
-    order = field("const int*", "Block rows in the order in which CTAs take them, or null if in their own.")
+    order = field("const int*", "Block rows in the order in which CTAs take them, or null for 0, 1, 2 ...")
     pointers = field("const int*", "Index where the entries of each block row begin.")
     columns = field("const int*", "Block column of each entry in op(S): [entries].")
     value_index = field("const int*", "Index of each entry in the values, if S enters transposed.")

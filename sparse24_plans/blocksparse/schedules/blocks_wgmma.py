@@ -1,6 +1,7 @@
 """How ``blocksparse/blocks_wgmma.cu`` is cut for a problem: tiles, clusters, stages.
 
-It is the fastest candidate by models whose constants ``tuning/models`` holds. Bits don't depend on it.
+The chosen schedule is the fastest candidate by cost models, whose constants are in ``tuning/models``. Bits
+don't depend on the choice.
 """
 
 from __future__ import annotations

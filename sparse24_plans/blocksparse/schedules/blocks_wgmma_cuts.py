@@ -115,10 +115,10 @@ class Cut(NamedTuple):
         return cls(BlocksWgmmaSchedule.of(desc, multiprocessors, HELD_CELLS), IN_TURN)
 
     def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
-        """The same with tiles of 64 x 64 in place of 128 x 64, where the tables serve them: it is what runs.
+        """Return this cut with tiles of 64 x 64 instead of 128 x 64, if tables and density allow them.
 
-        A multiprocessor has two such CTAs, so more loads are in flight, and a panel has fewer columns: unless
-        most blocks are kept.
+        Two CTAs with such tiles share a multiprocessor, so more loads are in flight, and a narrow panel has
+        fewer columns. If most blocks are kept, the tiles stay as they are.
         """
         layout, wide = desc.layout, (PANEL_ROWS, NARROW.tokens)
         if desc.op is BlockSparseOp.SDD or layout.block == PANEL_ROWS or self.schedule[:2] != wide:
@@ -130,7 +130,7 @@ class Cut(NamedTuple):
         return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
 
     def evenly(self, desc: BlockSparseMatmulDescriptor) -> list[Cut]:
-        """The same tiles with every panel cut into as many slices, if all slices are computed at once.
+        """Cuts with the same tiles and every panel in several slices, if all slices are computed at once.
 
         A cluster computes and adds the slices of a panel. If a panel is known to be longer than those of
         random layouts, for which others would wait at the end, there may be several waves of clusters.
@@ -147,7 +147,7 @@ class Cut(NamedTuple):
 
 
 def clusters_of(parts: int, ctas_per_sm: int) -> int:
-    """Clusters of so many CTAs that run at once on an H200."""
+    """Number of clusters of ``parts`` CTAs that run at once on an H200."""
     return int(constants(EVEN_CLUSTERS)[str(parts)]) * ctas_per_sm
 
 
@@ -175,10 +175,10 @@ def as_run(
 
 
 def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
-    """What is tried beside a cut: for few tokens, or with a long panel, every tile and every way to compute
-    its panels.
+    """The cuts that compete with ``found``.
 
-    Else it is the same tile with every panel cut.
+    For few tokens, or with a long panel, they are every tile with every way to compute its panels. Otherwise
+    they are the tile of ``found`` with every panel cut.
     """
     if desc.n > TOKENS[0] and not _is_uneven(desc):
         is_alike = found.slices in (NO_SLICES, APART)
@@ -198,15 +198,18 @@ def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
 
 
 def _tiles_tried(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaSchedule]:
-    """Tiles that are tried: those of which no smaller one has all tokens."""
+    """The tiles that are tried. Of the widths that hold all tokens, only the smallest is among them."""
     widths = [one for one in TOKENS if one == TOKENS[-1] or one < 2 * desc.n]
     tiles = [tile_of(rows, one) for one in widths for rows in _rows_tried(desc, one)]
     return [one for one in tiles if one.most_work_tiles(desc) < _MOST_CLAIMS]
 
 
 def _rows_tried(desc: BlockSparseMatmulDescriptor, tokens: int) -> tuple[int, ...]:
-    """Rows of the tiles that are tried: of 64 tokens as few as a block has, or 64 and 128 with blocks of 64,
-    whose wider tiles have 128. Those of smaller blocks have both if there are few tokens."""
+    """Rows of the tiles that are tried with this number of tokens.
+
+    Tiles of 64 tokens have 64 rows, or with blocks of 64 also 128. Wider tiles have 128 rows, or for few
+    tokens and blocks below 64 also 64. Blocks of 128 have 128 rows alone.
+    """
     block = desc.layout.block
     if block == PANEL_ROWS:
         return (PANEL_ROWS,)
@@ -250,7 +253,7 @@ def cluster_exchange(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float
 def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
     """Predicted microseconds in which CTAs exchange the sums of slices: in a cluster, or of long panels.
 
-    Those of long panels are the more the wider a tile is, unless few tokens leave most of it empty.
+    The exchange for long panels takes longer with wider tiles, unless few tokens leave most of a tile empty.
     """
     if cut.parts > 1:
         costs = constants(EVEN_SLICES)
@@ -305,11 +308,11 @@ def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
 def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
     """Whether slices that several CTAs sum take less time than whole panels, of which long ones come first.
 
-    Times are counted in columns of a panel. A CTA has its share of all work, and with slices an exchange for
-    each, of which it ends with one. Whole panels end with the longest one at the earliest. If its length is
-    unknown, it is taken to be that of rows whose blocks follow 1 / rank. Each slice of a panel that is
-    cut has more than half of the columns that a slice may have. A column takes less time in a narrow tile,
-    and an exchange takes still less, by the square root of the width.
+    Times are counted in columns of a panel. A CTA does its share of all work. With slices it also exchanges
+    sums for each slice, and ends with an exchange. Whole panels end no earlier than the longest one. If the
+    longest length is unknown, it is taken to be that of rows whose blocks follow 1 / rank. Each slice of a
+    panel that is cut has more than half of the columns that a slice may have. A column takes less time in a
+    narrow tile, and an exchange takes still less, by the square root of the width.
     """
     layout, problem = desc.layout, KernelProblem(desc)
     lines, across = problem.head_block_rows, desc.reduction // layout.block

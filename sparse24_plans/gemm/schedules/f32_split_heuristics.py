@@ -91,7 +91,10 @@ class F32Split(ScheduleFamily):
     def candidates(
         self, desc: GemmSparse24Descriptor, split_k: int | None = None, *, first: bool = False
     ) -> Schedules:
-        """The schedules that are tried. The first fit had no stream-K for few tokens."""
+        """The schedules that are tried. ``first`` leaves out stream-K for few tokens.
+
+        Another set of candidates would choose another split-K, and so change bits.
+        """
         ranged = not first or desc.n > MAX_MEMORY_BOUND_N
         tried = _tried_schedules(desc.n, desc.m, desc.k, self.terms)
         return tuple(one for one in tried if split_k in (None, one.split_k) and (ranged or not one.stream_k))

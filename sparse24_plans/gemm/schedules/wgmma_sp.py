@@ -421,7 +421,7 @@ def schedules_for(n: int, m: int = 0, min_idle: float | None = None, quantized: 
     """The schedules that are tried for n tokens; with m, also those that depend on the outputs.
 
     ``min_idle`` is the fraction of a last wave that must be idle for stream-K; None takes the fitted one.
-    ``quantized``: W is.
+    ``quantized``: whether W is quantized.
     """
     few = _OF_FEW_QUANTIZED if quantized else _OF_FEW
     shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
