@@ -22,6 +22,7 @@ NARROW_PANEL_ROWS = 64
 """Rows of a narrow panel, for ``sdd``, and for small blocks if narrow panels are less work."""
 FEW_BLOCK_ROWS = 2
 """Most block rows of a panel for which kernels read the bits of each."""
+# The three numbers below say where sums are cut: they define bits, as a format does, and no fit moves them.
 _LEAST_SLICE_CELLS = 512
 """Cells of k that a slice may always have: an exchange of its sums takes as long as multiplying hundreds."""
 _UNCUT_CELLS = 640

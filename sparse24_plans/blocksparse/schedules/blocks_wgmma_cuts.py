@@ -16,7 +16,6 @@ from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
 from ..panels import NARROW_PANEL_ROWS, PANEL_ROWS, Slicing, expected_occupancy, panel_block_rows
-from . import blocks_wgmma
 from .blocks_wgmma import HELD_CELLS, TOKENS, BlocksWgmmaSchedule, fitting
 from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
 
@@ -34,7 +33,11 @@ EXCHANGE_TERMS = ("exchange_us", "cell_us", "wave_us")
 _MOST_PARTS = 8
 """Most slices into which every panel is cut: CTAs of the largest cluster that every device has."""
 _MOST_WAVES = 4
-"""Most waves of clusters that compute the slices of panels, of which some may be long."""
+"""Most waves of clusters with which cutting every panel is tried: with more, the tiles without a long panel
+keep all SMs busy while the long ones are computed."""
+_BEYOND_LOGARITHM = 0.6
+"""The sum of 1 / rank, less the logarithm of the number of ranks: for tens of them it is Euler's constant and
+half of the last term."""
 NARROW = fitting(NARROW_PANEL_ROWS, TOKENS[-1], 1, 1)
 """The smallest tile. A multiprocessor has two of it."""
 
@@ -93,7 +96,7 @@ class Cut(NamedTuple):
         CTAs without a long panel take more of the others.
         """
         problem, alike = KernelProblem(desc), _of_unknown_panels(desc)
-        whole = blocks_wgmma.best_schedule(desc if has_long_panel(desc) else alike, multiprocessors)
+        whole = BlocksWgmmaSchedule.of(desc if has_long_panel(desc) else alike, multiprocessors)
         if problem.slicing is None:
             return cls(whole)
         one = _with_long_panels(desc, multiprocessors)
@@ -109,7 +112,7 @@ class Cut(NamedTuple):
             return found
         if not invariant:
             return cls(whole)
-        return cls(blocks_wgmma.best_schedule(desc, multiprocessors, HELD_CELLS), IN_TURN)
+        return cls(BlocksWgmmaSchedule.of(desc, multiprocessors, HELD_CELLS), IN_TURN)
 
     def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
         """Return this cut with tiles of 64 x 64 instead of 128 x 64, if tables and density allow them.
@@ -283,7 +286,7 @@ def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -
     waves = panel_count(desc) * -(-desc.n // TOKENS[0]) / multiprocessors
     is_large = desc.layout.block >= NARROW_PANEL_ROWS
     narrower = is_large and has_long_panel(desc) and waves < limits["wide_waves"]
-    return blocks_wgmma.best_schedule(alike, multiprocessors, HELD_CELLS if narrower else None)
+    return BlocksWgmmaSchedule.of(alike, multiprocessors, HELD_CELLS if narrower else None)
 
 
 def _of_unknown_panels(desc: BlockSparseMatmulDescriptor) -> BlockSparseMatmulDescriptor:
@@ -307,15 +310,16 @@ def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
 
     Times are counted in columns of a panel. A CTA does its share of all work. With slices it also exchanges
     sums for each slice, and ends with an exchange. Whole panels end no earlier than the longest one. If the
-    longest length is unknown, it is taken to be that of rows whose blocks follow 1 / rank. A column takes
-    less time in a narrow tile, and an exchange takes still less.
+    longest length is unknown, it is taken to be that of rows whose blocks follow 1 / rank. Each slice of a
+    panel that is cut has more than half of the columns that a slice may have. A column takes less time in a
+    narrow tile, and an exchange takes still less, by the square root of the width.
     """
     layout, problem = desc.layout, KernelProblem(desc)
     lines, across = problem.head_block_rows, desc.reduction // layout.block
     one = _with_long_panels(desc, REFERENCE_SMS)
     tiles = one.work_tiles(desc) * one.cluster_n
     share = tiles / REFERENCE_SMS * mean_panel(desc, one.rows)
-    of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
+    of_rank_1 = across * lines * layout.density / (math.log(lines) + _BEYOND_LOGARITHM)
     longest = desc.longest_panel or min(across, mean_panel(desc) + of_rank_1)
     exchange = math.sqrt(one.tokens / TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block
     cut = max(share * (1 + exchange / slicing.longest), slicing.longest / 2) + exchange

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...plan.schedule_choice import first_enough
 from ...vocab import BlockSparsePass, DeviceProperties
 from ..descriptor import BlockSparseSoftmaxDescriptor
 
@@ -67,5 +68,5 @@ def best_schedule(desc: BlockSparseSoftmaxDescriptor, device: DeviceProperties) 
     if masks:
         chunks = _CHUNKS_BESIDE_MASKS
     mean = desc.layout.blocks / max(desc.layout.heads * desc.layout.block_rows, 1)
-    warps = next((warps for warps in _TEAMS if warps * chunks >= mean), _TEAMS[-1])
+    warps = first_enough(_TEAMS, lambda warps: warps * chunks >= mean)
     return SoftmaxSchedule(warps, max(_LEAST_WARPS // warps, 1), chunks)
