@@ -13,7 +13,7 @@ from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem
 from ..panels import PANEL_ROWS
 from ..prepasses import SOURCES, PrePasses
-from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
+from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule
 from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
@@ -65,7 +65,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         self.workspace_size = self._prepasses.workspace_size
         self.launches = 1 + len(self._prepasses)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
-        self._schedule = schedule = best_schedule(desc, device.multiprocessors)
+        self._schedule = schedule = BlocksWgmmaSpSchedule.of(desc, device.multiprocessors)
         work_tiles = schedule.work_tiles(desc)
         clusters = min(work_tiles, schedule.resident_clusters(device.multiprocessors))
         self._ctas = clusters * schedule.cluster_n
