@@ -170,9 +170,9 @@ def test_without_whole_m_part_of_weight_may_be_cut_otherwise():
 
 def test_configuration_is_not_applied_to_part_of_weight():
     desc = GemmSparse24Descriptor(n=16, m=3584, k=4096, element="bf16")
-    other = mma_schedules.candidates(desc, hopper(132))[0]
-    free = MmaSpSchedule.of(desc, hopper(132), {}, 28672)
-    assert MmaSpSchedule.of(desc, hopper(132), other, 28672) == free
+    other = mma_schedules.candidates(desc, H200)[0]
+    free = MmaSpSchedule.of(desc, H200, {}, 28672)
+    assert MmaSpSchedule.of(desc, H200, other, 28672) == free
     assert free.split_k == mma_schedules.split_k_of(28672)
 
 
@@ -389,7 +389,7 @@ def test_a_bound_on_the_workspace_is_kept():
 def test_a_configuration_that_would_change_the_bits_is_refused():
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
     with pytest.raises(UnsupportedError, match="mma_sp has no schedule"):
-        MmaSpSchedule.of(desc, hopper(132), {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
+        MmaSpSchedule.of(desc, H200, {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
     row = row_of("wgmma_sp_invariant")
     slices = WGMMA_SP.split_k(desc.m, desc.k, row.elements[0])
     cuts = [cut for cut in wgmma_schedules.schedules_for(16) if cut.split_k != slices]

@@ -11,7 +11,7 @@ from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem
 from ..panels import PANEL_ROWS
 from ..prepasses import SOURCES, PreparingKernel
-from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
+from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule
 from ..wgmma import NO_MAP, PANEL_SIZES, PANEL_TABLES, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
@@ -48,7 +48,7 @@ class Kernel(PreparingKernel):
         desc, device = self.descriptor, choice.device
         self._prepare(self._problem.prepared_operands(), device)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
-        self._schedule = schedule = best_schedule(desc, device.multiprocessors)
+        self._schedule = schedule = BlocksWgmmaSpSchedule.of(desc, device.multiprocessors)
         work_tiles = schedule.work_tiles(desc)
         clusters = min(work_tiles, schedule.resident_clusters(device.multiprocessors))
         self._ctas = clusters * schedule.cluster_n
