@@ -71,7 +71,7 @@ class Walk(NamedTuple):
         return self.problem.batch * heads
 
     @property
-    def block_lines(self) -> int:
+    def tiles_per_matrix(self) -> int:
         """Work tiles of a matrix."""
         one = self.problem.layout
         return one.block_cols if self.columns else one.block_rows
@@ -86,16 +86,16 @@ class Walk(NamedTuple):
         groups = math.ceil(nbytes / _RASTER_BYTES)
         return max(1, -(-self.matrices // max(groups, 1)))
 
-    def blocks(self, device: DeviceProperties) -> int:
+    def ctas(self, device: DeviceProperties) -> int:
         """CTAs of the launch."""
-        return min(-(-self.matrices * self.block_lines // self.groups), device.multiprocessors)
+        return min(-(-self.matrices * self.tiles_per_matrix // self.groups), device.multiprocessors)
 
     def details(self, device: DeviceProperties, stages: str) -> str:
         """Line for ``explain``; ``stages`` describes the pipeline stages of a CTA."""
         warpgroups = self.groups * self.problem.layout.block // 64
         return (
-            f"{self.matrices * self.block_lines} {'columns' if self.columns else 'rows'} of blocks on "
-            f"{self.blocks(device)} CTAs of {warpgroups} x 64 rows, {stages}"
+            f"{self.matrices * self.tiles_per_matrix} {'columns' if self.columns else 'rows'} of blocks on "
+            f"{self.ctas(device)} CTAs of {warpgroups} x 64 rows, {stages}"
         )
 
     def numbers(self) -> dict[str, float]:
@@ -107,7 +107,7 @@ class Walk(NamedTuple):
             "heads_per_kv": desc.group,
             "queries": one.rows,
             "keys": one.cols,
-            "matrix_tiles": self.block_lines,
+            "matrix_tiles": self.tiles_per_matrix,
             "raster_matrices": self.raster_matrices,
             "drop_below": drop_bound(desc.dropout) << 16,
             "keep_scale": 1 / (1 - desc.dropout),

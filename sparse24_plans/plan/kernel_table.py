@@ -24,13 +24,13 @@ from .preference import PlanPreference
 
 HOPPER = (9, 0)
 _BEYOND_HOPPER = (9, 1)
-GRID_BLOCKS = 2**31 - 1
+MAX_GRID_CTAS = 2**31 - 1
 """The most CTAs of a launch along x."""
 
 
-def grid_limit_refusal(blocks: int) -> str | None:
+def grid_limit_refusal(ctas: int) -> str | None:
     """A refusal of more CTAs than a launch may have, or None."""
-    return None if blocks <= GRID_BLOCKS else f"{blocks} CTAs exceed the grid limit {GRID_BLOCKS}"
+    return None if ctas <= MAX_GRID_CTAS else f"{ctas} CTAs exceed the grid limit {MAX_GRID_CTAS}"
 
 
 @dataclass(frozen=True)

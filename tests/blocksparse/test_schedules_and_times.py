@@ -31,10 +31,10 @@ from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
 )
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
     APART,
-    IN_TURN,
     LONG_FIRST,
     NARROW,
     NO_SLICES,
+    SEQUENTIAL,
     Cut,
     as_run,
     cuts_us,
@@ -175,12 +175,12 @@ def test_tiles_of_64_x_64_are_faster_where_they_run():
     assert np.quantile(gains, 0.05) > 0.97
 
 
-@pytest.mark.parametrize("slices", [NO_SLICES, APART, IN_TURN, LONG_FIRST])
+@pytest.mark.parametrize("slices", [NO_SLICES, APART, SEQUENTIAL, LONG_FIRST])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_where_tiles_of_64_x_64_run(block, slices):
     shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=(4096 // block) ** 2 // 5)
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=64, element="bf16")
-    served = (block < 64 and slices != IN_TURN) or (block == 64 and slices == NO_SLICES)
+    served = (block < 64 and slices != SEQUENTIAL) or (block == 64 and slices == NO_SLICES)
     assert (Cut(fitting(128, 64, 2, 1), slices).narrowed(desc).schedule == NARROW) == served
     for other in (fitting(128, 128, 2, 1), fitting(64, 128, 2, 1)):
         assert Cut(other, slices).narrowed(desc).schedule == other
@@ -222,7 +222,7 @@ def test_every_schedule_that_may_be_taken_was_measured(op, block):
         assert {name_of(one) for one in schedules_by_density(desc)} <= times.keys()
 
 
-def measured_in_turns(ops: tuple[str, ...]) -> list[tuple[BlockSparseMatmulDescriptor, float, float]]:
+def measured_alternating(ops: tuple[str, ...]) -> list[tuple[BlockSparseMatmulDescriptor, float, float]]:
     """Any problems with blocks of 16 and 32, and their times by kept blocks and as an inflated product.
 
     Another cut runs in less time: lines of these tell something if kept blocks were faster nonetheless.
@@ -240,7 +240,7 @@ def measured_in_turns(ops: tuple[str, ...]) -> list[tuple[BlockSparseMatmulDescr
 def test_the_predicted_time_of_a_transposed_x_is_close():
     transposed = [
         BLOCKS.microseconds(desc) / kept
-        for desc, kept, _ in measured_in_turns(("dds",))
+        for desc, kept, _ in measured_alternating(("dds",))
         if nearness(desc) == "random"
         and any(one.transposes for one in KernelProblem(desc).prepared_operands(None))
     ]
@@ -266,7 +266,7 @@ def test_the_faster_way_is_missed_by_little(ops, close, mean, most):
 
     Close calls were drawn where neither was predicted to be much faster.
     """
-    measured = beside_inflated("nvidia_h200") if close else measured_in_turns(ops)
+    measured = beside_inflated("nvidia_h200") if close else measured_alternating(ops)
     lost = [
         (inflated if WHY_DENSE[ops](desc) else kept) / min(kept, inflated)
         for desc, kept, inflated in measured

@@ -32,7 +32,7 @@ from .test_products import check
 
 BLOCKS = (16, 32, 64, 128)
 INVARIANT = {"require": {"batch_invariant": True}}
-IN_TURN = {"max_workspace_bytes": 0, **INVARIANT}
+SEQUENTIAL = {"max_workspace_bytes": 0, **INVARIANT}
 every_block = pytest.mark.parametrize("block", BLOCKS)
 every_op = pytest.mark.parametrize("op", ["dsd", "dds"])
 
@@ -68,10 +68,10 @@ def plan_of(preference: Any = None, **fields: Any) -> BlockSparseMatmulPlan:
     return plan
 
 
-def in_turn(**fields: Any) -> BlockSparseMatmulPlan:
+def sequential(**fields: Any) -> BlockSparseMatmulPlan:
     """A plan without workspace: a CTA takes the slices of a panel one after the other."""
-    plan = select(preference=IN_TURN, **fields)
-    assert "long panels are cut, and summed in turn" in plan.explain().details
+    plan = select(preference=SEQUENTIAL, **fields)
+    assert "long panels are cut, and summed one after the other" in plan.explain().details
     assert plan.workspace_size() == 0
     return plan
 
@@ -97,7 +97,7 @@ def test_bits_without_a_workspace_are_those_with_one(op, block, n):
         plan_of(op=op, layout=layout, n=n).descriptor, layout, np.random.default_rng(n)
     )
     apart = check(plan_of(op=op, layout=layout, n=n), operands)
-    assert same_bits(apart, check(in_turn(op=op, layout=layout, n=n), operands))
+    assert same_bits(apart, check(sequential(op=op, layout=layout, n=n), operands))
 
 
 @gpu
@@ -172,9 +172,11 @@ def test_masks_that_a_gpu_makes_are_cut_too(block):
 
 @gpu
 @pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize(("element", "make"), [("s8", plan_of), ("fp8_e4m3", plan_of), ("fp8_e4m3", in_turn)])
+@pytest.mark.parametrize(
+    ("element", "make"), [("s8", plan_of), ("fp8_e4m3", plan_of), ("fp8_e4m3", sequential)]
+)
 def test_8_bit_products_of_cut_panels_are_right(block, element, make):
-    """No plan of s8 sums in turn, because no order of its sums changes a bit."""
+    """No plan of s8 sums slices one after the other, because no order of its sums changes a bit."""
     layout = uneven("dsd", block)
     for out in ("f32", "bf16"):
         plan = make(op="dsd", layout=layout, n=80, element=element, out_element=out, trans_b=True)

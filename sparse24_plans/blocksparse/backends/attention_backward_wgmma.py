@@ -118,7 +118,7 @@ class _Launch:
         self._places_at = addresses(0, desc.layout)["column_order"]
         self._tiling = tiling = Tiling.of(desc, one)
         self._walk = Walk(desc, one.keys, tiling.groups)
-        self.blocks = self._walk.blocks(device)
+        self.ctas = self._walk.ctas(device)
         self.details = self._walk.details(
             device, f"{tiling.groups * tiling.stages} stages of {tiling.rows} rows"
         )
@@ -188,12 +188,12 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
     def launcher(self, views: Views, workspace: int) -> Launch:
         bound: list[Launch] = []
         for one in self._passes:
-            if not one.blocks:
+            if not one.ctas:
                 continue
             parameters = one.parameters(views, workspace)
             if not bound and self._row_blocks:
                 bound.append(self._row_function.bind(self._row_blocks, parameters))
-            bound.append(one.function.bind(one.blocks, parameters))
+            bound.append(one.function.bind(one.ctas, parameters))
         if not bound:
             return nothing
         counters = workspace + 8 * rows_of_queries(self.descriptor)

@@ -62,7 +62,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._walk = Walk(desc, columns=False, groups=pipeline_groups(desc))
-        self._blocks = self._walk.blocks(device)
+        self._ctas = self._walk.ctas(device)
         self.launches, self.workspace_size = 2, ATTENTION_COUNTER_BYTES
         self.workspace_alignment = ATTENTION_COUNTER_BYTES
         tile = _tile(desc)
@@ -82,12 +82,12 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc = self.descriptor
-        if self._blocks == 0:
+        if self._ctas == 0:
             return nothing
         parameters = self._parameters.with_values(o=views["o"].address, lse=views["lse"].address)
         keys = min(desc.layout.block, _tile(desc))
         self._walk.fill(parameters, views, {"q": BOX, "k": keys, "v": keys}, workspace)
-        kernel = self._function.bind(self._blocks, parameters)
+        kernel = self._function.bind(self._ctas, parameters)
         return launch_in_order(fill(workspace, 0, ATTENTION_COUNTER_BYTES), kernel)
 
 

@@ -16,7 +16,7 @@ from ...vocab import INT64_MAX, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, Prepared, launched, prepared_bytes
 from ..prepasses import SOURCES, PreparingKernel
-from ..schedules.blocks_wgmma_cuts import APART, IN_TURN, LONG_FIRST, NO_SLICES, Cut, as_run
+from ..schedules.blocks_wgmma_cuts import APART, LONG_FIRST, NO_SLICES, SEQUENTIAL, Cut, as_run
 from ..wgmma import NO_MAP, PANEL_SIZES, PANEL_TABLES, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
@@ -28,7 +28,7 @@ _TILE = 64
 _SLICES = {
     NO_SLICES: "",
     APART: "; long panels are cut, and summed by several CTAs",
-    IN_TURN: "; long panels are cut, and summed in turn",
+    SEQUENTIAL: "; long panels are cut, and summed one after the other",
     LONG_FIRST: "; long panels come first",
 }
 _COUNT_BITS = 16

@@ -115,7 +115,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         self._schedule = found = ConvSchedule.of(desc, device.multiprocessors)
-        self._ctas = found.blocks(device.multiprocessors)
+        self._ctas = found.ctas(device.multiprocessors)
         self.workspace_size = conv_workspace(desc)
         self.launches = 2 if self.workspace_size else 1
         self.details = (

@@ -45,9 +45,9 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
         super().__init__(choice)
         desc = self.descriptor
         schedule = SoftmaxSchedule.of(desc, choice.device)
-        self._blocks = schedule.blocks(desc, choice.device.multiprocessors) if desc.layout.blocks else 0
+        self._ctas = schedule.ctas(desc, choice.device.multiprocessors) if desc.layout.blocks else 0
         self.details = (
-            f"{softmax_teams(desc)} pieces of rows on {self._blocks * schedule.teams} teams of "
+            f"{softmax_teams(desc)} pieces of rows on {self._ctas * schedule.teams} teams of "
             f"{schedule.warps} warps, which hold {schedule.warps * schedule.chunks} blocks"
         )
         self._function = load(
@@ -60,7 +60,7 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
         )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
-        if self._blocks == 0:
+        if self._ctas == 0:
             return nothing
         desc, found = self.descriptor, addresses(views["layout"].address, self.descriptor.layout)
         read, written = ("x", "y") if desc.op is BlockSparsePass.FORWARD else ("y", "dx")
@@ -77,7 +77,7 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
             scale=desc.scale,
             **{parameter: views[name].address for parameter, name in places.items() if name in views},
         )
-        return self._function.bind(self._blocks, parameters, overlapping=True)
+        return self._function.bind(self._ctas, parameters, overlapping=True)
 
 
 def _defines(desc: BlockSparseSoftmaxDescriptor, schedule: SoftmaxSchedule) -> dict[str, int]:
@@ -88,7 +88,7 @@ def _defines(desc: BlockSparseSoftmaxDescriptor, schedule: SoftmaxSchedule) -> d
         "WARPS": schedule.warps,
         "TEAMS": schedule.teams,
         "CHUNKS": schedule.chunks,
-        "BLOCKS_PER_SM": schedule.blocks_per_sm,
+        "BLOCKS_PER_SM": schedule.ctas_per_sm,
         "BACKWARD": int(desc.op is BlockSparsePass.BACKWARD),
         "RPE": int(desc.rpe),
         "CAUSAL": int(desc.causal),

@@ -19,7 +19,7 @@ from ..panels import NARROW_PANEL_ROWS, PANEL_ROWS, Slicing, expected_occupancy,
 from .blocks_wgmma import HELD_CELLS, TOKENS, BlocksWgmmaSchedule, fitting
 from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
 
-NO_SLICES, APART, IN_TURN, LONG_FIRST = 0, 1, 2, 3
+NO_SLICES, APART, SEQUENTIAL, LONG_FIRST = 0, 1, 2, 3
 """How long panels are handled. In order: there are none; their slices have CTAs of their own, which exchange
 sums in the workspace; one CTA takes the slices of a panel one after the other; they are not cut, but come
 first."""
@@ -52,7 +52,7 @@ class Cut(NamedTuple):
 
     schedule: BlocksWgmmaSchedule
     slices: int = NO_SLICES
-    """``NO_SLICES``, ``APART``, ``IN_TURN`` or ``LONG_FIRST``."""
+    """``NO_SLICES``, ``APART``, ``SEQUENTIAL`` or ``LONG_FIRST``."""
     counter_bytes: int = 0
     """Workspace bytes of the counters of claimed work tiles and of arrivals."""
     sum_bytes: int = 0
@@ -102,17 +102,17 @@ class Cut(NamedTuple):
         one = _with_long_panels(desc, multiprocessors)
         found = cls(one, APART, *slice_bytes(problem))
         if invariant and one.rows == PANEL_ROWS and _evens_out(desc, one, multiprocessors):
-            found = cls(one, IN_TURN, 0, one.held_bytes(desc, multiprocessors))
+            found = cls(one, SEQUENTIAL, 0, one.held_bytes(desc, multiprocessors))
         elif not (invariant or _pays_to_cut(desc, problem.slicing)):
             if one.work_tiles(desc) <= one.resident_clusters(multiprocessors):
                 return cls(whole)
             found = cls(one, LONG_FIRST, align_up(COUNTER_BYTES))
         fits = (most is None or found.workspace <= most) and one.most_work_tiles(desc) < _MOST_CLAIMS
-        if fits or (found.slices == IN_TURN and found.workspace == 0):
+        if fits or (found.slices == SEQUENTIAL and found.workspace == 0):
             return found
         if not invariant:
             return cls(whole)
-        return cls(BlocksWgmmaSchedule.of(desc, multiprocessors, HELD_CELLS), IN_TURN)
+        return cls(BlocksWgmmaSchedule.of(desc, multiprocessors, HELD_CELLS), SEQUENTIAL)
 
     def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
         """Return this cut with tiles of 64 x 64 instead of 128 x 64, if tables and density allow them.
@@ -123,7 +123,7 @@ class Cut(NamedTuple):
         layout, wide = desc.layout, (PANEL_ROWS, NARROW.tokens)
         if desc.op is BlockSparseOp.SDD or layout.block == PANEL_ROWS or self.schedule[:2] != wide:
             return self
-        has_slices = self.slices != IN_TURN and _has_slices(NARROW, layout.block)
+        has_slices = self.slices != SEQUENTIAL and _has_slices(NARROW, layout.block)
         lacks_tables = self.slices != NO_SLICES and not has_slices
         is_dense = layout.density > constants("blocks_tiles")["narrow_density"]
         is_counted = NARROW.most_work_tiles(desc) < _MOST_CLAIMS
@@ -227,7 +227,7 @@ def _has_slices(one: BlocksWgmmaSchedule, block: int) -> bool:
 def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
     """The amount of each kind of work in the cost model's terms."""
     one, most, slicing = cut.schedule, math.inf, KernelProblem(desc).slicing
-    if cut.slices in (APART, IN_TURN) and slicing:
+    if cut.slices in (APART, SEQUENTIAL) and slicing:
         most = slicing.longest if one.rows == PANEL_ROWS else slicing.longest_narrow
     ctas = REFERENCE_SMS * one.ctas_per_sm
     if cut.parts > 1:
@@ -333,4 +333,4 @@ def _evens_out(desc: BlockSparseMatmulDescriptor, one: BlocksWgmmaSchedule, mult
     across = layout.block_rows if problem.by_columns else layout.block_cols
     longest = desc.longest_panel / across if desc.longest_panel else 1.0
     waves = one.work_tiles(desc) / one.resident_clusters(multiprocessors)
-    return waves * occupancy >= float(constants("blocks_tiles")["in_turn_work"]) * longest
+    return waves * occupancy >= float(constants("blocks_tiles")["sequential_work"]) * longest

@@ -59,7 +59,7 @@ class ConvSchedule(NamedTuple):
         work_tiles = clusters * panels * found.phases
         return cls(cut, panels, clusters, max(1, -(-clusters // max(raster_groups, 1))), 1, 0, work_tiles)
 
-    def blocks(self, multiprocessors: int) -> int:
+    def ctas(self, multiprocessors: int) -> int:
         """CTAs of the launch."""
         return min(self.work_tiles, self.cut.resident_clusters(multiprocessors)) * self.cut.cluster_n
 

@@ -49,7 +49,7 @@ class SoftmaxSchedule(NamedTuple):
         return _LANES * self.warps * self.teams
 
     @property
-    def blocks_per_sm(self) -> int:
+    def ctas_per_sm(self) -> int:
         return _REGISTERS // (_OF_THREAD * self.threads)
 
     def shared_bytes(self, desc: BlockSparseSoftmaxDescriptor) -> int:
@@ -57,11 +57,11 @@ class SoftmaxSchedule(NamedTuple):
         copies = desc.op is BlockSparsePass.FORWARD
         return self.threads * self.chunks * _VECTOR_BYTES if copies else 0
 
-    def blocks(self, desc: BlockSparseSoftmaxDescriptor, multiprocessors: int) -> int:
+    def ctas(self, desc: BlockSparseSoftmaxDescriptor, multiprocessors: int) -> int:
         """CTAs of the launch, which are persistent for ``forward``."""
         wanted = -(-softmax_teams(desc) // self.teams)
         if desc.op is BlockSparsePass.FORWARD:
-            return min(wanted, multiprocessors * self.blocks_per_sm)
+            return min(wanted, multiprocessors * self.ctas_per_sm)
         return wanted
 
 

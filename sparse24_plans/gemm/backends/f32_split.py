@@ -119,7 +119,7 @@ class _Chunk(WgmmaKernel):
 
     def _product(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
         """The parameters of a product. TMA loads ``x``, unless the producers split X."""
-        parameters = self._parameters.of(views, x, workspace + self._regions.handed)
+        parameters = self._parameters.of(views, x, workspace + self._regions.partials)
         parameters.blocked_sums = workspace + self._regions.groups
         return parameters
 

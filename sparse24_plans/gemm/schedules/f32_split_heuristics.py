@@ -153,7 +153,7 @@ def _with_stream_k(one: WgmmaSpSchedule, n: int, m: int, k: int) -> WgmmaSpSched
 class Regions(NamedTuple):
     """Offsets in the workspace, behind the terms of a chunk of X, in bytes."""
 
-    handed: int
+    partials: int
     """The partial sums and flags of stream-K begin here."""
     groups: int
     """The sums of groups of columns begin here: one set a CTA, and with stream-K two."""
@@ -163,12 +163,14 @@ class Regions(NamedTuple):
     def of(
         cls, schedule: WgmmaSpSchedule, desc: GemmSparse24Descriptor, terms: int, device: DeviceProperties
     ) -> Regions:
-        handed = 0 if producers_split(desc.m, desc.k, schedule.tokens) else align_up(split_bytes(terms, desc))
-        groups = handed + align_up(schedule.workspace_bytes())
+        partials = (
+            0 if producers_split(desc.m, desc.k, schedule.tokens) else align_up(split_bytes(terms, desc))
+        )
+        groups = partials + align_up(schedule.workspace_bytes())
         in_groups = schedule.split_k == 1 and 0 < SPLIT_GROUP[terms] < desc.k
         ctas = schedule.ctas(schedule.work_tiles(desc.n, desc.m), device.multiprocessors)
         sums = 4 * schedule.rows * schedule.tokens * ctas * (2 if schedule.stream_k else 1)
-        return cls(handed, groups, groups + (sums if in_groups else 0))
+        return cls(partials, groups, groups + (sums if in_groups else 0))
 
 
 class Chunking(NamedTuple):
@@ -259,7 +261,7 @@ def _smaller_chunks(
     split_k = _fastest_chunking(desc, row, whole_m).schedule.split_k
     for one in F32Split(terms).candidates(whole, split_k):
         regions = Regions.of(one, whole, terms, device)
-        room = max(0, max_workspace - (regions.end - regions.handed))
+        room = max(0, max_workspace - (regions.end - regions.partials))
         cut = Chunking.cut(one, desc, terms, room)
         if one.stream_k and one.work_tiles(cut.tokens, desc.m) <= one.stream_k:
             continue  # the chunk has too few work tiles for every cluster to have one

@@ -155,10 +155,10 @@ class WgmmaSpSchedule(NamedTuple):
         if self.stream_k and self.k_chunks > 2:
             most = 0 if self.warpgroups == 3 else _STREAM_K_CHUNKS
         elif self.warpgroups == 3:
-            handed, summed = _STREAM_K_OF_THREE, _SUMS_OF_THREE
+            streamed, summed = _STREAM_K_OF_THREE, _SUMS_OF_THREE
             if self.k_chunks > 1:
-                handed, summed = _STREAM_K_CHUNKS_OF_THREE, _CHUNKS_OF_THREE
-            most = handed if self.stream_k else summed
+                streamed, summed = _STREAM_K_CHUNKS_OF_THREE, _CHUNKS_OF_THREE
+            most = streamed if self.stream_k else summed
         return self.m_tiles * self.tokens // 2 <= most and self.tokens % (8 * self.cluster_m) == 0
 
     def makes_elements(self) -> bool:
