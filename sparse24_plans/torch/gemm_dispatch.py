@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOperandError, UnsupportedError
-from ..gemm.args import DgradSparse24Args, GemmSparse24Args
 from ..gemm.plan import GemmSparse24Plan
 from ..plan.launches import Caller
-from ..vocab import FP8, ElementKind, MatrixOrder
-from . import packed_weight_cache
-from .elements import DTYPE_OF, allocation, element_of, plan_device
-from .gemm_call import OPERANDS, Call, describe, scale_kind, sizes
-from .plan_cache import CheckedCall, PlanCache, Refusal, plans, preference_of
+from .elements import DTYPE_OF, allocation, plan_device
+from .gemm_call import (
+    OPERANDS,
+    OWN_OPERANDS,
+    PLAIN,
+    Call,
+    Kind,
+    Operands,
+    describe,
+    fake_result,
+    is_column_major,
+    sizes,
+)
+from .library import define
+from .packed_weight_cache import PlanWeights
+from .plan_cache import CheckedCall, Refusal, plans, preference_of
 
 # Checked calls ------------------------------------------------------------------------------------
 
@@ -26,89 +34,59 @@ from .plan_cache import CheckedCall, PlanCache, Refusal, plans, preference_of
 class CheckedProduct(CheckedCall):
     """The plan of one form of a product's operands."""
 
-    def __init__(
-        self, call: Call, out: Tensor | None, scale_y: Tensor | None = None, amax: Tensor | None = None
-    ) -> None:
-        """``scale_y`` and ``amax`` are those of a product whose result is fp8."""
-        x = call.x
-        m, k = sizes(call)
-        shape = x.shape[:-1]
-        self._copied, self._residual_copied = False, False
-        if call.residual is not None and _rows(call.residual) is None:
-            self._residual_copied, call = True, call._replace(residual=call.residual.contiguous())
-        self.column_major = call.transposed and _is_column_major(x)
-        rows = x if self.column_major else _rows(x)
-        if rows is None:
-            self._copied, rows = True, _rows(x.contiguous())
-        assert rows is not None
-        self._desc = desc = describe(
-            call,
-            rows.shape[0],
-            m,
-            k,
-            x_order=MatrixOrder.COLUMN if self.column_major else MatrixOrder.ROW,
-            y_order=MatrixOrder.COLUMN if call.transposed else MatrixOrder.ROW,
-            scale_y=scale_kind(scale_y),
-            amax=amax is not None,
+    def __init__(self, call: Call, out: Tensor | None = None) -> None:
+        weights, m, k = sizes(call)
+        desc = describe(call, weights, m, k, **call.kind.fields(call))
+        plan: Any = GemmSparse24Plan
+        plan = plan.select(desc, preference=preference_of(call.preference), device=plan_device(call.x))
+        self.plan, self.column_major = plan, is_column_major(call)
+        whole = (*call.kind.outer(call), desc.outputs)
+        self._empty = allocation(
+            whole[::-1] if call.transposed else whole, DTYPE_OF[desc.out_element], call.x.device
         )
-        plan = GemmSparse24Plan.select(desc, preference=preference_of(call.preference), device=plan_device(x))
-        self.plan, self._m, self._k = plan, desc.m, desc.k
-        whole = (*shape, desc.outputs)
-        self.shape = tuple(whole[::-1] if call.transposed else whole)
-        self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
-        self._empty = allocation(self.shape, self._dtype, self._device)
         self._has_scales = call.scales is not None
-        self._fits = packed_weight_cache.fits(plan, call.weight, call.meta)
-        self._check_out(out)
-        super().__init__(plan, self._first_caller(call, rows, out, scale_y, amax), x.device)
+        self._weights = PlanWeights(plan, weights * m, k)
+        self._fits = self._weights.fit(call.weight, call.meta)
+        y = self._empty()
+        if out is not None:
+            _check_out(out, y)
+            y = out
+        operands = call.kind.operands(call)
+        self._copied = not _same_memory(call.x, operands["x"])
+        self._changes = _changes(call, operands)
+        super().__init__(plan, self._first_caller(call, operands, y, may_copy=out is None), call.x.device)
         self.alignment = self._caller.alignment("dy" if call.dgrad else "x")
         """The address of x must be a multiple of this number of bytes."""
 
-    def _check_out(self, out: Tensor | None) -> None:
-        if out is None:
-            return
-        if tuple(out.shape) != self.shape or out.dtype != self._dtype or out.device != self._device:
-            raise InvalidProblemError(
-                f"out: expected {self._dtype} {list(self.shape)} on {self._device}, got {out.dtype} "
-                f"{list(out.shape)} on {out.device}"
-            )
-        if not out.is_contiguous():
-            raise InvalidProblemError(f"out: expected a contiguous tensor, got strides {out.stride()}")
-
-    def _first_caller(
-        self, call: Call, rows: Tensor, out: Tensor | None, scale_y: Tensor | None, amax: Tensor | None
-    ) -> Caller:
+    def _first_caller(self, call: Call, operands: Operands, y: Tensor, *, may_copy: bool) -> Caller:
         """The plan's caller, for which the first call's tensors are checked in full."""
-        y = self._empty() if out is None else out
-        y = y.t() if call.transposed else y.view(rows.shape[0], self._desc.outputs)
-        args = partial(_args, call, self._weight(call), y, scale_y, amax)
+        read = self._weights.unconverted if self._fits else self._weights.converted
+        weight = read(call.weight, call.meta, call.scales)
+        x, others = operands["x"], {name: one for name, one in operands.items() if one is not None}
+        del others["x"]
+        if not call.kind.stacked:
+            y = y.t() if call.transposed else y.view(x.shape[0], y.shape[-1])
+        args = self.plan.args_type(self.plan.descriptor)
         try:
-            return self.plan.caller(args(rows))
+            return self.plan.caller(args(weight, x, y, **others))
         except MisalignedOperandError as error:
-            if self._copied or out is not None or error.argument.split()[0] not in ("x", "dy"):
+            if self._copied or not may_copy or error.argument.split()[0] not in ("x", "dy"):
                 raise
         self._copied = True
-        return self.plan.caller(args(aligned(rows, self.column_major)))
-
-    def _weight(self, call: Call) -> Any:
-        if self._fits:
-            return packed_weight_cache.unconverted(
-                self.plan, call.weight, call.meta, self._m, self._k, call.scales
-            )
-        return packed_weight_cache.converted(self.plan, call.weight, call.meta, self._m, self._k, call.scales)
+        return self.plan.caller(args(weight, aligned(x, self.column_major), y, **others))
 
     def run(
         self,
         x: Tensor,
         weight: Tensor,
         meta: Tensor | None,
-        others: tuple[Tensor | None, ...],
+        others: Sequence[Tensor | None],
         out: Tensor | None,
     ) -> Tensor | None:
         """The result, in ``out`` or in new memory; None if x must be copied to an aligned address first.
 
-        ``others`` are a quantized weight's scales, the bias, scales of x and W, and the residual. Every call
-        runs this, so it is written for speed.
+        ``others`` are a quantized weight's scales, the bias, scales of x and W, the residual, and the own
+        operands of the call's kind. Every call runs this, so it is written for speed.
         """
         if self._copied:
             x = aligned(x, self.column_major)
@@ -118,10 +96,10 @@ class CheckedProduct(CheckedCall):
         y = self._empty() if out is None else out
         scales = None
         if self._has_scales:
-            scales, *others = others  # type: ignore[assignment]
+            scales, *others = others
         places: tuple[int, ...]
         if not self._fits:
-            packed = packed_weight_cache.converted(self.plan, weight, meta, self._m, self._k, scales)
+            packed = self._weights.converted(weight, meta, scales)
             places = (*[view.address for view in packed.buffers], source, y.data_ptr())
         elif meta is None:
             places = (weight.data_ptr(), source, y.data_ptr())
@@ -129,44 +107,52 @@ class CheckedProduct(CheckedCall):
             places = (weight.data_ptr(), meta.data_ptr(), scales.data_ptr(), source, y.data_ptr())
         else:
             places = (weight.data_ptr(), meta.data_ptr(), source, y.data_ptr())
-        if self._residual_copied:
-            others = *others[:-1], others[-1].contiguous()  # type: ignore[union-attr]
+        if self._changes:
+            given = [one for one in others if one is not None]
+            others = [change(one) for change, one in zip(self._changes, given, strict=True)]
         for other in others:
             if other is not None:
                 places += (other.data_ptr(),)
         self._launch(places)
         return y
 
-    def with_aligned_x(self, call: tuple[Any, ...]) -> Call:
-        """The call with a copy of x."""
-        return Call(aligned(call[0], self.column_major), *call[1:])
+
+def _check_out(out: Tensor, wanted: Tensor) -> None:
+    """Raise InvalidProblemError unless ``out`` is like the result that is ``wanted``."""
+    if out.shape != wanted.shape or out.dtype != wanted.dtype or out.device != wanted.device:
+        raise InvalidProblemError(
+            f"out: expected {wanted.dtype} {list(wanted.shape)} on {wanted.device}, got {out.dtype} "
+            f"{list(out.shape)} on {out.device}"
+        )
+    if not out.is_contiguous():
+        raise InvalidProblemError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 
 
-def _args(
-    call: Call, weight: Any, y: Tensor, scale_y: Tensor | None, amax: Tensor | None, rows: Tensor
-) -> Any:
-    """The plan's operands: ``rows`` of x, or of dy, and the result ``y`` as a matrix."""
-    if call.dgrad:
-        return DgradSparse24Args(weight, rows, y)
-    scales = {"scale_x": call.scale_x, "scale_w": call.scale_w, "scale_y": scale_y, "amax": amax}
-    given = {name: one.reshape(-1) for name, one in scales.items() if one is not None}
-    c = None if call.residual is None else _rows(call.residual)
-    return GemmSparse24Args(weight, rows, y, bias=call.bias, c=c, **given)
+def _same_memory(given: Tensor, read: Tensor | None) -> bool:
+    return read is not None and given.data_ptr() == read.data_ptr()
 
 
-def _rows(x: Tensor) -> Tensor | None:
-    """x as [n, width] with contiguous rows, without a copy; None if only a copy can be."""
-    width = x.shape[-1]
-    n = x.numel() // width if width else math.prod(x.shape[:-1])
-    if not x.numel():  # strides without an element mean nothing
-        return x.new_empty(n, width)
-    try:
-        rows = x.view(n, width)
-    except RuntimeError:  # the leading dimensions have no common stride
-        return None
-    if (n > 1 and rows.stride(0) < width) or (width > 1 and rows.stride(1) != 1):
-        return None
-    return rows
+def _changes(call: Call, operands: Operands) -> list[Callable[[Tensor], Tensor | None]]:
+    """What makes of each given operand after the scales of W what the kernel reads; empty if all stay.
+
+    Kernels read the ``operands``. One that lies elsewhere than the given operand is a copy, which every call
+    makes; one that is None is left out.
+    """
+    given = {"bias": call.bias, "scale_x": call.scale_x, "scale_w": call.scale_w, "c": call.residual}
+    changes: list[Callable[[Tensor], Tensor | None]] = []
+    for name, one in {**given, **call.kind.own_operands()}.items():
+        if one is not None:
+            read = operands[name]
+            copy = _absent if read is None else Tensor.contiguous
+            changes.append(_unchanged if _same_memory(one, read) else copy)
+    return [] if all(change is _unchanged for change in changes) else changes
+
+
+def _absent(_: Tensor) -> None: ...
+
+
+def _unchanged(given: Tensor) -> Tensor:
+    return given
 
 
 def aligned(x: Tensor, column_major: bool = False) -> Tensor:
@@ -174,13 +160,6 @@ def aligned(x: Tensor, column_major: bool = False) -> Tensor:
     if column_major:
         return aligned(x.t()).t()
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _is_column_major(x: Tensor) -> bool:
-    """Whether kernels read the matrix column-major, as it is. A GPU needs columns of whole 16 bytes."""
-    if x.dim() != 2 or x.shape[0] < 2 or x.stride(1) == 1 or x.stride(0) != 1:
-        return False
-    return not x.is_cuda or x.shape[0] * x.element_size() % 16 == 0
 
 
 def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
@@ -194,7 +173,7 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
         return y
     if out is not None:
         raise MisalignedOperandError("x", found.alignment, call[0].data_ptr())
-    return run(found.with_aligned_x(call))
+    return run((aligned(call[0], found.column_major), *call[1:]))
 
 
 def checked(call: tuple[Any, ...], out: Tensor | None = None) -> Any:
@@ -242,14 +221,69 @@ def about(tensor: Tensor) -> tuple[Any, ...]:
 
 # The ops ------------------------------------------------------------------------------------------
 
+_RENAMED = {"dy": "x", "values": "weight"}
+"""Fields of a Call by the names that ops of gradients have for them."""
 
-def product_of(call: Callable[..., Call]) -> Callable[..., Tensor]:
-    """The kernel of an op whose arguments ``call`` turns into a Call."""
 
-    def product(*args: Any, **kwargs: Any) -> Tensor:
-        return run(call(*args, **kwargs))
+class ProductOp:
+    """An op whose arguments are fields of a Call, or of its kind, by their names in the schema."""
 
-    return product
+    def __init__(
+        self,
+        schema: str,
+        kind: Callable[..., Kind] | None = None,
+        completed: Callable[[Call], Call] | None = None,
+        **fixed: Any,
+    ) -> None:
+        """``kind`` makes the call's kind of the arguments that are no fields of a Call.
+
+        ``completed`` changes the call, or raises for one that the op doesn't take. ``fixed`` are fields that
+        are no arguments.
+        """
+        arguments = torch._C.parse_schema(schema).arguments
+        self.names = tuple(_RENAMED.get(one.name, one.name) for one in arguments)
+        self._schema, self._kind, self._completed, self._fixed = schema, kind, completed, fixed
+        order = (*OPERANDS[3:], *OWN_OPERANDS)
+        self._others = tuple(self.names.index(name) for name in order if name in self.names)
+
+    def named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments by the names of fields."""
+        return dict(zip(self.names, args, strict=False)) | {
+            _RENAMED.get(key, key): one for key, one in kwargs.items()
+        }
+
+    def call(self, *args: Any, **kwargs: Any) -> Call:
+        """The product that the arguments ask for. Raises InvalidProblemError."""
+        given = self.named(*args, **kwargs)
+        own = {name: given.pop(name) for name in tuple(given) if name not in Call._fields}
+        call = Call(**given, **self._fixed, kind=PLAIN if self._kind is None else self._kind(**own))
+        if not call.beta and call.kind is PLAIN:
+            call = call._replace(residual=None)
+        return call if self._completed is None else self._completed(call)
+
+    def kernel(self, *args: Any) -> Tensor:
+        """The product of the arguments."""
+        form = (
+            self,
+            *[
+                (one.shape, one.stride(), one.dtype, one.get_device()) if isinstance(one, Tensor) else one
+                for one in args
+            ],
+        )
+        found = plans.get(form)
+        if found is None:
+            found = plans.keep(form, CheckedProduct(self.call(*args)))
+        others = [args[at] for at in self._others if at < len(args)]
+        y: Tensor | None = found.run(args[0], args[1], args[2], others, None)
+        return self.kernel(aligned(args[0], found.column_major), *args[1:]) if y is None else y
+
+    def fake(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The result's shape, dtype and strides."""
+        return fake_result(self.call(*args, **kwargs))
+
+    def define(self, kernel: Callable[..., Tensor] | None = None, **options: Any) -> None:
+        """Register the op, with the options of :func:`define`, and by default with its own kernel."""
+        define(self._schema, kernel or self.kernel, self.fake, **options)
 
 
 def linear(
@@ -271,43 +305,12 @@ def linear(
     """
     added = residual if beta else None
     call = (
-        x,
-        weight,
-        meta,
-        None,
-        bias,
-        None,
-        None,
-        added,
-        m,
-        k,
-        False,
-        activation,
-        out_dtype,
-        preference,
-        False,
-        beta,
-    )
+        x, weight, meta, None, bias, None, None, added,
+        m, k, False, activation, out_dtype, preference, False, beta,
+    )  # fmt: skip
     found = plans.get(_form(*call))
     y = None if found is None else found.run(x, weight, meta, (bias, added), None)
     return run(call) if y is None else y
-
-
-def linear_call(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None = None,
-    bias: Tensor | None = None,
-    m: int | None = None,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-    residual: Tensor | None = None,
-    beta: float = 1.0,
-) -> Call:
-    added = residual if beta else None
-    options = None, False, activation, out_dtype, preference, False, beta
-    return Call(x, weight, meta, None, bias, None, None, added, m, *options)
 
 
 def linear_out_call(
@@ -320,78 +323,12 @@ def linear_out_call(
     activation: str = "none",
     preference: str = "",
 ) -> Call:
-    return linear_call(x, weight, meta, bias, m, activation, out.dtype, preference)
+    options = None, False, activation, out.dtype, preference
+    return Call(x, weight, meta, None, bias, None, None, None, m, *options)
 
 
 def linear_out(x: Tensor, weight: Tensor, meta: Any, bias: Any, out: Tensor, *options: Any) -> None:
     run(linear_out_call(x, weight, meta, bias, out, *options), out)
-
-
-def scaled_call(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    scale_x: Tensor | None = None,
-    scale_w: Tensor | None = None,
-    bias: Tensor | None = None,
-    m: int | None = None,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-    residual: Tensor | None = None,
-) -> Call:
-    """Raises InvalidProblemError for elements that have no scales."""
-    if element_of(weight.dtype, "weight") not in (ElementKind.S8, *FP8):
-        raise InvalidProblemError(f"weight: expected int8, float8_e4m3fn or float8_e5m2, got {weight.dtype}")
-    options = None, False, activation, out_dtype, preference
-    return Call(x, weight, meta, None, bias, scale_x, scale_w, residual, m, *options)
-
-
-def weight_only_call(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    scales: Tensor | None,
-    bias: Tensor | None = None,
-    group: int = 0,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-    m: int | None = None,
-    scale_dtype: torch.dtype | None = None,
-    residual: Tensor | None = None,
-) -> Call:
-    """Raises InvalidProblemError for a weight that is neither canonical nor packed."""
-    is_packed = scale_dtype is not None
-    if (scales is None) != is_packed or (meta is None) != is_packed:
-        raise InvalidProblemError(
-            "scales: expected meta and scales of stored values, or scale_dtype alone of a packed weight, got "
-            f"meta {_named(meta)}, scales {_named(scales)} and scale_dtype {scale_dtype}"
-        )
-    options = m, None, False, activation, out_dtype, preference, False, 1.0, group, scale_dtype
-    return Call(x, weight, meta, scales, bias, None, None, residual, *options)
-
-
-def _named(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def weight_only_dgrad_call(
-    dy: Tensor, values: Tensor, meta: Tensor, scales: Tensor, group: int = 0, preference: str = ""
-) -> Call:
-    return Call(dy, values, meta, scales, dgrad=True, preference=preference, group=group)
-
-
-def dgrad_call(
-    dy: Tensor,
-    weight: Tensor,
-    meta: Tensor | None = None,
-    m: int | None = None,
-    k: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-) -> Call:
-    return Call(dy, weight, meta, m=m, k=k, dgrad=True, out_dtype=out_dtype, preference=preference)
 
 
 def mm(
@@ -410,7 +347,7 @@ def mm(
     found = plans.get(form)
     if found is None:
         try:
-            found = CheckedProduct(call, None)
+            found = CheckedProduct(call)
         except (UnsupportedError, BackendUnavailableError) as error:
             found = Refusal(error)
         plans.keep(form, found)
@@ -444,7 +381,7 @@ class ProductSite:
     constructor's parameters therefore needs another class name.
     """
 
-    __slots__ = ("_checked", "_has_meta", "_moves", "_operands", "_options")
+    __slots__ = ("_has_meta", "_moves", "_operands", "_options")
 
     def __init__(self, operands: str, x_moves: bool, *options: Any) -> None:
         """``operands`` names the fields of a Call that are tensors here; ``options`` are all other fields.
@@ -454,21 +391,20 @@ class ProductSite:
         self._operands, self._options = tuple(operands.split()), options
         self._has_meta = "meta" in self._operands
         self._moves = x_moves
-        self._checked = PlanCache()
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Tensor, out: Tensor) -> None:
         """Write the product to ``out``. Raises what the op raises."""
-        form = (x.shape, x.stride()) if self._moves else None
-        found = self._checked.get(form)
+        form = (self, x.shape, x.stride()) if self._moves else self
+        found = plans.get(form)
         if found is None:
-            found = self._checked.keep(form, checked(self._call((x, weight, *others)), out))
+            found = plans.keep(form, checked(self._call(x, weight, *others), out))
         if self._has_meta:
             done = found.run(x, weight, others[0], others[1:], out)
         else:
             done = found.run(x, weight, None, others, out)
         if done is None:
-            run(found.with_aligned_x(self._call((x, weight, *others))), out)
+            run(self._call(aligned(x, found.column_major), weight, *others), out)
 
-    def _call(self, operands: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    def _call(self, *operands: Tensor) -> tuple[Any, ...]:
         given = dict(zip(self._operands, operands, strict=True))
         return (*(given.get(name) for name in OPERANDS), *self._options)
