@@ -26,7 +26,7 @@ from .gemm_call import (
 )
 from .library import define
 from .packed_weight_cache import PlanWeights
-from .plan_cache import CheckedCall, Refusal, plans, preference_of
+from .plan_cache import CheckedCall, Refusal, form_of, plans, preference_of
 
 # Checked calls ------------------------------------------------------------------------------------
 
@@ -263,13 +263,7 @@ class ProductOp:
 
     def kernel(self, *args: Any) -> Tensor:
         """The product of the arguments."""
-        form = (
-            self,
-            *[
-                (one.shape, one.stride(), one.dtype, one.get_device()) if isinstance(one, Tensor) else one
-                for one in args
-            ],
-        )
+        form = form_of(self, args)
         found = plans.get(form)
         if found is None:
             found = plans.keep(form, CheckedProduct(self.call(*args)))

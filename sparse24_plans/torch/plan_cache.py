@@ -16,7 +16,7 @@ from torch import Tensor
 from ..device.install import lock_across_forks
 from ..plan.launches import Caller
 from ..plan.preference import PlanPreference
-from .elements import plan_device, stream_getter
+from .elements import stream_getter
 
 MOST_FORMS = 4096
 """Forms that a cache keeps: a server's numbers of tokens, times the shapes of its model's layers."""
@@ -41,7 +41,18 @@ class PlanCache(dict[Any, Any]):
 
 
 plans = PlanCache()
-"""The cache of every op. A key begins with the plan's class, or with the shape of a product's x."""
+"""The cache of every op."""
+
+
+def form_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The form of a call of an op with these arguments."""
+    return (
+        op,
+        *[
+            (one.shape, one.stride(), one.dtype, one.get_device()) if isinstance(one, Tensor) else one
+            for one in args
+        ],
+    )
 
 
 class CheckedCall:
@@ -85,13 +96,3 @@ def descriptor(plan: Any, **fields: Any) -> Any:
 def preference_of(text: str) -> PlanPreference | None:
     """The preference that the JSON ``text`` says; None for "". Raises InvalidProblemError."""
     return PlanPreference.model_validate_json(text) if text else None
-
-
-def select(plan: Any, tensor: Tensor, **fields: Any) -> Any:
-    """The plan of a problem on the tensor's device."""
-    form = (plan, tensor.device, *fields.values())
-    found = plans.get(form)
-    if found is None:
-        chosen = plan.select(descriptor(plan, **fields), device=plan_device(tensor))
-        found = plans.keep(form, chosen)
-    return found
