@@ -108,6 +108,6 @@ def _us(calls: Calls, device: torch.device, options: Any) -> float:
 
 def _quantizing(layer: Sparse24QuantizedLinear, x: Tensor) -> Any:
     """The plan of the pass that quantizes x."""
-    elements = {"element": element_of(x.dtype, "x"), "out_element": element_of(layer.weight_dtype, "dtype")}
-    desc = QuantizeSparse24Descriptor(m=x.shape[0], k=x.shape[1], **elements)
+    (m, k), out = x.shape, element_of(layer.weight_dtype, "dtype")
+    desc = QuantizeSparse24Descriptor(m=m, k=k, element=element_of(x.dtype, "x"), out_element=out)
     return QuantizeSparse24Plan.select(desc, device=plan_device(x))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError
 from .gemm_call import Call, Kind
-from .gemm_dispatch import ProductOp
 from .gemm_ops import autocast_of
+from .product_op import ProductOp
 
 _VECTOR = 16
 """Strides of x must be multiples of this number of bytes."""
@@ -25,7 +25,7 @@ class Batched(Kind):
 
     stacked = "batches"
 
-    def weights(self, call: Call) -> Any:
+    def weight_count(self, call: Call) -> Any:
         x = call.x
         if x.dim() != 3 or x.shape[0] < 1:
             raise InvalidProblemError(f"x: expected batches [B, N, K] with B from 1, got {list(x.shape)}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import InvalidProblemError
 from .gemm_call import Call, Kind, Operands, flat, scale_kind
-from .gemm_dispatch import ProductOp
+from .product_op import ProductOp
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +30,13 @@ class Fp8(Kind):
     def own_operands(self) -> Operands:
         return {"scale_y": self.scale_y, "amax": self.amax}
 
-    def weights(self, call: Call) -> Any:
+    def weight_count(self, call: Call) -> Any:
         for name, one in self.own_operands().items():
             if one is not None and (one.dtype != torch.float32 or one.numel() != 1):
                 raise InvalidProblemError(
                     f"{name}: expected one torch.float32, got {one.dtype} {list(one.shape)}"
                 )
-        return super().weights(call)
+        return super().weight_count(call)
 
     def fields(self, call: Call) -> dict[str, Any]:
         more = {"scale_y": scale_kind(self.scale_y), "amax": self.amax is not None}

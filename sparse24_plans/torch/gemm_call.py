@@ -33,7 +33,7 @@ class Kind:
         """Operands that no other kind has."""
         return {}
 
-    def weights(self, call: Call) -> Any:
+    def weight_count(self, call: Call) -> Any:
         """The number of stacked weights. Raises InvalidProblemError for a wrong x or a wrong own operand."""
         if call.x.dim() < 1:
             raise InvalidProblemError("x: expected at least one dimension, got a scalar")
@@ -112,7 +112,7 @@ def sizes(call: Call) -> tuple[Any, Any, Any]:
 
     Raises InvalidProblemError if the operands don't fit together.
     """
-    weights, stacked = call.kind.weights(call), call.kind.stacked
+    weights, stacked = call.kind.weight_count(call), call.kind.stacked
     width, m, k = call.x.shape[-1], call.m, call.k
     if call.meta is None or stacked:
         m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)

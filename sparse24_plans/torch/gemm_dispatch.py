@@ -10,23 +10,10 @@ from torch import Tensor
 
 from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOperandError, UnsupportedError
 from ..gemm.plan import GemmSparse24Plan
-from ..plan.launches import Caller
 from .elements import DTYPE_OF, allocation, plan_device
-from .gemm_call import (
-    OPERANDS,
-    OWN_OPERANDS,
-    PLAIN,
-    Call,
-    Kind,
-    Operands,
-    describe,
-    fake_result,
-    is_column_major,
-    sizes,
-)
-from .library import define
+from .gemm_call import OPERANDS, Call, Operands, describe, is_column_major, sizes
 from .packed_weight_cache import PlanWeights
-from .plan_cache import CheckedCall, Refusal, form_of, plans, preference_of
+from .plan_cache import CheckedCall, Refusal, plans, preference_of
 
 # Checked calls ------------------------------------------------------------------------------------
 
@@ -58,12 +45,12 @@ class CheckedProduct(CheckedCall):
         self.alignment = self._caller.alignment("dy" if call.dgrad else "x")
         """The address of x must be a multiple of this number of bytes."""
 
-    def _first_caller(self, call: Call, operands: Operands, y: Tensor, *, may_copy: bool) -> Caller:
+    def _first_caller(self, call: Call, operands: Operands, y: Tensor, *, may_copy: bool) -> Any:
         """The plan's caller, for which the first call's tensors are checked in full."""
         read = self._weights.unconverted if self._fits else self._weights.converted
         weight = read(call.weight, call.meta, call.scales)
-        x, others = operands["x"], {name: one for name, one in operands.items() if one is not None}
-        del others["x"]
+        others = {name: one for name, one in operands.items() if one is not None}
+        x = others.pop("x")
         if not call.kind.stacked:
             y = y.t() if call.transposed else y.view(x.shape[0], y.shape[-1])
         args = self.plan.args_type(self.plan.descriptor)
@@ -220,64 +207,6 @@ def about(tensor: Tensor) -> tuple[Any, ...]:
 
 
 # The ops ------------------------------------------------------------------------------------------
-
-_RENAMED = {"dy": "x", "values": "weight"}
-"""Fields of a Call by the names that ops of gradients have for them."""
-
-
-class ProductOp:
-    """An op whose arguments are fields of a Call, or of its kind, by their names in the schema."""
-
-    def __init__(
-        self,
-        schema: str,
-        kind: Callable[..., Kind] | None = None,
-        completed: Callable[[Call], Call] | None = None,
-        **fixed: Any,
-    ) -> None:
-        """``kind`` makes the call's kind of the arguments that are no fields of a Call.
-
-        ``completed`` changes the call, or raises for one that the op doesn't take. ``fixed`` are fields that
-        are no arguments.
-        """
-        arguments = torch._C.parse_schema(schema).arguments
-        self.names = tuple(_RENAMED.get(one.name, one.name) for one in arguments)
-        self._schema, self._kind, self._completed, self._fixed = schema, kind, completed, fixed
-        order = (*OPERANDS[3:], *OWN_OPERANDS)
-        self._others = tuple(self.names.index(name) for name in order if name in self.names)
-
-    def named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments by the names of fields."""
-        return dict(zip(self.names, args, strict=False)) | {
-            _RENAMED.get(key, key): one for key, one in kwargs.items()
-        }
-
-    def call(self, *args: Any, **kwargs: Any) -> Call:
-        """The product that the arguments ask for. Raises InvalidProblemError."""
-        given = self.named(*args, **kwargs)
-        own = {name: given.pop(name) for name in tuple(given) if name not in Call._fields}
-        call = Call(**given, **self._fixed, kind=PLAIN if self._kind is None else self._kind(**own))
-        if not call.beta and call.kind is PLAIN:
-            call = call._replace(residual=None)
-        return call if self._completed is None else self._completed(call)
-
-    def kernel(self, *args: Any) -> Tensor:
-        """The product of the arguments."""
-        form = form_of(self, args)
-        found = plans.get(form)
-        if found is None:
-            found = plans.keep(form, CheckedProduct(self.call(*args)))
-        others = [args[at] for at in self._others if at < len(args)]
-        y: Tensor | None = found.run(args[0], args[1], args[2], others, None)
-        return self.kernel(aligned(args[0], found.column_major), *args[1:]) if y is None else y
-
-    def fake(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The result's shape, dtype and strides."""
-        return fake_result(self.call(*args, **kwargs))
-
-    def define(self, kernel: Callable[..., Tensor] | None = None, **options: Any) -> None:
-        """Register the op, with the options of :func:`define`, and by default with its own kernel."""
-        define(self._schema, kernel or self.kernel, self.fake, **options)
 
 
 def linear(

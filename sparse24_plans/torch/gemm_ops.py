@@ -18,9 +18,10 @@ from ..vocab import FP8, ElementKind
 from . import activations, gemm_dispatch
 from .elements import element_of
 from .gemm_call import Call, fake_result
-from .gemm_dispatch import ProductOp, linear_out_call, mm_call
+from .gemm_dispatch import linear_out_call, mm_call
 from .library import define
 from .prepare_ops import kept_values
+from .product_op import ProductOp
 
 _ops: Any = torch.ops.sparse24
 

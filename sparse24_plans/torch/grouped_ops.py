@@ -15,8 +15,8 @@ from torch import Tensor
 from ..errors import InvalidProblemError
 from ..vocab import GroupTokens
 from .gemm_call import Call, Kind, Operands
-from .gemm_dispatch import ProductOp
 from .gemm_ops import autocast_of
+from .product_op import ProductOp
 
 
 class _Groups(Kind):
@@ -24,7 +24,7 @@ class _Groups(Kind):
 
     stacked = "groups"
 
-    def weights(self, call: Call) -> Any:
+    def weight_count(self, call: Call) -> Any:
         if call.x.dim() != 2:
             raise InvalidProblemError(f"x: expected a matrix [N, K], got {list(call.x.shape)}")
         return self.groups_of(call.x)
