@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,10 @@ class CheckedProduct(CheckedCall):
             _check_out(out, y)
             y = out
         operands = call.kind.operands(call)
-        self._copied = not _same_memory(call.x, operands["x"])
         self._changes = _changes(call, operands)
         super().__init__(plan, self._first_caller(call, operands, y, may_copy=out is None), call.x.device)
+        if all(change is _unchanged for change in self._changes):
+            self._changes = []
         self.alignment = self._caller.alignment("dy" if call.dgrad else "x")
         """The address of x must be a multiple of this number of bytes."""
 
@@ -57,10 +59,11 @@ class CheckedProduct(CheckedCall):
         try:
             return self.plan.caller(args(weight, x, y, **others))
         except MisalignedOperandError as error:
-            if self._copied or not may_copy or error.argument.split()[0] not in ("x", "dy"):
+            is_copied = self._changes[0] is not _unchanged
+            if is_copied or not may_copy or error.argument.split()[0] not in ("x", "dy"):
                 raise
-        self._copied = True
-        return self.plan.caller(args(weight, aligned(x, self.column_major), y, **others))
+        self._changes[0] = partial(aligned, column_major=self.column_major)
+        return self.plan.caller(args(weight, self._changes[0](x), y, **others))
 
     def run(
         self,
@@ -75,8 +78,9 @@ class CheckedProduct(CheckedCall):
         ``others`` are a quantized weight's scales, the bias, scales of x and W, the residual, and the own
         operands of the call's kind. Every call runs this, so it is written for speed.
         """
-        if self._copied:
-            x = aligned(x, self.column_major)
+        if self._changes:
+            given = [one for one in (x, *others) if one is not None]
+            x, *others = [change(one) for change, one in zip(self._changes, given, strict=True)]
         source = x.data_ptr()
         if source % self.alignment:
             return None
@@ -94,9 +98,6 @@ class CheckedProduct(CheckedCall):
             places = (weight.data_ptr(), meta.data_ptr(), scales.data_ptr(), source, y.data_ptr())
         else:
             places = (weight.data_ptr(), meta.data_ptr(), source, y.data_ptr())
-        if self._changes:
-            given = [one for one in others if one is not None]
-            others = [change(one) for change, one in zip(self._changes, given, strict=True)]
         for other in others:
             if other is not None:
                 places += (other.data_ptr(),)
@@ -115,24 +116,21 @@ def _check_out(out: Tensor, wanted: Tensor) -> None:
         raise InvalidProblemError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 
 
-def _same_memory(given: Tensor, read: Tensor | None) -> bool:
-    return read is not None and given.data_ptr() == read.data_ptr()
+def _changes(call: Call, operands: Operands) -> list[Callable[[Tensor], Any]]:
+    """Functions that make what the kernel reads: of x first, then of each given operand but the weight.
 
-
-def _changes(call: Call, operands: Operands) -> list[Callable[[Tensor], Tensor | None]]:
-    """What makes of each given operand after the scales of W what the kernel reads; empty if all stay.
-
-    Kernels read the ``operands``. One that lies elsewhere than the given operand is a copy, which every call
-    makes; one that is None is left out.
+    The kernel reads ``operands``. An operand that lies elsewhere than the given tensor is a copy, which every
+    call makes. An operand that is None is left out.
     """
-    given = {"bias": call.bias, "scale_x": call.scale_x, "scale_w": call.scale_w, "c": call.residual}
-    changes: list[Callable[[Tensor], Tensor | None]] = []
-    for name, one in {**given, **call.kind.own_operands()}.items():
+    given = {"x": call.x, "scales": call.scales, "bias": call.bias, "scale_x": call.scale_x}
+    given |= {"scale_w": call.scale_w, "c": call.residual, **call.kind.own_operands()}
+    changes: list[Callable[[Tensor], Any]] = []
+    for name, one in given.items():
         if one is not None:
-            read = operands[name]
-            copy = _absent if read is None else Tensor.contiguous
-            changes.append(_unchanged if _same_memory(one, read) else copy)
-    return [] if all(change is _unchanged for change in changes) else changes
+            read = operands.get(name, call.scales if name == "scales" else None)
+            stays = read is not None and one.data_ptr() == read.data_ptr()
+            changes.append(_unchanged if stays else _absent if read is None else Tensor.contiguous)
+    return changes
 
 
 def _absent(_: Tensor) -> None: ...
