@@ -14,7 +14,7 @@ from ..gemm.plan import GemmSparse24Plan
 from .elements import DTYPE_OF, allocation, plan_device
 from .gemm_call import OPERANDS, Call, Operands, describe, is_column_major, sizes
 from .packed_weight_cache import PlanWeights
-from .plan_cache import CheckedCall, Refusal, plans, preference_of
+from .plan_cache import CheckedCall, Refusal, find, plans, preference_of
 
 # Checked calls ------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
 def checked(call: tuple[Any, ...], out: Tensor | None = None) -> Any:
     """The CheckedProduct of a call, or its Refusal. Raises what :func:`run` raises."""
     form = _form(*call) if out is None else (*_form(*call), about(out))
-    found = plans.get(form)
+    found = find(form)
     return plans.keep(form, CheckedProduct(Call(*call), out)) if found is None else found
 
 
@@ -229,7 +229,7 @@ def linear(
         x, weight, meta, None, bias, None, None, added,
         m, k, False, activation, out_dtype, preference, False, beta,
     )  # fmt: skip
-    found = plans.get(_form(*call))
+    found = find(_form(*call))
     y = None if found is None else found.run(x, weight, meta, (bias, added), None)
     return run(call) if y is None else y
 
@@ -265,7 +265,7 @@ def mm(
     if not may_transpose:
         return run(call)
     form = _form(*call)
-    found = plans.get(form)
+    found = find(form)
     if found is None:
         try:
             found = CheckedProduct(call)
@@ -316,7 +316,7 @@ class ProductSite:
     def __call__(self, x: Tensor, weight: Tensor, *others: Tensor, out: Tensor) -> None:
         """Write the product to ``out``. Raises what the op raises."""
         form = (self, x.shape, x.stride()) if self._moves else self
-        found = plans.get(form)
+        found = find(form)
         if found is None:
             found = plans.keep(form, checked(self._call(x, weight, *others), out))
         if self._has_meta:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from ..device.install import lock_across_forks
 from ..plan.launches import Caller
@@ -42,6 +41,12 @@ class PlanCache(dict[Any, Any]):
 
 plans = PlanCache()
 """The cache of every op."""
+find = plans.get
+"""Gives the entry of a form, or None. It is bound once, because every call of an op looks for one."""
+
+
+_OPTIONS = frozenset({type(None), bool, int, float, str, torch.dtype})
+"""The types of an op's arguments that are no tensors."""
 
 
 def form_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -49,7 +54,7 @@ def form_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (
         op,
         *[
-            (one.shape, one.stride(), one.dtype, one.get_device()) if isinstance(one, Tensor) else one
+            one if type(one) in _OPTIONS else (one.shape, one.stride(), one.dtype, one.get_device())
             for one in args
         ],
     )
@@ -65,11 +70,11 @@ class CheckedCall:
 
     def _launch(self, addresses: tuple[int, ...]) -> None:
         """``addresses`` are in the order of the caller's operands."""
-        space = 0
         if self._workspace:
             scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
-            space = scratch.data_ptr()
-        self._caller.launch(addresses, space, self._stream())
+            self._caller.launch(addresses, scratch.data_ptr(), self._stream())
+        else:
+            self._caller.launch(addresses, 0, self._stream())
 
 
 class Refusal:

@@ -33,7 +33,7 @@ from .elements import (
 )
 from .library import define
 from .packed_weight_cache import cupy_on_torch_stream
-from .plan_cache import CheckedCall, descriptor, form_of, plans
+from .plan_cache import CheckedCall, descriptor, find, form_of, plans
 
 _ops: Any = torch.ops.sparse24
 
@@ -171,7 +171,7 @@ def _define(schema: str, problem: Callable[..., _Problem], **gradients: Any) -> 
 
     def kernel(*args: Any) -> Any:
         form = form_of(problem, args)
-        found = plans.get(form)
+        found = find(form)
         if found is None:
             found = plans.keep(form, _Prepared(problem(*args)))
         return found.run([one for one in args if isinstance(one, Tensor)])
@@ -253,7 +253,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: 
     if (k > 1 and rows.stride(1) != 1) or rows.stride(0) < k:
         rows = rows.contiguous()
     form = (_Quantize, rows.shape, rows.stride(), rows.dtype, rows.device, dtype, scale is None, columns)
-    found = plans.get(form)
+    found = find(form)
     if found is None:
         found = plans.keep(form, _Quantize(rows, dtype, scale, columns))
     made: tuple[Tensor, Tensor] = found.run(x, rows, scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .gemm_call import OPERANDS, OWN_OPERANDS, PLAIN, Call, Kind, fake_result
 from .gemm_dispatch import CheckedProduct, aligned
 from .library import define
-from .plan_cache import form_of, plans
+from .plan_cache import find, form_of, plans
 
 _RENAMED = {"dy": "x", "values": "weight"}
 """Fields of a Call by the names that ops of gradients have for them."""
@@ -56,7 +56,7 @@ class ProductOp:
     def kernel(self, *args: Any) -> Tensor:
         """The product of the arguments."""
         form = form_of(self, args)
-        found = plans.get(form)
+        found = find(form)
         if found is None:
             found = plans.keep(form, CheckedProduct(self.call(*args)))
         others = [args[at] for at in self._others if at < len(args)]
