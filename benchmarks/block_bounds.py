@@ -21,7 +21,7 @@ _PRODUCTS = ("dsd", "dds")
 
 
 def _bands(op: str, block: int, record: Record) -> Values:
-    """Speed of bands over that of random blocks, for the blocks that each keeps."""
+    """TFLOP/s of banded layouts over those of random layouts, counted on the kept blocks."""
     from .blocks import Cell
 
     found = []
@@ -50,9 +50,9 @@ def _sdd_over_dsd(density: float, block: int, record: Record) -> Values:
 
 
 def _dense_or_faster(record: Record) -> Values:
-    """For each cell of half the blocks of 16, whether a dense product runs, or what is faster than one.
+    """1 for each cell with half of its blocks of 16 kept that runs densely, or no slower than dense.
 
-    Blocks of a band are faster; the tiles of random ones hold more zeros.
+    Banded layouts can be faster, because tiles of random layouts hold more zeros.
     """
     rows = chosen(record["products"], (4096, 4096), block=16, density=0.5)
     return [
@@ -175,13 +175,13 @@ BLOCKSPARSE = [
 _FEW_BLOCKS, _MANY_BLOCKS, _SPARSE = (1, 200), (201, 8192), (0.05, 0.25)
 """Ranges of tokens, and the densities whose means are bounded."""
 _RANDOM_BLOCK_SPEED = {(128, 64): (2.8, 3.2), (32,): (1.8, 2.1), (16,): (1.3, 1.5)}
-"""Over dense cuBLAS, of rows that are alike: blocks -> at least for few and for many tokens."""
+"""Least speed-ups over dense cuBLAS of even layouts: block sizes -> for few and for many tokens."""
 _UNEVEN = 0.8
-"""The share of that which uneven rows must reach."""
+"""Fraction of ``_RANDOM_BLOCK_SPEED`` that layouts with uneven rows must reach."""
 
 
 def _of_blocks(span: tuple[int, int] = ALL, /, **fields: Any) -> Callable[[Record], Values]:
-    """Over dense, of random products with these fields; of sparse ones alone if a pattern is given."""
+    """Speed-ups of random products with these fields over dense; with a pattern, of sparse ones alone."""
     over = ratios("products", "dense_us", span=span, **fields)
     if "pattern" not in fields:
         return over

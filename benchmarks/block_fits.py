@@ -58,7 +58,7 @@ TIMES_COUNT = 3.0
 WAY_STEPS = 6000
 """Steps of a descent to the constants of a way."""
 ALIKE = 0.002
-"""Mean loss by which shares are alike for unknown layouts: any layout has the same dense product."""
+"""Mean loss within which shares count as equal for unknown layouts; the smallest share is taken then."""
 LEAST_PAIRS = 8
 """Problems of a kind from which a limit is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
@@ -129,7 +129,7 @@ def short_lines(gpu: str) -> list[Mapping[str, Any]]:
 def block_problems(op: str, block: int, gpu: str) -> list[Any]:
     """Descriptors of measured products of block-sparse matrices, and times by a schedule's first sizes.
 
-    No row panel of theirs is long, so the lengths play no part.
+    No row panel of these problems is long, so ``longest_panel`` is set to 0.
     """
     rows = (row for row in block_lines(gpu) if (row["op"], row["block"]) == (op, block))
     return [(described(row).model_copy(update={"longest_panel": 0}), row["us"]) for row in rows]
@@ -402,7 +402,7 @@ def timed_schedules(
 def sampled_problems(model: str, gpu: str) -> list[Any]:
     """Descriptors of measured ``sdd``, each with its work and the time that the model predicts.
 
-    Longer products that were measured in turns had the clock that a power limit gave to all of them.
+    Longer products of ``blocks`` are left out: their contenders alternated, and shared a power-limited clock.
     """
     way, lines = SAMPLED_MODELS[model], beside_inflated(gpu)
     for row in block_lines(gpu):
@@ -417,7 +417,7 @@ def sampled_problems(model: str, gpu: str) -> list[Any]:
 
 
 def way_choices(problems: Sequence[Any], way: Way) -> Choices:
-    """The fit is of times, by which ways are compared, and of the choice of a schedule for few tokens."""
+    """The choices that a way is fitted to: predicted times, and for few tokens the choice of a schedule."""
     work = np.array([one for _, timed in problems for one, _ in timed])
     before = np.array([way.copies_us(desc) for desc, timed in problems for _ in timed])
     taken = np.array([us for _, timed in problems for _, us in timed])

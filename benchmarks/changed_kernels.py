@@ -32,7 +32,9 @@ Rows = list[dict[str, Any]]
 def tree_of(commit: str) -> Iterator[Path]:
     """The files of a commit in a folder of their own, with this tree's script that lists compilations."""
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE)
+        if archive.returncode:
+            raise SystemExit(f"--since: expected a commit, got {commit!r}")
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         path = Path(folder, _SCRIPT)
         path.write_bytes((ROOT / _SCRIPT).read_bytes())
@@ -93,6 +95,8 @@ def changed_since(
     """
     with tree_of(commit) as tree:
         old, new = (_texts(compiled(one, arch, texts=True)) for one in (tree, ROOT))
+        if old == new:
+            return {}
         same = {text for name, its in old.items() if its == new.get(name) for text in its}
         return differing(compiled(tree, arch, known=same), compiled(ROOT, arch, known=same), renamed)
 

@@ -230,7 +230,7 @@ def verdicts(kind: str, record: Record) -> list[Verdict]:
     return [one for one in found if one.worst is not None]
 
 
-def changed_files(record: Record) -> list[str]:
+def gone_files(record: Record) -> list[str]:
     """The record's kernel files that the tree lacks. It is empty if only their code differs."""
     return sorted(set(record.get("kernel_files", ())) - set(kernel_files()))
 
@@ -250,7 +250,7 @@ def report(path: Path) -> dict[str, Any]:
         "faults": [],
         "gpu": record["gpu"],
         "stale": not is_current(record),
-        "gone": changed_files(record),
+        "gone": gone_files(record),
         "verdicts": judgements,
         "unmeasured": len(BOUNDS.get(kind, ())) - len(judgements),
     }
@@ -314,6 +314,8 @@ def show(reports: Sequence[dict[str, Any]], *, every: bool) -> None:
         missed = [verdict for verdict in one["verdicts"] if verdict.is_missed]
         state = "STALE" if one["stale"] else "current"
         print(f"{one['file']} ({one['gpu']}): {state}, misses {len(missed)} of {len(one['verdicts'])} bounds")
+        for name in one["gone"]:
+            print(f"  {name} does not exist any more")
         if one["unmeasured"]:
             print(f"  has no cells for {one['unmeasured']} more")
         show_verdicts(one["verdicts"] if every else missed)

@@ -1,6 +1,6 @@
 """Compile times of the kernels: ``python -m benchmarks.compile_times OUT.json``.
 
-Every row of the tables that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
+Every kernel entry that has kernels of ours is compiled for GPU 0, each kernel into an empty cache, once
 for each of its elements, for few and for many tokens, with the lightest and the heaviest epilogue, and for
 a column-major X that is transposed first. The compiler is loaded before the clock starts. ``cached_ms`` is
 what finding and checking the kernel in the cache takes. One process, one kernel at a time; a minute or two.
@@ -57,7 +57,7 @@ _EPILOGUES = (EpilogueKind.IDENTITY, EpilogueKind.BIAS_GELU)
 _BLOCKS = (64, 16)
 _KEPT = 8
 """Reciprocal of the density, at which kernels multiply kept blocks, and cut long rows of them."""
-_BLOCK_ROWS: tuple[KernelEntry, ...] = (
+_BLOCK_ENTRIES: tuple[KernelEntry, ...] = (
     *blocks_table.MATMUL_ENTRIES,
     *blocks_table.SOFTMAX_ENTRIES,
     *blocks_table.ATTENTION_ENTRIES,
@@ -76,61 +76,61 @@ _PREPARED: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def problems(row: KernelEntry) -> Iterator[Descriptor]:
+def problems(entry: KernelEntry) -> Iterator[Descriptor]:
     """Problems that a kernel entry is compiled for here, whether it serves them or not."""
-    if isinstance(row, prepare_table.PrepareEntry):
-        for element, (descriptor, options) in product(row.elements, _PREPARED):
+    if isinstance(entry, prepare_table.PrepareEntry):
+        for element, (descriptor, options) in product(entry.elements, _PREPARED):
             try:
                 yield descriptor(m=_M, k=_K, element=element, **options)
             except Sparse24Error:  # the op doesn't take the element
                 continue
         return
-    if row in _BLOCK_ROWS:
-        yield from block_problems(row)
+    if entry in _BLOCK_ENTRIES:
+        yield from block_problems(entry)
         return
-    for element, n, epilogue in product(row.elements, _TOKENS, _EPILOGUES):
-        groups = row.least_groups if isinstance(row, GemmEntry) else 0
+    for element, n, epilogue in product(entry.elements, _TOKENS, _EPILOGUES):
+        groups = entry.least_groups if isinstance(entry, GemmEntry) else 0
         yield GemmSparse24Descriptor(n=n, m=_M, k=_K, element=element, epilogue=epilogue, groups=groups)
         if groups:
             rows: dict[str, Any] = {"x_rows": n, "y_rows": n, "top_k": 1, "group_tokens": GroupTokens.EXPERTS}
             yield GemmSparse24Descriptor(
                 n=n, m=_M, k=_K, element=element, out_element=ElementKind.F32, groups=groups, **rows
             )
-    if isinstance(row, GemmEntry) and row.column_order:
-        for element in row.elements:
+    if isinstance(entry, GemmEntry) and entry.column_order:
+        for element in entry.elements:
             yield GemmSparse24Descriptor(n=_TURNED, m=_M, k=_K, element=element, x_order=MatrixOrder.COLUMN)
 
 
-def block_problems(row: KernelEntry) -> Iterator[Descriptor]:
+def block_problems(entry: KernelEntry) -> Iterator[Descriptor]:
     """Problems of a kernel entry for block-sparse matrices."""
-    if isinstance(row, blocks_table.MatmulEntry):
-        blocks = [block for block in _BLOCKS if block in row.blocks]
-        product_op = BlockSparseOp.DSD if BlockSparseOp.DSD in row.ops else row.ops[0]
+    if isinstance(entry, blocks_table.MatmulEntry):
+        blocks = [block for block in _BLOCKS if block in entry.blocks]
+        product_op = BlockSparseOp.DSD if BlockSparseOp.DSD in entry.ops else entry.ops[0]
         epilogues = _EPILOGUES[:1] if product_op is BlockSparseOp.SDD else _EPILOGUES
-        for block, element, n, epilogue in product(blocks, row.elements, (*_TOKENS, _PADDED), epilogues):
+        for block, element, n, epilogue in product(blocks, entry.elements, (*_TOKENS, _PADDED), epilogues):
             layout = _layout(block, (_M // block) * (_K // block) // _KEPT)
             yield BlockSparseMatmulDescriptor(
-                op=product_op, layout=layout, n=n, element=element, epilogue=epilogue, inner=row.inners[0]
+                op=product_op, layout=layout, n=n, element=element, epilogue=epilogue, inner=entry.inners[0]
             )
-    elif row in blocks_table.ATTENTION_ENTRIES:
+    elif entry in blocks_table.ATTENTION_ENTRIES:
         for block, element, op, causal in product(
-            (64, 128), row.elements, ("forward", "backward"), (False, True)
+            (64, 128), entry.elements, ("forward", "backward"), (False, True)
         ):
             layout = _layout(block, _M // block)
             yield BlockSparseAttentionDescriptor(
                 layout=layout, head_size=128, element=element, op=op, causal=causal
             )
-    elif row in blocks_table.CONVOLUTION_ENTRIES:
-        yield from _convolutions(row)
+    elif entry in blocks_table.CONVOLUTION_ENTRIES:
+        yield from _convolutions(entry)
     else:
-        for block, element, op in product(_BLOCKS, row.elements, ("forward", "backward")):
+        for block, element, op in product(_BLOCKS, entry.elements, ("forward", "backward")):
             yield BlockSparseSoftmaxDescriptor(
                 layout=_layout(block, _M // block * 16), element=element, op=op
             )
 
 
-def _convolutions(row: KernelEntry) -> Iterator[Descriptor]:
-    for block, element, op in product(_BLOCKS, row.elements, BlockSparseConvOp):
+def _convolutions(entry: KernelEntry) -> Iterator[Descriptor]:
+    for block, element, op in product(_BLOCKS, entry.elements, BlockSparseConvOp):
         filter = BlockSparseShape(heads=1, rows=256, cols=9 * 256, block=block, blocks=_K // block)
         yield BlockSparseConv2dDescriptor(
             layout=filter, element=element, op=op, batch=64, height=56, width=56, kernel=3, padding=1
@@ -142,18 +142,18 @@ def _layout(block: int, blocks: int) -> BlockSparseShape:
 
 
 def choices(device: DeviceProperties) -> Iterator[Choice]:
-    """One for every row and problem that it serves."""
-    rows: Iterable[KernelEntry] = chain(gemm_table.ENTRIES, prepare_table.ENTRIES, _BLOCK_ROWS)
-    for row in rows:
-        if row.on_host or not row.kernel.sources:
+    """A choice for every kernel entry and every problem that it serves."""
+    entries: Iterable[KernelEntry] = chain(gemm_table.ENTRIES, prepare_table.ENTRIES, _BLOCK_ENTRIES)
+    for entry in entries:
+        if entry.on_host or not entry.kernel.sources:
             continue
-        same_bits = isinstance(row, blocks_table.MatmulEntry) and row.invariant
+        same_bits = isinstance(entry, blocks_table.MatmulEntry) and entry.invariant
         wanted = {"batch_invariant": True} if same_bits else {}
-        preference = PlanPreference(prefer_backend=row.backend, require=wanted)
-        for problem in problems(row):
-            (judged,) = consider((row,), problem, preference, device)
+        preference = PlanPreference(prefer_backend=entry.backend, require=wanted)
+        for problem in problems(entry):
+            (judged,) = consider((entry,), problem, preference, device)
             if judged.reason is None:
-                yield Choice(problem, device, row, preference, {})
+                yield Choice(problem, device, entry, preference, {})
 
 
 def measured(device: DeviceProperties) -> list[Record]:
@@ -189,9 +189,9 @@ def _about(problem: Descriptor) -> Mapping[str, Any]:
 
 
 def _load_compiler(device: DeviceProperties) -> None:
-    row = next(row for row in prepare_table.ENTRIES if not row.on_host)
+    entry = next(one for one in prepare_table.ENTRIES if not one.on_host)
     problem = prepare.PruneSparse24Descriptor(m=8, k=8, element=ElementKind.BF16)
-    row.kernel.compile(Choice(problem, device, row, PlanPreference(), {}))
+    entry.kernel.compile(Choice(problem, device, entry, PlanPreference(), {}))
 
 
 @contextmanager

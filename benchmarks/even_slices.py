@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparse24_plans import BlockSparseMatmulDescriptor
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_cost import cost_model
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
     EXCHANGE_TERMS,
     Cut,
     cluster_exchange,
-    cuts_us,
+    cut_work,
     exchange_us,
 )
 
@@ -41,10 +42,13 @@ def even_slices_entry(gpu: str) -> Constants:
     amounts = np.zeros((len(measured), most, len(EXCHANGE_TERMS)))
     for at, (desc, times) in enumerate(measured):
         taken[at, : len(times)] = list(times.values())
-        for i, (cut, us) in enumerate(zip(times, cuts_us(desc, list(times)), strict=True)):
-            rest[at, i] = us - exchange_us(desc, cut) * (cut.parts > 1)
+        model = cost_model(desc)
+        for i, cut in enumerate(times):
+            rest[at, i] = model.microseconds(cut_work(desc, cut))
             if cut.parts > 1:
                 amounts[at, i] = cluster_exchange(desc, cut)
+            else:
+                rest[at, i] += exchange_us(desc, cut)
 
     def lost(costs: Sequence[float]) -> Array:
         chosen = (rest + amounts @ np.array(costs)).argmin(axis=1)

@@ -2,8 +2,8 @@
 
 A layer is the part of a model after its router: the choices sorted, both products, the gate, and each token's
 weighted sum. Ours is Sparse24Experts. The dense one has the same pruned weights, two calls of
-``torch._grouped_mm``, and is eager or compiled, whichever takes less time. Each takes several routings in
-turn, in a CUDA graph, alone in a steady state.
+``torch._grouped_mm``, and is eager or compiled, whichever takes less time. Each cycles through several
+routings, in a CUDA graph, alone in a steady state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_RANDOM = 3
 _MOST_BYTES = 8 << 30
 """Bytes of a random layer's dense weights."""
 _ROUTINGS, _ROUNDS = 8, 4
-"""Inputs that launches take in turn, and how often a graph goes round them."""
+"""Inputs that the launches cycle through, and the number of cycles in a graph."""
 _WORST_ERROR = 0.02
 """Relative error of a layer above which it is not timed."""
 

@@ -130,7 +130,7 @@ def _elements(record: Record) -> list[str]:
 
 
 def _float32(record: Record) -> list[str]:
-    """Products of float32 in parts by n: over dense float32, and the largest relative error."""
+    """Products of float32 in split terms by n: over dense float32, and the largest relative error."""
     head, kinds = ["N"], ("f32_split6", "f32_split3")
     for kind in kinds:
         head += [f"`{kind}` over dense", "relative error"]
@@ -238,7 +238,7 @@ def _systems(record: Record) -> list[str]:
 
 
 def _compilation(record: Record) -> list[str]:
-    """The compile time of one kernel for each row of the tables; empty without a record of compile times."""
+    """The compile time of one kernel for each kernel entry; empty without a record of compile times."""
     found = record.get("records", {}).get(COMPILE_RECORD)
     if found is None:
         return []

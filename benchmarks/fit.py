@@ -4,7 +4,7 @@
 writes ``sparse24_plans/tuning/models/<gpu>.json``: for each model its constants, the measured problems, and
 how much longer the schedule that it chooses takes than the best measured one. ``--check`` writes nothing and
 fails where the file differs. All models take about five minutes on two quiet cores.
-Models whose problems have not been measured on the GPU keep their given constants.
+Models whose problems have not been measured on a GPU keep the constants of the H200, of which all are.
 
 The loss of a fit is what its choices lose, softened: every candidate is chosen a little, the less the longer
 it is predicted to take. Predicted times far from the measured ones count too, by less. A random descent makes
@@ -17,7 +17,8 @@ newest kernels, and large matrices with 24 to 256 tokens, whose schedules were e
 state.
 
 ``schedules/given.json`` holds what no measurement decides. The constants that fix split-K are given, since a
-fit must not change bits; others are given until their problems are measured, and say so.
+fit must not change bits; limits are given that stay where few problems were measured; others say why they
+are.
 """
 
 from __future__ import annotations
@@ -37,15 +38,10 @@ import numpy as np
 from sparse24_plans import GemmSparse24Descriptor
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import EVEN_SLICES
 from sparse24_plans.blocksparse.schedules.predicted_times import INFLATING, SAMPLED_LIMIT
-from sparse24_plans.gemm.schedules import f32_split_heuristics as f32_split
-from sparse24_plans.gemm.schedules.wgmma_cost_model import (
-    CLASSES,
-    CostConstants,
-    CostInputs,
-    microseconds,
-    model_of,
-)
-from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
+from sparse24_plans.gemm.schedules.f32_split_heuristics import F32Split
+from sparse24_plans.gemm.schedules.schedule_family import ScheduleFamily
+from sparse24_plans.gemm.schedules.wgmma_cost_model import CLASSES, CostConstants
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule, schedules_for, schedules_in
 from sparse24_plans.plan import schedule_choice
 from sparse24_plans.plan.schedule_choice import FOLDER
@@ -133,7 +129,7 @@ def gemm_family(model: str) -> str:
 
 
 def gemm_fit(model: str, gpu: str) -> Fit:
-    found = [one for one in gemm_problems(gpu, gemm_family(model)) if model_of(one[0]) == model]
+    found = [one for one in gemm_problems(gpu, gemm_family(model)) if WGMMA_SP.model_of(one[0]) == model]
     min_idle = stream_k_entry(gpu)["constants"]["min_idle"]
     choices = partial(gemm_choices, min_idle=min_idle)
     given = model.replace("wgmma_sp", "wgmma_sp_split_k").replace("quantized", "16bit")
@@ -149,7 +145,7 @@ def f32_fit(model: str, gpu: str) -> Fit:
     found = [
         (desc, row["terms"], times)
         for row, desc, times in measured_products(gpu, F32)
-        if f32_split.model_of(row["terms"], desc.n) == model
+        if F32Split(row["terms"]).model_of(desc) == model
     ]
     given = given_models()[model.replace("f32_split", "f32_split_split_k")]["constants"]
     start = np.array([given[name] for name in F32_BOUNDS])
@@ -158,11 +154,12 @@ def f32_fit(model: str, gpu: str) -> Fit:
 
 def choices_among(
     sets: Iterable[tuple[Any, Sequence[WgmmaSpSchedule], Times, float]],
-    predictor: Callable[[Sequence[Any]], Callable[[Array], Array]],
+    family: ScheduleFamily,
+    constants_of: Callable[[Array], Any],
 ) -> Choices:
     """The choice of each set: a problem, candidates that were measured, their times, and how much it counts.
 
-    ``predictor`` makes the prediction of all pairs of a schedule and a problem.
+    ``constants_of`` names the constants of a descent as the family's model takes them.
     """
     pairs: list[Any] = []
     taken, begins, best, weights = [], [], [], []
@@ -173,28 +170,24 @@ def choices_among(
         best.append(min(times[one] for one in candidates))
         weights.append(weight)
     arrays = np.array(taken), np.array(begins), np.array(best), np.array(weights)
-    return Choices(predictor(pairs), *arrays, in_microseconds=True)
+    work = family.inputs(pairs)
+
+    def predict(constants: Array) -> Array:
+        return family.microseconds(work, constants_of(constants))
+
+    return Choices(predict, *arrays, in_microseconds=True)
 
 
 def f32_choices(problems: Sequence[Any]) -> Choices:
     """Each problem's choice among the schedules that are tried."""
     sets = (
-        (
-            desc,
-            [one for one in f32_split.tried_schedules(desc.n, desc.m, desc.k, terms) if one in times],
-            times,
-            1.0,
-        )
+        (desc, [one for one in F32Split(terms).candidates(desc) if one in times], times, 1.0)
         for desc, terms, times in problems
     )
-
-    def predictor(pairs: Sequence[Any]) -> Callable[[Array], Array]:
-        work = f32_split.SplitCostInputs.of(pairs)
-        return lambda constants: f32_split.microseconds(
-            work, dict(zip(F32_BOUNDS, constants.tolist(), strict=True))
-        )
-
-    return choices_among(sets, predictor)
+    terms = problems[0][1]  # a model serves one number of terms
+    return choices_among(
+        sets, F32Split(terms), lambda constants: dict(zip(F32_BOUNDS, constants.tolist(), strict=True))
+    )
 
 
 @cache
@@ -215,7 +208,7 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
     """The choice among all schedules, those with an invariant kernel's split-K, and stream-K or not."""
     sets = []
     for desc, times in problems:
-        split = invariant_split_k(desc.m, desc.k, desc.element)
+        split = WGMMA_SP.split_k(desc.m, desc.k, desc.element)
         quantized = desc.quantization is not None
         free = schedules_for(desc.n, desc.m, min_idle, quantized)
         pairs_of = [(one, one._replace(stream_k=0)) for one in free if one.stream_k]
@@ -225,13 +218,11 @@ def gemm_choices(problems: Sequence[Any], min_idle: float) -> Choices:
             if len(candidates) > (weight == 0.2):
                 sets.append((desc, candidates, times, weight))
 
-    def predictor(pairs: Sequence[Any]) -> Callable[[Array], Array]:
-        work = CostInputs(pairs)
-        return lambda constants: microseconds(
-            work, CostConstants(**dict(zip(NAMES, constants.tolist(), strict=True)))
-        )
-
-    return choices_among(sets, predictor)
+    return choices_among(
+        sets,
+        WGMMA_SP,
+        lambda constants: CostConstants(**dict(zip(NAMES, constants.tolist(), strict=True))),
+    )
 
 
 # The data file -------------------------------------------------------------------------------------
@@ -268,8 +259,10 @@ FITTED = [model for stage in STAGES for model in stage]
 
 
 def choose_by(models: Mapping[str, Constants]) -> None:
-    """Let this process choose schedules by these models, and not by the data file that they will be in."""
-    schedule_choice.models(schedule_choice.REFERENCE_GPU).update(models)
+    """Let this process choose schedules by these models alone, not by the data file that they will be in."""
+    found = schedule_choice.models(schedule_choice.REFERENCE_GPU)
+    found.clear()
+    found.update(models)
 
 
 def families_of(model: str) -> list[str]:
@@ -284,7 +277,7 @@ def families_of(model: str) -> list[str]:
 
 
 def is_measured(model: str, gpu: str) -> bool:
-    """Whether problems of the model have been measured on the GPU. Else its given constants stay."""
+    """Whether problems of the model have been measured on the GPU. Else it keeps the H200's constants."""
     exist = all((SCHEDULES / file_of(gpu, family)).is_file() for family in families_of(model))
     return exist and (model not in BLOCK_LIMITS or bool(BLOCK_LIMITS[model].problems(gpu)))
 
@@ -310,23 +303,29 @@ def entry(model: str, gpu: str) -> Constants:
         "held_out": {"problems": len(outside), "loss": summary(held_out.free(elsewhere))},
     }
     if gemm and "quantized" not in model and (SCHEDULES / file_of(gpu, FRESH)).is_file():
-        fresh = [one for one in gemm_problems(gpu, FRESH) if model_of(one[0]) == model]
+        fresh = [one for one in gemm_problems(gpu, FRESH) if WGMMA_SP.model_of(one[0]) == model]
         measured["fresh"] = {"problems": len(fresh), "loss": summary(fit.choices(fresh).free(found))}
     values: Constants = dict(zip(fit.bounds, map(plain, found.tolist()), strict=True))
     values = small_constants(found) if model in SMALL_MODELS else values
     return {"constants": values, "measured": measured}
 
 
+@cache
+def written(gpu: str) -> dict[str, Constants]:
+    """The models of a GPU's data file as it is."""
+    found: dict[str, Constants] = json.loads((FOLDER / f"{gpu}.json").read_text())["models"]
+    return found
+
+
 def file_text(gpu: str, only: Sequence[str]) -> str:
     """The data file of a GPU, with the models of ``only`` fitted again, or all models if it is empty."""
-    path = FOLDER / f"{gpu}.json"
     given = given_models()
     models = {name: {**one, "measured": None} for name, one in given.items()}
-    measured = [one for one in FITTED if is_measured(one, gpu) or one not in given]
+    measured = [one for one in FITTED if is_measured(one, gpu)]
     wanted = [one for one in measured if not only or one in only]
-    if len(wanted) < len(measured):
-        kept = json.loads(path.read_text())["models"]
-        models |= {one: kept[one] for one in measured if one not in wanted}
+    for one in FITTED:
+        if one not in wanted:
+            models[one] = written(gpu if one in measured else schedule_choice.REFERENCE_GPU)[one]
     for stage in ([one for one in wanted if one in stage] for stage in STAGES):
         processes = min(len(stage), os.cpu_count() or 1) or 1
         with ProcessPoolExecutor(processes, initializer=choose_by, initargs=(models,)) as pool:
@@ -344,13 +343,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the file differs")
     wish = parser.parse_args(arguments)
     path = FOLDER / f"{wish.gpu}.json"
-    given, unmeasured = given_models(), [one for one in FITTED if not is_measured(one, wish.gpu)]
+    unmeasured = [one for one in FITTED if not is_measured(one, wish.gpu)]
     for model in unmeasured:
-        if model in wish.only or not (wish.only or model in given):
+        if model in wish.only or wish.gpu == schedule_choice.REFERENCE_GPU or len(unmeasured) == len(FITTED):
             files = files_of(wish.gpu, families_of(model))
             parser.error(f"{model}: {files} is missing; benchmarks.measure_schedules writes it")
     for files in sorted({files_of(wish.gpu, families_of(model)) for model in unmeasured}):
-        print(f"{files} is missing: its models keep their given constants", file=sys.stderr)
+        print(f"{files} is missing: its models keep the H200's constants", file=sys.stderr)
     text = file_text(wish.gpu, wish.only)
     if wish.check:
         same = path.read_text() == text

@@ -1,7 +1,7 @@
 """Times of grouped products (experts) beside dense ones: ``python -m benchmarks.measure grouped``.
 
 Each cell is one layer of a mixture of experts with so many rows after routing, spread evenly or by Zipf's
-law over the experts. Its launches take different routings in turn, whose weights together exceed twice the
+law over the experts. Its launches cycle through different routings, whose weights together exceed twice the
 L2 cache.
 """
 

@@ -1,4 +1,4 @@
-"""The tables in docs/guarantees.md that show what each kernel promises, read from the table of kernels."""
+"""The tables in docs/guarantees.md that show what each kernel promises, read from the kernel table."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def figure(self) -> float | None:
-        """The one that is bounded."""
+        """The mean or the worst value, whichever the bound limits."""
         return self.mean if self.bound.on_the_mean else self.worst
 
     @property

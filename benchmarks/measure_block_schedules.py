@@ -24,7 +24,7 @@ from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density, tiles_of_large_blocks
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import APART, LONG_FIRST, Cut, others
-from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS, both_us
+from sparse24_plans.blocksparse.schedules.predicted_times import both_us, few_tokens
 from sparse24_plans.blocksparse.schedules.sdd_mma import MOST_TERMS
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.plan.kernel import align_up
@@ -86,7 +86,7 @@ def measure_blocks(seed: int, end: float) -> Iterator[Row]:
         for schedule in schedules_by_density(problem.desc):
             spare += 1
             name = f"{schedule.rows},{schedule.tokens},{schedule.cluster_n}"
-            with mock.patch.object(blocks_wgmma, "best_schedule", return_value=schedule):
+            with mock.patch.object(blocks_wgmma.BlocksWgmmaSchedule, "of", return_value=schedule):
                 contenders.append(forced(problem, name, "blocks_wgmma", max_workspace_bytes=spare))
         times = time_contenders(contenders, rounds=5, round_ms=0.7)
         us = {name: round(one, 1) for name, one in times.items()}
@@ -230,7 +230,7 @@ def packed_times(problem: blocks.Problem) -> Row:
         with running(one):  # plans are cached
             spare = (1 << 35) + number
             contenders.append(forced(problem, name, "blocks_wgmma", max_workspace_bytes=spare))
-    tried = BlocksMmaSchedule.candidates(desc) if desc.n <= FEW_TOKENS[desc.layout.block] else []
+    tried = BlocksMmaSchedule.candidates(desc) if desc.n <= few_tokens(desc.layout.block) else []
     for number, schedule in enumerate(tried):
         with mock.patch.object(BlocksMmaSchedule, "of", return_value=schedule):
             spare = (1 << 30) + number

@@ -49,9 +49,8 @@ from sparse24_plans.bench.gemm import Cell
 from sparse24_plans.bench.scope import SHAPES
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.gemm.kernel_table import ENTRIES, GemmEntry
-from sparse24_plans.gemm.schedules import f32_split_heuristics
-from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
-from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
+from sparse24_plans.gemm.schedules.f32_split_heuristics import Chunking, F32Split
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.schedules.wgmma_sp import (
     MAX_MEMORY_BOUND_N,
     WgmmaSpSchedule,
@@ -128,14 +127,14 @@ def tried(desc: GemmSparse24Descriptor) -> list[WgmmaSpSchedule]:
     """Schedules of wgmma_sp that are timed. Stream-K is timed wherever it has work for all clusters."""
     more = MORE_OF_FEW if desc.n <= MAX_MEMORY_BOUND_N else MORE_OF_MANY if desc.n <= 2048 else ()
     wide = [WgmmaSpSchedule(w, r, width, *rest) for width in widths(desc.n) for w, r, *rest in more]
-    split = invariant_split_k(desc.m, desc.k, desc.element)
+    split = WGMMA_SP.split_k(desc.m, desc.k, desc.element)
     quantized = desc.quantization is not None
     known = (
         *schedules_for(desc.n, desc.m, 0.0, quantized),
         *schedules_in(split, desc.n, desc.m, 0.0, quantized),
     )
     found = [one for one in dict.fromkeys((*known, *wide)) if one.fits()]
-    guessed = predicted(found, desc)
+    guessed = WGMMA_SP.predicted(found, desc)
     return [one for one, us in zip(found, guessed, strict=True) if us < HOPELESS * guessed.min()]
 
 
@@ -149,7 +148,7 @@ def entries_of(family: str, element: ElementKind) -> list[GemmEntry]:
 def schedules_of(desc: GemmSparse24Descriptor, entry: GemmEntry) -> Sequence[WgmmaSpSchedule]:
     """The schedules of an entry that are timed."""
     if entry.split_terms:
-        return f32_split_heuristics.tried_schedules(desc.n, desc.m, desc.k, entry.split_terms)
+        return F32Split(entry.split_terms).candidates(desc)
     return tried(desc)
 
 
@@ -201,12 +200,12 @@ def plan_of(cell: Cell, entry: GemmEntry) -> GemmSparse24Plan:
 def choosing(entry: GemmEntry, schedule: WgmmaSpSchedule) -> AbstractContextManager[object]:
     """The entry's kernels that are made meanwhile take this schedule."""
     if not entry.split_terms:
-        return mock.patch("sparse24_plans.gemm.backends.wgmma_sp.best_schedule", return_value=schedule)
+        return mock.patch.object(WGMMA_SP, "best", return_value=schedule)
 
-    def chunking(desc: GemmSparse24Descriptor, *_: object) -> f32_split_heuristics.Chunking:
-        return f32_split_heuristics.Chunking.of(schedule, desc, entry.split_terms)
+    def chunking(desc: GemmSparse24Descriptor, *_: object) -> Chunking:
+        return Chunking.cut(schedule, desc, entry.split_terms)
 
-    return mock.patch("sparse24_plans.gemm.backends.f32_split.best_chunking", chunking)
+    return mock.patch.object(Chunking, "of", chunking)
 
 
 def rows_of(family: str, cell: Cell) -> Iterator[Row]:

@@ -149,5 +149,5 @@ def _configured(cell: Cell, backend: str) -> Iterator[tuple[str, dict[str, int],
             continue
         for configuration in row.kernel.candidates(cell.desc, device):
             choice = Choice(cell.desc, device, row, PlanPreference(), configuration)
-            with suppress(Sparse24Error):  # the row can't keep its promises with it, or the library refuses
+            with suppress(Sparse24Error):  # the kernel's promises rule it out, or the library refuses
                 yield row.name, configuration, GemmSparse24Plan(choice)

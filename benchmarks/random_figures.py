@@ -92,7 +92,7 @@ def is_aligned(row: dict[str, Any]) -> bool:
 
 
 def block_summary(record: Record) -> list[dict[str, Any]]:
-    """A row a size of blocks, range of n and pattern: cells, the mean over dense, and the worst of them.
+    """A row for each block size, range of n and pattern: cells, the mean over dense, and the worst of them.
 
     ``aligned`` is the mean of the cells for which cuBLAS is fast.
     """

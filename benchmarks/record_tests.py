@@ -8,8 +8,8 @@ failed, after they have been mended: the record counts them as they end now, and
 
 ``python -m benchmarks.record_tests --only=changed --since COMMIT`` writes no record: it runs the GPU tests of
 the kernels whose machine code differs from the commit's, or from main's. ``--list`` only names these kernels
-and needs no GPU; ``--renamed OLD=NEW`` tells of a kernel file that has another name now. Compiling both trees
-takes half an hour on two cores where every kernel has changed, and no time where the cache has them.
+and needs no GPU; ``--renamed OLD=NEW`` tells of a kernel file that has another name now. Both trees are
+compiled, which takes half an hour on two cores if every kernel has changed, and a minute if none has.
 
 Where pytest-xdist is installed, the tests share the GPUs between processes, since most of their time is
 compilation: each process sees one of the GPUs that CUDA_VISIBLE_DEVICES names. Tests marked ``alone`` (they
@@ -87,7 +87,7 @@ def _files_with(marker: str, arguments: tuple[str, ...]) -> list[str]:
 
 
 def _summary(suites: Iterable[ElementTree.Element]) -> dict[str, Any]:
-    """How many tests ended how, the sums of what they count, and the largest share of each row's bound."""
+    """How many tests ended how, the sums of what they count, and the largest share of each kernel's bound."""
     count: Counter[str] = Counter()
     bounds: dict[str, float] = {}
     names: list[str] = []

@@ -12,7 +12,7 @@
 #include "ptx/wgmma_registers.cuh"
 
 // Base of a Config: kTileRows is the rows of a streamed tile, kStageCount the stages of a pipeline group, and
-// kGroupCount the pipeline groups of a CTA. TMA fills a head size that is no multiple of 32 up with columns of zeros.
+// kGroupCount the pipeline groups of a CTA. TMA pads a head size that is not a multiple of 32 with columns of zeros.
 template <int kElementCode, int kBlockRows, int kHeadSize, bool kIsCausal, bool kOfLengths, bool kDrops, int kTileRows,
           int kStageCount, int kGroupCount>
 struct AttentionType {
@@ -154,7 +154,7 @@ template <class Config> struct WarpgroupProducts {
   using Tile = DenseOperand<Major::K, 128, Config::kBoxBytes>;
   using Summed = DenseOperand<Major::MN, 128, Config::kBoxBytes>;
 
-  // Returns what gives the descriptor of a step of 16 columns of the stationary rows that `own` describes.
+  // Returns a function from a step of 16 columns to its descriptor, for the stationary rows that `own` describes.
   static __device__ __forceinline__ auto rows(u64 own) {
     return [own](int k) { return moved(own, k / 4 * (Config::kStationaryBoxBytes >> 4) + k % 4 * Stationary::kStep); };
   }

@@ -129,8 +129,8 @@ struct Producer {
     store_shared(work + WorkTile::kTilesAt, (u32)tiles);
   }
 
-  // Publishes the description and loads the stationary operands, once the consumers are done with those of the last
-  // work tile.
+  // Publishes the description and loads the stationary operands, once the consumers are done with those of the
+  // previous work tile.
   __device__ __forceinline__ void publish() {
     const u32 work = pipeline.work(sequence), full = pipeline.work_full();
     const int tiles = load_shared_as<int>(work + WorkTile::kTilesAt);
@@ -179,7 +179,7 @@ struct Producer {
 struct ConsumerMainloop {
   const AttentionBackwardWgmmaParams& p;
   const PipelineGroup pipeline;
-  const u32 group;  // of its pipeline
+  const u32 group;  // number of the warpgroup in its pipeline group
   const Dropout dropout;
   Ring at;
   u32 sequence = 0;           // so far

@@ -19,7 +19,7 @@
 //   tensor cores  | S0 |        | S1 | P0 V0 |        | S2 | P1 V1 |
 //   softmax            | 0      |     | 1             |     | 2             overlaps P V of the previous tile
 //
-// Dropout has no registers for both: there softmax begins once P V of the previous tile is done.
+// With dropout there are too few registers to overlap: softmax begins once P V of the previous tile is done.
 //
 // Stages are filled in the order in which they are read: K0 K1 V0 K2 V1 ... One CTA sums each row over its kept tiles
 // in increasing columns, so the bits of a result depend on its block row alone.
@@ -292,8 +292,8 @@ struct ConsumerMainloop {
     release(pipeline.empty(values));
   }
 
-  // Hides scores of the last tile, or of one of the last block's tiles, with so many behind it: the last piece may have
-  // keys that are not valid, and stale keys may lie behind it.
+  // Hides scores of the last block's tiles; `behind` tiles of the block follow this one. The last piece may have keys
+  // that are not valid, and stale keys may follow the piece.
   __device__ __forceinline__ void hide(float (&scores)[Config::kCells], const WorkTile& work, int behind) const {
     const int first = (work.count - 1) % Config::kPiecesPerStep * Config::kPiece;
     const int key = (work.last - (Config::kPiecesPerBlock > 1 ? behind : 0)) * Config::kPiece;

@@ -14,7 +14,8 @@ template <u32 kTile> __device__ __forceinline__ u32 present_blocks(u32 present, 
 //
 // Constants of Config: kMayLackBlocks says whether a stage may lack the blocks of a 64-row tile, which has
 // kBlockRowsPerM64 block rows; kSCpAsync says whether cp.async fills stages. kSyncsWarps: a warp syncs before it looks
-// for blocks. The compiler sees that itself if work tiles follow from a CTA's number; else it would check each step.
+// for blocks, which tells the compiler that its lanes are converged. If work tiles follow from a CTA's number, the
+// compiler knows that. Otherwise it would check convergence in each step.
 template <class Config, class ConsumerMainloop, bool kSyncsWarps = false> struct BlockMainloop {
   PipelineState<Config::kStages> at;
   u32 base, warpgroup_m, warpgroup_n;

@@ -15,13 +15,14 @@
 
 // All compile-time constants; macros are read here alone.
 struct Config {
-  static constexpr int kLines = S24_PANEL_LINES;  // block rows of a panel, 1 or 2; a narrow panel has one
+  static constexpr int kLines = S24_PANEL_LINES;  // lines of a panel, 1 or 2; a narrow panel has one
   static constexpr int kThreads = 512, kWarps = kThreads / 32;
   static constexpr int kCells = 16;  // rows, and columns, that a thread counts at a time
 };
 
-// Counts of one side: blocks of each line of all heads, and lines across in which each panel keeps a block. Panels of
-// one line have its counts.
+// Counts of one side, rows or columns. A line is a block row of the first and a block column of the second. `lines` has
+// the blocks of each line, and `panels` the crossing lines in which each panel keeps a block; with one line a panel
+// both are one array.
 struct Side {
   int* lines;
   int* panels;
@@ -309,7 +310,8 @@ __device__ __forceinline__ void write_slices(const Share& share, const int* leng
   }
 }
 
-// Writes what no head has: the ends of pointers, groups past the last one and, without blocks, the tables of blocks.
+// Writes what belongs to no head: the ends of pointers, groups past the last one, and without blocks the tables of
+// blocks.
 __device__ __forceinline__ void write_ends(const BlockTablesParams& p, const Shared& s, int total) {
   if (threadIdx.x == 0) {
     p.row_pointers[(i64)p.heads * p.block_rows] = total;

@@ -12,7 +12,7 @@ template <class Config> struct TokenBoxes {
     const u32 left = tokens > token ? tokens - token : 0, whole = (left + kGroup - 1) / kGroup * kGroup;
     return whole < (u32)Config::kTileN ? whole : (u32)Config::kTileN;
   }
-  // Returns the map whose boxes have `loaded` tokens, which are more than none.
+  // Returns the map whose boxes have `loaded` tokens; at least one.
   template <class Params> static __device__ __forceinline__ const TensorMap* map(const Params& p, u32 loaded) {
     return loaded < (u32)Config::kTileN ? &p.right_tail_map : &p.right_map;
   }

@@ -42,7 +42,7 @@ template <int kBytes, int kStepBytes> struct UnalignedRows {
     const int pieces = (kPiece - skew % kPiece) % kPiece;
     return pieces < end ? pieces : end;
   }
-  // The begin of the last results of a row, which are stored one by one in the last step.
+  // The beginning of the last results of a row, which are stored one by one in the last step.
   static __device__ __forceinline__ constexpr int tail_begin(int skew, bool first, int end) {
     const int pieces = (int)((u32)(end + skew) / kPiece * kPiece) - skew, head = first ? head_end(skew, end) : -skew;
     return pieces > head ? pieces : head;

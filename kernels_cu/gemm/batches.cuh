@@ -5,7 +5,7 @@
 // A field of BatchParams: how far the batches of an operand lie apart.
 typedef i64 BatchParams::* BatchStride;
 
-// Without batches it is empty and leaves no trace in the code of other products.
+// Without kBatched the struct is empty, so it adds nothing to the code of other products.
 template <bool kBatched> struct Batch {
   __device__ __forceinline__ void take(const BatchParams&, u32&) {}
   __device__ __forceinline__ void take(const BatchParams&, u32&, u32&) {}

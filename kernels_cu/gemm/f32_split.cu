@@ -1,5 +1,5 @@
-// Splits X into bf16 terms: x = high + middle + low, each the bf16 nearest to what the terms before it leave. X[n, k]
-// becomes kSplitTerms matrices [n, k], one after the other, which gemm/wgmma_sp.cu multiplies.
+// Splits X into bf16 terms (gemm/bf16_terms.cuh). X[n, k] becomes kSplitTerms matrices [n, k], one after the other,
+// which gemm/wgmma_sp.cu multiplies.
 //
 // Three terms hold every float32 of at least 2^-110 exactly, because bf16 reaches down to 2^-133, which also bounds the
 // error of smaller values. Inf, NaN and values so near 2^128 that they round to Inf have no finite terms: their terms

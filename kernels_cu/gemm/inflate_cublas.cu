@@ -1,4 +1,4 @@
-// Y[n, m] = epilogue(acc[n, m] + beta * C[n, m]) for products whose library can't fuse ours. acc already holds alpha *
+// Y[n, m] = epilogue(acc[n, m] + beta * C[n, m]) for products whose library can't fuse the epilogue. acc holds alpha *
 // product; a null acc stands for zeros (an empty reduction). Memory bound.
 //
 // Y's lines are its rows, or its columns, which have one bias each; acc and C lie as Y does.

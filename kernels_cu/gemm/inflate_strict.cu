@@ -38,7 +38,7 @@ template <int kOutputs_, int kTokens_, int kThreadOutputs_, int kThreadTokens_, 
   static constexpr int kSourceLoads = (kSourceUnits + kThreads - 1) / kThreads;
 };
 
-// The tile that the backend chose, by its number, and the CTAs that share an SM at least; 0: as the registers allow.
+// The tiles by the backend's numbers. kCtasPerSm is the least number of CTAs per SM; 0 sets no bound on registers.
 template <int kNumber> struct ChosenTile;
 template <> struct ChosenTile<0> : Tile<128, 128, 8, 8, 16> {
   static constexpr int kCtasPerSm = 2;
@@ -355,7 +355,7 @@ template <class T> __device__ __forceinline__ i64 go_to_group(StrictParams& p, i
 
 template <class T> __device__ __forceinline__ void compute_groups(const StrictParams& p) {
   const i64 outputs = Config::kDgrad ? p.k : p.m, out_tiles = (outputs + T::kOutputs - 1) / T::kOutputs;
-  // Hostile offsets give more tiles than there are slots.
+  // Invalid offsets can give more tiles than there are slots.
   for (i64 slot = blockIdx.x / out_tiles;; slot += gridDim.x / out_tiles) {
     StrictParams group = p;
     const i64 token = go_to_group<T>(group, slot);

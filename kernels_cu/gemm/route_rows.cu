@@ -9,7 +9,7 @@
 //
 //   warp | count its choices of each bucket | all: places where they begin | give places to its choices, in order |
 //
-// A bucket is a group; one more, before all, has choices below 0, and one behind all those that are no group's.
+// Buckets: one for choices below 0, then one for each group, then one for choices that name no group.
 #include "common/types.cuh"
 #include "gemm/params/route_rows.cuh"
 #include "ptx/async.cuh"
@@ -62,7 +62,7 @@ __device__ __forceinline__ int scanned(int mine) {
   return before + sum - mine;
 }
 
-// Turns counts [warps][buckets] into the places where each warp's choices of each bucket begin.
+// Replaces the counts [warps][buckets] by the places where each warp's choices of each bucket begin.
 __device__ __forceinline__ void begin_places(const RouteRowsParams& p, int* counts) {
   const u32 buckets = p.groups + 2, own = (buckets + Config::kThreads - 1) / Config::kThreads;
   const u32 begin = min(threadIdx.x * own, buckets), end = min(begin + own, buckets);

@@ -48,7 +48,7 @@
 //                of X in all CTAs that share it. x_copied: cp.async has loaded a stage. c_full, c_empty: a staging
 //                buffer holds C, or its results have been read. share_full: this CTA has received the sums of its
 //                share. Named barriers from 1 on guard the staging area of a warpgroup; with split-K barrier 1 says
-//                that all stages have been read, and that the parts can be sent. Further ones with stream-K: partial
+//                that all stages have been read, so that sums can be sent. Further ones with stream-K: partial
 //                sums have been stored, or can be loaded. Ping-pong: kPingPongBarrier and the next. The CTAs of a
 //                cluster sync before they send sums over one another's stages, and before they exit.
 //   registers    at most 128 accumulators per thread, kAccumulators * kMTilesPerWarpgroup; twice as many with kPromote,

@@ -54,7 +54,7 @@ template <int kWords> __device__ __forceinline__ void load_words(u32* v, const v
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);
   S24_LOAD_WORDS("ld.global");
 }
-// load_words of what no other thread of the SM reads: L1 keeps its room for others.
+// load_words for words that no other thread of the SM reads: they take no room in L1.
 template <int kWords> __device__ __forceinline__ void load_words_once(u32* v, const void* address, bool loaded) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);
   S24_LOAD_WORDS("ld.global.L1::no_allocate");

@@ -80,8 +80,8 @@ template <int kCount> __device__ __forceinline__ void wgmma_fence_operand(int (&
 #define S24_N120 S24_N112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define S24_N128 S24_N120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-// shape_types: the instruction's. tail: operands that only some types have. d_, c: accumulators and their constraint.
-// numbers: theirs; a_, b_, m_, s_, f_: those of the five operands that follow.
+// shape_types: shape and types in the instruction's name. tail: operands that only some types have. d_, c: the list of
+// accumulators, and their constraint. numbers: the accumulators' operand numbers; a_, b_, m_, s_, f_: the next five.
 #define S24_WGMMA_SP_OF(shape_types, tail, d_, c, numbers, a_, b_, m_, s_, f_)                                         \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " f_ ", 0;\n\t"                                                   \
                "wgmma.mma_async.sp.sync.aligned." shape_types " {" numbers "}, " a_ ", " b_ ", " m_ ", " s_ ", p" tail \
@@ -156,7 +156,7 @@ __device__ __forceinline__ void wgmma_sp(Sum (&d)[kCount], u64 a, u64 b, u32 met
 #undef S24_WGMMA_SP
 #undef S24_WGMMA_SP_OF
 
-// The same step with A in registers, for 16-bit elements. Warp w, lane 4g + t has four words, each a pair of kept
+// A step of wgmma.sp with A in registers, for 16-bit elements. Warp w, lane 4g + t has four words, each a pair of kept
 // values: row 16w + g, kept columns 2t and 2t + 1; row 16w + g + 8, the same columns; then both rows 8 kept columns
 // further. The registers must keep their values until the step is done.
 #define S24_WGMMA_SP_A_OF(types, transposed, n, accumulators, numbers, a0, a1, a2, a3, b_, m_, s_, f_)          \

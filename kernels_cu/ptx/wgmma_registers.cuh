@@ -32,7 +32,7 @@ __device__ __forceinline__ void wgmma_signed(float (&d)[kCount], u64 a, u64 b) {
   }
 }
 
-// The same with A in registers.
+// Issues a step of 16 k with A in registers and B K-major in shared memory: D = A * (kSign * B), or +=.
 template <ElementKind kElement, int kAdd, int kSign, int kCount>
 __device__ __forceinline__ void wgmma_signed(float (&d)[kCount], const u32 (&a)[4], u64 b) {
   static_assert(kCount == 32 || kCount == 64, "no wgmma of this width");

@@ -11,7 +11,7 @@
 #include "common/types.cuh"
 #include "weights/params/inflate.cuh"
 
-// Everything that is compiled in.
+// All compile-time constants; macros are read here alone.
 struct Config {
   static constexpr int kWidth = S24_WIDTH;  // bytes of an element
   static constexpr int kThreads = 256;

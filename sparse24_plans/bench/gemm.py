@@ -161,8 +161,8 @@ class Cell(Problem):
     def peer_is_tuned(self) -> bool:
         """Whether cuSPARSELt runs the best algorithm of a search, and not the one that it takes by itself."""
         properties = cuda_properties(0)
-        row = next(row for row in ENTRIES if row.name == "cusparselt")
-        table, version = shipped(properties.name), row.kernel.tuning_version(properties)
+        peer = next(one for one in ENTRIES if one.name == "cusparselt")
+        table, version = shipped(properties.name), peer.kernel.tuning_version(properties)
         return any(
             name.startswith("cusparselt") and table.mismatch(entry, properties, version) is None
             for name, entry in table.find(self.desc).items()

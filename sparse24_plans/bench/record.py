@@ -61,7 +61,7 @@ def files_of(sources: Iterable[str]) -> list[str]:
 def sources_of(plan: Plan) -> tuple[str, ...]:
     """The source files that the plan's kernel is compiled from."""
     chosen = plan.explain().chosen
-    return next(row.kernel.sources for row in plan.table if row.name == chosen)
+    return next(entry.kernel.sources for entry in plan.table if entry.name == chosen)
 
 
 def code_of(text: str) -> str:

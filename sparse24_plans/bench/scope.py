@@ -17,7 +17,7 @@ PREPARE_SHAPES = ((8192, 8192), (28672, 4096))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PARTS = ("gemm", "epilogues", "variants", "prepare", "host")
 ELEMENTS = (ElementKind.F32, ElementKind.F16, ElementKind.BF16, ElementKind.S8, ElementKind.FP8_E4M3)
-BACKENDS = tuple(dict.fromkeys(row.backend for row in ENTRIES if not row.on_host))
+BACKENDS = tuple(dict.fromkeys(entry.backend for entry in ENTRIES if not entry.on_host))
 """The backends that multiply on a GPU."""
 
 

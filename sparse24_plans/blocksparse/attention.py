@@ -29,6 +29,20 @@ _OF_COLUMNS = {"order": "columns_by_length", "pointers": "column_pointers", "ent
 _OF_ROWS = {"order": "rows_by_length", "pointers": "row_pointers", "entries": "columns"}
 """Look-up tables of a walk, by the fields of AttentionTables."""
 
+HEADS = field("u32", "Number of heads of Q, H.")
+SIZES = {
+    "heads_per_kv": field("u32", "Number of heads of Q that share one head of K and V."),
+    "queries": field("u32", "Number of rows of Q in a head."),
+    "keys": field("u32", "Number of rows of K in a head."),
+}
+RASTER_AND_DROPOUT = {
+    "raster_matrices": field("u32", "Number of matrices whose work tiles are interleaved, for L2."),
+    "seed_offset": field("const u32*", "Seed and offset of dropout, two integers of 64 bits; or null."),
+    "drop_below": field("u32", "Bound of dropped cells' 16 bits, times 2^16."),
+    "keep_scale": field("float", "Factor of cells that are not dropped."),
+}
+"""Fields that both structs of parameters have, in pieces that stand together in both."""
+
 
 @kernel_params("blocksparse/params/attention_tables.cuh")
 class AttentionTables(KernelParams):

@@ -123,15 +123,15 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
     Parameters
     ----------
     layout : BlockSparseShape or BlockSparseLayout
-        Of the filter: one head.
+        Layout of the filter; it has one head.
     batch : int
         N, 1 by default; may be 0.
     height, width : int
-        Of the input's images.
+        Sizes of the input's images.
     kernel : int or (int, int)
         R and S.
     stride, padding, dilation : int or (int, int)
-        Of rows and columns; 1, 0 and 1 by default. Padding is of zeros, on both sides.
+        One number, or one each for rows and columns; 1, 0 and 1 by default. Zeros pad both sides.
     element : ElementKind
         Type of every tensor but results and bias: ``f32``, ``f16`` or ``bf16``.
     op : BlockSparseConvOp
@@ -144,7 +144,7 @@ class BlockSparseConv2dDescriptor(BlockSparseDescriptor, ProductDescriptor):
     Raises
     ------
     InvalidProblemError
-        Naming the field.
+        The message names the field.
     """
 
     category: ClassVar[OpCategory] = OpCategory.CONVOLUTION

@@ -25,8 +25,8 @@ from ..vocab import (
 )
 from .dropout import MOST_DROPOUT
 from .layout import BlockSparseLayout
-from .lookup_tables import length, longest_panel, view_of
-from .packed import packing
+from .lookup_tables import length, longest_panel
+from .packed import BlocksPacking, TablesPacking
 from .shape import MOST, BlockSparseShape
 
 HALVES = (ElementKind.F16, ElementKind.BF16)
@@ -76,7 +76,7 @@ class BlockSparseDescriptor(Descriptor):
 
     def _tables(self) -> Operand:
         size = (length(self.layout),)
-        return Operand("layout", Role.TABLES, size, ElementKind.I32, of=partial(view_of, self.layout))
+        return Operand("layout", Role.TABLES, size, ElementKind.I32, packing=TablesPacking(self.layout))
 
     def _blocks(
         self, name: str, role: Role, element: ElementKind, may_be: str | None = None, *, width: int = 0
@@ -133,7 +133,7 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     Raises
     ------
     InvalidProblemError
-        Naming the field.
+        The message names the field.
     """
 
     op: BlockSparseOp
@@ -251,8 +251,8 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         """The operand, or the sparse one as plans pack it."""
         if operand.name != self.sparse:
             return operand
-        made = packing(operand.name, self.layout, self.batch, self.element)
-        return replace(operand, role=Role.PACKED, packing=made)
+        packing = BlocksPacking(operand.name, self.layout, self.batch, self.element)
+        return replace(operand, role=Role.PACKED, packing=packing)
 
     def operands(self) -> tuple[Operand, ...]:
         """Operands: the tables, ``a``, ``b``, ``c``, and if present ``metadata`` and ``bias``.
@@ -292,7 +292,7 @@ class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
     Parameters
     ----------
     layout : BlockSparseShape or BlockSparseLayout
-        Of x and y.
+        Layout of x and y.
     batch : int
         Z, 1 by default; may be 0.
     element : ElementKind
@@ -312,7 +312,7 @@ class BlockSparseSoftmaxDescriptor(BlockSparseDescriptor):
     Raises
     ------
     InvalidProblemError
-        Naming the field.
+        The message names the field.
     """
 
     category: ClassVar[OpCategory] = OpCategory.SOFTMAX
@@ -382,7 +382,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
     Parameters
     ----------
     layout : BlockSparseShape or BlockSparseLayout
-        Of the scores: heads are those of Q, rows its tokens, cols those of K and V.
+        Layout of the scores: heads are those of Q, rows its tokens, cols the tokens of K and V.
     batch : int
         Z, 1 by default; may be 0.
     element : ElementKind
@@ -407,7 +407,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
     Raises
     ------
     InvalidProblemError
-        Naming the field.
+        The message names the field.
     """
 
     category: ClassVar[OpCategory] = OpCategory.ATTENTION

@@ -171,7 +171,7 @@ MATMUL_ENTRIES: tuple[MatmulEntry, ...] = (
         limits=limits.blocks_wgmma_any,
         invariant=True,
     ),
-    # This entry serves what neither of them serves.
+    # This entry serves what no entry above it serves.
     replace(
         _BLOCKS_STRICT,
         name="blocks_strict_any",
@@ -218,7 +218,7 @@ _ATTENTION_WGMMA = with_wgmma(
         guarantees.attention,
         HALVES,
         limits=partial(limits.attention, BlockSparsePass.FORWARD),
-        min_workspace=lambda problem: limits.COUNTER_BYTES,
+        min_workspace=lambda problem: limits.ATTENTION_COUNTER_BYTES,
     )
 )
 ATTENTION_ENTRIES: tuple[BlockSparseEntry, ...] = (

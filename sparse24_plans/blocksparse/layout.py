@@ -135,7 +135,7 @@ class BlockSparseLayout:
         back = np.flatnonzero((np.diff(columns) <= 0) & (np.diff(row_of) == 0))
         if back.size:
             raise InvalidProblemError(
-                f"col_indices: expected columns that increase in a row, got {columns[back[0] + 1]} behind "
+                f"col_indices: expected columns that increase in a row, got {columns[back[0] + 1]} after "
                 f"{columns[back[0]]} at {place_of(at[:, back[0] + 1])}"
             )
         return cls(_bitmap("col_indices", at, (heads, rows, width)), block)

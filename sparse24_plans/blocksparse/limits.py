@@ -27,8 +27,8 @@ _MOST = 2**31
 """Bound of a tensor map's coordinates and of the kernels' counters."""
 _LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
 """Range of scales that remain normal numbers when multiplied by log2(e)."""
-COUNTER_BYTES = 4
-"""Workspace bytes of a launch's counter of work tiles."""
+ATTENTION_COUNTER_BYTES = 4
+"""Workspace bytes of the counter of claimed work tiles of one launch of attention."""
 MOST_PASSES = 3
 """Most passes of attention's gradients over the kept blocks, each with a counter."""
 LEAST_STREAMED_ROWS = 32
@@ -174,7 +174,7 @@ def rows_of_queries(problem: BlockSparseAttentionDescriptor) -> int:
 
 def backward_workspace(problem: BlockSparseAttentionDescriptor) -> int:
     """Workspace bytes: two float32 for each row of Q, and the counters behind them."""
-    return 8 * rows_of_queries(problem) + MOST_PASSES * COUNTER_BYTES
+    return 8 * rows_of_queries(problem) + MOST_PASSES * ATTENTION_COUNTER_BYTES
 
 
 def score_gradient_bytes(problem: BlockSparseAttentionDescriptor) -> int:

@@ -139,7 +139,7 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
 
 
 def _slice_lengths(shape: BlockSparseShape) -> tuple[int, ...]:
-    """Slices of row panels and of column panels, their counts and long panels; the same of narrow panels."""
+    """Slices of row panels and of column panels, their counts and long panels, and those of narrow panels."""
     slicings = [Slicing.of(shape, by_columns=one) for one in (False, True)]
     room = [SLICE_FIELDS * one.room for one in slicings]
     lines = narrow_panel_block_rows(shape) * shape.block
@@ -232,7 +232,7 @@ class BlockSparseTables(Unmoving):
 
         On the host it is done when the call returns; no plan may run with the tables meanwhile. On a GPU they
         are copied there on ``stream`` (CuPy's current one by default): what that stream runs later reads the
-        new mask. It is no work for a CUDA graph's capture. Raises InvalidProblemError for another shape or no
+        new mask. A CUDA graph cannot capture it. Raises InvalidProblemError for another shape or no
         stream, before anything is written.
         """
         other = _checked(layout).shape

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..device.tensors import HOST, Device, TensorView, wrong
 from ..errors import InvalidProblemError
-from ..plan.operands import Packing, Views
+from ..plan.operands import Forms, Packing, Part, Views
 from ..vocab import BLOCKS_LAYOUT, DENSE_BLOCKS_LAYOUT, ElementKind, element_kind, integer
 from ..weights.weight import Packed, restored_buffers
-from .lookup_tables import length
+from .lookup_tables import length, view_of
 from .shape import MOST, BlockSparseShape
 
 _PARTS = {BLOCKS_LAYOUT: ("values", "tables"), DENSE_BLOCKS_LAYOUT: ("dense",)}
 """The callers' names of the buffers of each layout."""
-_Forms: TypeAlias = tuple[tuple[tuple[int, ...], ElementKind], ...]
-"""Shape and element of each buffer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +53,7 @@ class PackedBlocks(Packed):
         self._check_buffers(_bytes(*form) for form in self._forms)
 
     @property
-    def _forms(self) -> _Forms:
+    def _forms(self) -> Forms:
         return _forms(self.shape, self.batch, self.element)[self.layout_id]
 
     @property
@@ -86,7 +83,7 @@ def _restored(
     return PackedBlocks(layout_id, shape, batch, element_kind(element), HOST, restored_buffers(parts))
 
 
-def _forms(shape: BlockSparseShape, batch: int, element: ElementKind) -> dict[str, _Forms]:
+def _forms(shape: BlockSparseShape, batch: int, element: ElementKind) -> dict[str, Forms]:
     """Shape and element of each buffer, by layout."""
     values = batch, shape.blocks, shape.block, shape.block
     return {
@@ -99,24 +96,52 @@ def _bytes(shape: tuple[int, ...], element: ElementKind) -> int:
     return math.prod(shape) * element.itemsize
 
 
-def packing(name: str, shape: BlockSparseShape, batch: int, element: ElementKind) -> Packing:
+@dataclass(frozen=True, slots=True)
+class TablesPacking(Packing):
+    """How look-up tables become the view that kernels know as ``layout``."""
+
+    shape: BlockSparseShape
+
+    def parts(self, layout: str) -> tuple[Part, ...]:
+        return (Part("layout", alignment=ElementKind.I32.itemsize),)
+
+    def forms(self, layout: str) -> Forms:
+        return (((length(self.shape),), ElementKind.I32),)
+
+    def unpack(self, given: Any, argument: str, layouts: tuple[str, ...], home: Device) -> Views:
+        view = view_of(self.shape, given)
+        if view.device != home:
+            raise InvalidProblemError(
+                f"{argument}: expected memory on {home}, got {view.device}; call plan.pack"
+            )
+        return {"layout": view}
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksPacking(Packing):
     """How a packed operand becomes the views that kernels know by ``name`` and ``layout``."""
-    views = {BLOCKS_LAYOUT: (name, "layout"), DENSE_BLOCKS_LAYOUT: (name,)}
-    expected = {"shape": shape, "batch": batch, "element": element}
-    return Packing(views, _PARTS, _forms(shape, batch, element), _unpacker(views, expected))
 
+    name: str
+    shape: BlockSparseShape
+    batch: int
+    element: ElementKind
 
-def _unpacker(
-    views: dict[str, tuple[str, ...]], expected: dict[str, Any]
-) -> Callable[[Any, str, tuple[str, ...], Device], Views]:
-    def unpack(given: Any, argument: str, layouts: tuple[str, ...], home: Device) -> Views:
+    def parts(self, layout: str) -> tuple[Part, ...]:
+        names = zip((self.name, "layout"), _PARTS[layout], self.forms(layout), strict=False)
+        return tuple(Part(view, name, element.itemsize) for view, name, (_, element) in names)
+
+    def forms(self, layout: str) -> Forms:
+        return _forms(self.shape, self.batch, self.element)[layout]
+
+    def unpack(self, given: Any, argument: str, layouts: tuple[str, ...], home: Device) -> Views:
         wanted = " or ".join(map(repr, layouts))
         if type(given) is not PackedBlocks:
             raise InvalidProblemError(
                 f"{argument}: expected PackedBlocks of layout {wanted}, got {type(given).__name__}; "
                 "call plan.pack(layout, values)"
             )
-        for name, value in {**expected, "device": home}.items():
+        expected = {"shape": self.shape, "batch": self.batch, "element": self.element, "device": home}
+        for name, value in expected.items():
             if (got := getattr(given, name)) != value:
                 raise InvalidProblemError(f"{argument}: expected {name} {value!s}, got {got!s}")
         if given.layout_id not in layouts:
@@ -124,6 +149,4 @@ def _unpacker(
                 f"{argument}: expected layout {wanted}, got {given.layout_id!r}; "
                 "call plan.pack(layout, values)"
             )
-        return dict(zip(views[given.layout_id], given.views, strict=True))
-
-    return unpack
+        return dict(zip((self.name, "layout"), given.views, strict=False))

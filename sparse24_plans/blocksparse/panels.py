@@ -22,6 +22,7 @@ NARROW_PANEL_ROWS = 64
 """Rows of a narrow panel, for ``sdd``, and for small blocks if narrow panels are less work."""
 FEW_BLOCK_ROWS = 2
 """Most block rows of a panel for which kernels read the bits of each."""
+# The three numbers below say where sums are cut: they define bits, as a format does, and no fit moves them.
 _LEAST_SLICE_CELLS = 512
 """Cells of k that a slice may always have: an exchange of its sums takes as long as multiplying hundreds."""
 _UNCUT_CELLS = 640
@@ -81,8 +82,10 @@ def _longest(shape: BlockSparseShape, across: int, lines: int) -> int:
 
 
 def slices_of(lengths: Array, longest: int, uncut: int) -> Array:
-    """Number of slices of panels of these lengths: one up to ``uncut`` columns, else none is longer than
-    ``longest``."""
+    """Number of slices of panels of these lengths.
+
+    A panel of up to ``uncut`` columns is one slice. Longer ones have the fewest slices within ``longest``.
+    """
     return np.where(lengths <= uncut, 1, -(-lengths // longest))
 
 
@@ -99,7 +102,7 @@ class Slicing(NamedTuple):
     uncut: int
     """Maximum columns of a panel that is not cut."""
     uncut_narrow: int
-    """Maximum columns of a narrow panel on whose account its panel is not cut."""
+    """Maximum columns of a narrow panel that does not make its wide panel be cut."""
     panels: int
     """Row panels of all heads."""
     more: int

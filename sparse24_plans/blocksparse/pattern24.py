@@ -88,8 +88,8 @@ def prune_blocks(
     density : float
         The fraction of all heads' blocks that is kept, from 0 to 1; their number is rounded (a half to even).
     along : str
-        As of :func:`compress_blocks`: of every four cells along it two are kept, as ``PruneSparse24Plan``
-        does: the largest by magnitude, or by score, signed; NaN above Inf, of equals those in front.
+        The direction of the groups of four, as for :func:`compress_blocks`. Each group keeps two cells, as
+        with ``PruneSparse24Plan``: the largest by magnitude or by signed score, NaN above Inf, ties in order.
     scores : array, optional
         Like the matrix, ``f32``, ``f16`` or ``bf16``. A block weighs the sum of its scores, without scores
         that of its cells' squares: in float64; NaN weighs most, and of equals the block in front is kept.

@@ -64,7 +64,7 @@ class BlockSparsePlan(Plan):
         view_of(self.descriptor.layout, tables)
         shape = self.descriptor.layout
         if self._home == HOST:
-            raise UnsupportedError("plan: expected one of a GPU, got one of the host; call tables.update")
+            raise UnsupportedError("plan: expected a GPU's plan, got the host's; call tables.update")
         if tables.device != self._home:
             raise InvalidProblemError(f"tables: expected tables on {self._home}, got {tables.device}")
         sides = shape.heads, shape.block_rows, shape.block_cols

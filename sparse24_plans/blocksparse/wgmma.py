@@ -1,8 +1,9 @@
-"""Tensor maps of the backends on Hopper's tensor cores."""
+"""Tensor maps and parameters of the backends on Hopper's tensor cores."""
 
 from __future__ import annotations
 
 from .._vendor import cuda_driver_abi
+from ..device.jit.structs import field
 from ..device.tensors import TensorView
 from .kernel_problem import K_MAJOR
 
@@ -10,6 +11,22 @@ NO_MAP = bytes(cuda_driver_abi.TENSOR_MAP_BYTES)
 """A map that the kernel does not use."""
 _GROUP = 64
 """Tokens of a box of an X whose tokens are contiguous."""
+PANEL_TABLES = {
+    "panel_order": field("const int*", "Row panels, longest first: [panels]."),
+    "panel_columns": field("const int*", "Number of block columns that each panel keeps: [panels]."),
+    "kept": field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c."),
+}
+PANEL_SIZES = {
+    "alpha": field("float", "Factor of the product."),
+    "panels": field("u32", "Number of row panels of all heads."),
+    "head_panels": field("u32", "Number of row panels of a head."),
+    "head_block_rows": field("u32", "Number of block rows of a head."),
+    "bit_words": field("u32", "Number of words of a block row in kept."),
+    "heads": field("u32", "Number of heads, H."),
+    "batch": field("u32", "Number of batch elements, Z."),
+    "tokens": field("u32", "Number of columns of X."),
+}
+"""Parameters of the kernels that take row panels: what KernelProblem.tables and sizes give."""
 
 
 def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
@@ -26,7 +43,7 @@ def matrices_map(view: TensorView, box: tuple[int, int]) -> bytes:
 def tokens_map(view: TensorView, major: int, tokens: int, step: int) -> bytes:
     """Tensor map of X with boxes of ``step`` k of some tokens, or of 64 of them if they are contiguous.
 
-    There is no map of no tokens. Raises LibraryError.
+    Without tokens it is NO_MAP. Raises LibraryError.
     """
     if tokens == 0:
         return NO_MAP

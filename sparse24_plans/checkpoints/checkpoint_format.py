@@ -318,7 +318,7 @@ class BitmaskCheckpoint(ForeignCheckpoint):
 
 
 def without_sparsity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without entries for sparsity, ours and compressed-tensors'. Quantisation stays."""
+    """The configuration without entries for sparsity, ours and compressed-tensors'. Quantization stays."""
     changed = dict(config)
     for key in compressed_tensors.CONFIG_KEYS:
         section = changed.get(key)
@@ -335,7 +335,7 @@ def without_sparsity(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_sparsity(config: Mapping[str, Any], modules: list[str], sparsity: float) -> dict[str, Any]:
     """The configuration with compressed-tensors' entry for a model whose ``modules`` are 2:4.
 
-    Raises FormatError if its quantisation isn't an object, InvalidProblemError if it isn't
+    Raises FormatError if its quantization isn't an object, InvalidProblemError if it isn't
     compressed-tensors'.
     """
     section = config.get(CONFIG_KEY)
@@ -345,7 +345,7 @@ def with_sparsity(config: Mapping[str, Any], modules: list[str], sparsity: float
         raise FormatError(f"{CONFIG_NAME}: {CONFIG_KEY}: expected an object, got {type(section).__name__}")
     if section.get("quant_method") != compressed_tensors.METHOD:
         raise InvalidProblemError(
-            f"{CONFIG_NAME}: expected no quantisation, or compressed-tensors', got "
+            f"{CONFIG_NAME}: expected no quantization, or compressed-tensors', got "
             f"{section.get('quant_method')!r:.80}"
         )
     return {

@@ -139,7 +139,7 @@ def compressed_form(
         return RowForm(kind)
     if element is not None:
         raise InvalidProblemError(
-            f"weights: expected None beside element, by which layers quantize X too, got {shown(weights)}"
+            f"weights: expected None with element, which makes layers quantize X too, got {shown(weights)}"
         )
     rule = scale_rule_of(DEFAULT_RULE if scale_rule is None else scale_rule, "scale_rule")
     columns = DEFAULT_GROUP if group is None else group

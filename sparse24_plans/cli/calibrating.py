@@ -137,7 +137,7 @@ def _weight(layer: Any, rows: slice, read: Callable[[], Any]) -> Any:
 
 
 _LOADING_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError)
-"""What transformers raises for files that it can't load."""
+"""Errors that transformers raises for files that it can't load."""
 
 
 def _loaded(transformers: Any, source: Path) -> tuple[Any, int]:

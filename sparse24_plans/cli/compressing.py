@@ -100,7 +100,7 @@ def compress(
                 raise typer.BadParameter("--dry-run: expected no --calibrate, which has to run the model")
             run = calibration(source, calibrate, out, method or "sparsegpt", device, **chosen, **quantized)
         elif method is not None:
-            raise typer.BadParameter(f"--method: expected --calibrate beside it, got {method} alone")
+            raise typer.BadParameter(f"--method: expected --calibrate with it, got {method} alone")
         document = compressed(
             source,
             out,
@@ -122,10 +122,10 @@ def _check_quantization(
 ) -> None:
     """Raise typer.BadParameter, naming an option, for options of weights that don't go together."""
     if weights is not None and element is not None:
-        raise typer.BadParameter(f"--weights: expected no --element beside it, got {element}")
+        raise typer.BadParameter(f"--weights: expected no --element with it, got {element}")
     for option, value in beside.items():
         if weights is None and value is not None:
-            raise typer.BadParameter(f"{option}: expected --weights beside it, got {value} alone")
+            raise typer.BadParameter(f"{option}: expected --weights with it, got {value} alone")
 
 
 def format_name(text: str) -> str:

@@ -343,8 +343,8 @@ def _explain_problem(
     if about.chosen is None:
         return answer
     if isinstance(device, DeviceProperties):
-        row = next(row for row in ENTRIES if row.name == about.chosen)
-        guarantee = row.promises(Choice(desc, device, row, preference, {}))
+        entry = next(one for one in ENTRIES if one.name == about.chosen)
+        guarantee = entry.promises(Choice(desc, device, entry, preference, {}))
     else:
         plan = GemmSparse24Plan.select(desc, preference=preference, device=device, tuning=tuning)
         guarantee = plan.guarantee

@@ -74,7 +74,7 @@ def export(
     if weights is not None:
         stored = {"weight_element": weights, "weight_group": DEFAULT_GROUP if group is None else group}
     elif group is not None:
-        raise typer.BadParameter(f"--group: expected --weights beside it, got {group} alone")
+        raise typer.BadParameter(f"--group: expected --weights with it, got {group} alone")
     descriptors = _descriptors(
         most[0], shape, element or [ElementKind.BF16], epilogue or [EpilogueKind.IDENTITY], stored
     )

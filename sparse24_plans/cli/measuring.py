@@ -77,9 +77,9 @@ def bench(
     seconds: SecondsOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time kernels beside dense cuBLAS and cuSPARSELt.
+    """Time kernels against dense cuBLAS and cuSPARSELt.
 
-    And preparing weights beside a device copy. Needs a GPU.
+    The preparation of weights is timed against a device copy. Needs a GPU.
 
     If a record of this machine and of the same kernels exists, only what it lacks is measured.
     PyTorch, where it is installed, gives the times of cuBLAS.
@@ -123,7 +123,7 @@ def _measure(scope: Scope, out: Path | None, seconds: float | None, *, quiet: bo
 
 
 def _tunable(name: str) -> str:
-    return one_of(row.name for row in ENTRIES if row.kernel.tunable)(name)
+    return one_of(entry.name for entry in ENTRIES if entry.kernel.tunable)(name)
 
 
 def tune(
@@ -144,8 +144,8 @@ def tune(
 ) -> None:
     """Find the fastest configurations for this GPU.
 
-    Of the kernels that can be tuned, those whose results are right. Takes minutes. Adds to a table
-    of this GPU and driver that is there already.
+    Times every configuration of the tunable kernels, and keeps the fastest with right results. Takes
+    minutes. A table of this GPU and driver that exists already is extended.
     """
     problems = _problems(n, shape, element or [ElementKind.BF16])
     with reported(as_json):

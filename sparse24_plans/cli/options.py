@@ -20,9 +20,9 @@ from ..plan.preference import PlanPreference
 from ..vocab import ElementKind, EpilogueKind, ScaleRule
 from ..weights.quantized_weight import GROUPS, STORED
 
-ELEMENTS = tuple(kind for kind in ElementKind if any(kind in row.elements for row in ENTRIES))
+ELEMENTS = tuple(kind for kind in ElementKind if any(kind in entry.elements for entry in ENTRIES))
 """The elements that some kernel multiplies."""
-BACKENDS = tuple(dict.fromkeys(row.backend for row in ENTRIES))
+BACKENDS = tuple(dict.fromkeys(entry.backend for entry in ENTRIES))
 """The backends that multiply."""
 
 

@@ -36,7 +36,7 @@ def replay(
     The exit code is 1 if something differs.
     """
     if seed is not None and samples is None:
-        raise typer.BadParameter(f"--seed: expected --samples beside it, got {seed} alone")
+        raise typer.BadParameter(f"--seed: expected --samples with it, got {seed} alone")
     with reported(as_json):
         run = load_run(record)
         total = run.descriptor.result_rows * run.descriptor.outputs
@@ -73,4 +73,4 @@ def _show_difference(first: ReplayDifference) -> None:
     show_line(f"the first: token {first.token}, output {first.output}")
     show_line(f"recorded   {first.recorded!r} (bits {first.recorded_bits:#x})", indent=2)
     show_line(f"computed   {first.recomputed!r} (bits {first.recomputed_bits:#x})", indent=2)
-    show_line(f"parted     {first.parting or 'no one step explains it'}", indent=2)
+    show_line(f"diverged   {first.divergence or 'no one step explains it'}", indent=2)

@@ -70,7 +70,7 @@ def export_plans(
     folder
         New or empty.
     preference
-        As for ``select``; ``exportable`` is set.
+        The preference for ``select``; ``exportable`` is set.
     device
         The GPU that will run the plans, as ``select`` takes it; it needn't be present.
     on_steps

@@ -23,8 +23,7 @@ from ..device.tensors import TensorView
 from ..errors import UnsupportedError
 from ..plan.operands import Operand, Role, Views
 from ..plan.plan import Plan
-from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
-from ..weights.packed_layouts import layout_called
+from ..vocab import ElementKind, MatrixOrder
 
 WORKSPACE = -1
 """The operand that stands for the workspace."""
@@ -427,21 +426,11 @@ def buffers_of(operands: Iterable[Operand], layout: str) -> list[Buffer]:
 
 def _buffers_of(operand: Operand, layout: str) -> Iterator[Buffer]:
     if operand.packing is not None:
-        views, forms = operand.packing.views[layout], operand.packing.forms[layout]
-        for view, (shape, element) in zip(views, forms, strict=True):
-            yield Buffer(view, operand, shape, element)
-        return
-    if operand.role is not Role.WEIGHT:
-        yield Buffer(operand.name, operand, operand.shape, operand.element)
-        return
-    (m, k), layout = operand.shape, operand.layout or layout
-    if layout == CANONICAL_LAYOUT:
-        yield Buffer("values", operand, (m, k // 2), operand.element)
-        yield Buffer("metadata", operand, (m, k // 8), ElementKind.U16)
+        forms = operand.packing.forms(layout)
+        for part, (shape, element) in zip(operand.packing.parts(layout), forms, strict=True):
+            yield Buffer(part.view, operand, shape, element)
     else:
-        yield Buffer(
-            "packed", operand, layout_called(layout, operand.quantization).packed_shape(m, k), ElementKind.U8
-        )
+        yield Buffer(operand.name, operand, operand.shape, operand.element)
 
 
 def lines_of(buffer: Buffer) -> tuple[int, int]:

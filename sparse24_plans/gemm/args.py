@@ -14,8 +14,8 @@ class GemmSparse24Args(Args):
     """Operands of a ``forward`` plan. Tensors of any framework, on the plan's device.
 
     ``weight`` is the result of ``plan.pack``, or a Sparse24Weight (a Sparse24QuantizedWeight for a quantized
-    weight) if the plan reads the canonical form. ``x`` [N,
-    K] has the type ``element``. ``y`` is written; it has the type ``out_element`` and the shape [N, M], or
+    weight) if the plan reads the canonical form. ``x`` [N, K] has the type ``element``.
+    ``y`` is written; it has the type ``out_element`` and the shape [N, M], or
     [N, M/2] for a gated epilogue. ``bias`` [M] has the type ``bias_element`` and is given exactly when the
     epilogue has a bias. Rows of x and y may be further apart than their width; in ``column`` order their
     columns are contiguous instead. ``scale_x`` and ``scale_w`` are f32: [1] for one scale of the tensor, [N]

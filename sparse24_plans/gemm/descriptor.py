@@ -12,6 +12,7 @@ from ..arithmetic.epilogue import NO_BOUNDS
 from ..errors import shown
 from ..plan.descriptor import AS_ELEMENT, BIAS_ELEMENT, C_ELEMENT, OUT_ELEMENT, Factor, ProductDescriptor
 from ..plan.operands import Operand, Role
+from ..plan.weight_operand import weight_operand
 from ..vocab import (
     FP8,
     INT64_MAX,
@@ -438,11 +439,8 @@ class GemmSparse24Descriptor(ProductDescriptor):
             if by_index:
                 found.append(Operand("y_index", Role.IN, chosen, i32))
             found.append(Operand("y_weights", Role.IN, chosen, f32, optional=True))
-        weight = (self.weight_rows, self.k)
-        return (
-            Operand("weight", Role.WEIGHT, weight, self.element, quantization=self.quantization),
-            *found,
-        )
+        sizes = self.weight_rows, self.k
+        return (weight_operand("weight", *sizes, self.element, quantization=self.quantization), *found)
 
 
 def of_places(descriptor: GemmSparse24Descriptor, n: int) -> GemmSparse24Descriptor:

@@ -7,15 +7,13 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from ..device.devices import PlaceLike, described, home_of
-from ..device.jit.cache import CompiledKernel
 from ..device.streams import on_stream
 from ..device.subnormals import check_subnormals
 from ..errors import InvalidProblemError, UnsupportedError
 from ..plan.arithmetic import Arithmetic
-from ..plan.explanation import Explanation
-from ..plan.operands import CANONICAL_WEIGHTS, check_weight, check_weight_fits
 from ..plan.plan import Plan, PreferenceLike, Tuning
 from ..plan.preference import PlanPreference
+from ..plan.weight_operand import CANONICAL_WEIGHTS, WeightPacking
 from ..vocab import DeviceProperties, GemmOp, GroupTokens
 from ..weights.weight import CanonicalWeight, PackedWeight
 from .args import DgradSparse24Args, GemmSparse24Args
@@ -55,8 +53,7 @@ class GemmSparse24Plan(Plan):
         None means the package's table for the device. Entries stamped for another machine are ignored with a
         TuningWarning.
         """
-        place = described(device)
-        return cls._selected(descriptor, preference, place, _table(tuning, place[0]))
+        return cls._selected(descriptor, preference, described(device), tuning)
 
     @classmethod
     def for_tokens(
@@ -84,37 +81,16 @@ class GemmSparse24Plan(Plan):
             )
         properties, absent = described(device)
         place = properties if absent else home_of(properties)
-        wishes, table = PlanPreference.of(preference), _table(tuning, properties)
+        wishes, table = PlanPreference.of(preference), cls._tuning_for(tuning, properties)
         return GemmSparse24TokenPlans(cls, descriptor, most_n, wishes, properties, place, table)
 
     @classmethod
-    def explain_choice(
-        cls,
-        descriptor: GemmSparse24Descriptor,
-        *,
-        preference: PreferenceLike = None,
-        device: PlaceLike = None,
-        tuning: Any = None,
-    ) -> Explanation:
-        """Explain a choice as :meth:`Plan.explain_choice` does, with ``tuning`` as for :meth:`select`."""
-        table = _table(tuning, described(device)[0])
-        return super().explain_choice(descriptor, preference=preference, device=device, tuning=table)
-
-    @classmethod
-    def compile(
-        cls,
-        descriptor: GemmSparse24Descriptor,
-        *,
-        preference: PreferenceLike = None,
-        device: PlaceLike = None,
-        tuning: Any = None,
-    ) -> tuple[CompiledKernel, ...]:
-        """Compile as :meth:`Plan.compile` does, with ``tuning`` as for :meth:`select`."""
-        table = _table(tuning, described(device)[0])
-        return super().compile(descriptor, preference=preference, device=device, tuning=table)
-
-    def _given_tuning(self) -> Tuning | None:
-        return None if self._tuning is shipped(self.device.name) else self._tuning
+    def _tuning_for(cls, given: Tuning | None, device: DeviceProperties) -> TuningTable:
+        if given is None:
+            return shipped(device.name)
+        if type(given) is not TuningTable:
+            raise InvalidProblemError(f"tuning: expected a TuningTable, got {type(given).__name__}")
+        return given
 
     def replay(
         self, args: Any, samples: Any = None, *, seed: int = 0, on_block: OnBlock | None = None
@@ -158,16 +134,10 @@ class GemmSparse24Plan(Plan):
         """
         if type(weight) not in CANONICAL_WEIGHTS:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
-        operand = self._operands[0]
-        check_weight_fits(weight, operand, self._home)
+        operand = self._operands[0].packing
+        assert isinstance(operand, WeightPacking)
+        operand.check_fits(weight, "weight", self._home)
         with on_stream(self._home, stream):
             packed = self._kernel.pack(weight)
-        return check_weight(packed, operand, (self._entry.layout_of(self.descriptor),), self._home)
-
-
-def _table(tuning: object, properties: DeviceProperties) -> TuningTable:
-    if tuning is None:
-        return shipped(properties.name)
-    if type(tuning) is not TuningTable:
-        raise InvalidProblemError(f"tuning: expected a TuningTable, got {type(tuning).__name__}")
-    return tuning
+        operand.check(packed, "weight", (self._entry.layout_of(self.descriptor),), self._home)
+        return packed

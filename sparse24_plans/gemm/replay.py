@@ -37,7 +37,7 @@ class ReplayDifference(Model):
     """Bits of ``recorded`` in the result's element, as an unsigned integer."""
     recomputed_bits: Size
     """Bits of ``recomputed`` in the result's element, as an unsigned integer."""
-    parting: str | None
+    divergence: str | None
     """A single step that would explain the difference, in words; None if no single step does."""
 
 
@@ -155,7 +155,7 @@ def _difference(results: AnyResults, token: int, output: int, got: int, want: in
         recomputed=_value(want, element),
         recorded_bits=got,
         recomputed_bits=want,
-        parting=single and explain_difference(*single, output, got, want),
+        divergence=single and explain_difference(*single, output, got, want),
     )
 
 

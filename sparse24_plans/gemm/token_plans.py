@@ -18,8 +18,7 @@ from .tuned import TuningTable, shipped
 
 P = TypeVar("P", bound=Plan)
 _PERIOD = 16
-"""Kernels' limits depend on n only by its size and its residue modulo this number, which holds for multiples
-of n too."""
+"""Whether a limit refuses n depends on the size of n and on n modulo this number alone."""
 
 
 class GemmSparse24TokenPlans(Generic[P]):

@@ -220,7 +220,7 @@ def _plain(entry: TunedKernel) -> dict[str, Any]:
 
 
 def _depth_of_caller() -> int:
-    """The number of calls since the last function that is not this package's, of which a warning tells."""
+    """Depth of the nearest caller outside this package, as the ``stacklevel`` of a warning."""
     depth, frame = 0, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
         depth, frame = depth + 1, frame.f_back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .._vendor import cuda_driver_abi
@@ -84,7 +84,7 @@ class WgmmaSpParams(KernelParams):
     data_parallel_tiles = field("u32", "Number of work tiles that no cluster shares; they come first.")
     units_per_cluster = field("u32", "Stream-K: number of units of K tiles that each cluster takes.")
     big_units = field("u32", "Stream-K: number of clusters that take one unit more; they come first.")
-    opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its two uses.")
+    opaque_zero = field("u32", "Always 0, unknown to the compiler: see opaque_zero() for its uses.")
     beta = field("float", "Factor of C.")
     c = field("const void*", "C, which lies as Y does, or null.")
     c_stride = field("i64", "Elements from one row of C to the next, or column if Y is column-major.")
@@ -120,7 +120,7 @@ class WgmmaKernel(GemmKernel):
         """
         terms = self.entry.split_terms
         layouts = OperandLayouts.of(desc, self.tiles)
-        self._problem, self._schedule = desc, schedule
+        self._schedule = schedule
         work_tiles = schedule.most_work_tiles(desc)
         self._ctas = schedule.ctas(work_tiles, device.multiprocessors)
         weight_stages, x_stages = schedule.stages(layouts, terms)
@@ -140,27 +140,14 @@ class WgmmaKernel(GemmKernel):
             defines(desc, schedule, layouts, self.entry.promoted, terms, x_from_prepass=bool(prepass)),
             shared_bytes=schedule.shared_bytes(layouts, terms),
         )
-        self._x_boxes = source_boxes(desc, schedule, x_bytes)
-        self._y_box = result_box(desc, schedule, layouts)
-        self._fixed = fixed_parameters(desc, schedule, layouts, tiles_per_unit)
-
-    def _parameters(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
-        """The parameters of a launch that loads ``x``, with stream-K's part of the workspace."""
-
-        def x_maps() -> list[bytes]:
-            maps = {box: view_map(x, self._problem.x_order, box) for box in {*self._x_boxes}}
-            return [maps[box] for box in self._x_boxes]
-
-        return launch_parameters(
-            self._fixed, self._problem, self._schedule, views, x_maps, self._y_box, workspace
-        )
+        self._parameters = WgmmaParameters(desc, schedule, layouts, x_bytes, tiles_per_unit)
 
     def _multiply(self, parameters: WgmmaSpParams) -> Launch:
         return self._function.bind(self._ctas, parameters, overlapping=True)
 
 
 def possible_schedules(choice: Choice, chunks: set[int]) -> Iterator[WgmmaSpSchedule]:
-    """All schedules that fit and may occur for 1 to as many tokens as the choice's problem has, and more.
+    """A superset of the schedules that may occur for 1 token up to the tokens of the choice's problem.
 
     ``chunks`` are the numbers of chunks of K that occur. A cluster that splits K needs no workspace, so only
     those without one are given. Stream-K has a work tile for every cluster, so it needs enough tokens.
@@ -224,29 +211,6 @@ def defines(
         "X_CP_ASYNC": int(layouts.x_columns and schedule.copied_by_threads(desc.n)),
         "Y_COLUMN_MAJOR": int(layouts.y_columns),
     }
-
-
-def fixed_parameters(
-    desc: GemmSparse24Descriptor, schedule: WgmmaSpSchedule, layouts: OperandLayouts, tiles_per_unit: int = 1
-) -> WgmmaSpParams:
-    """The parameters that don't depend on addresses. A stream-K unit has ``tiles_per_unit`` K tiles."""
-    k_tiles = -(-desc.k // layouts.layout.tile_k)
-    data_parallel, units, big_units = schedule.stream_k_split(desc.n, desc.m, -(-k_tiles // tiles_per_unit))
-    return WgmmaSpParams(
-        n=desc.n,
-        m=desc.m,
-        k=desc.k,
-        row_tiles=-(-desc.m // TILE_M),
-        k_tiles=k_tiles,
-        alpha=desc.alpha,
-        beta=desc.beta,
-        n_tiles=-(-desc.n // schedule.tokens),
-        work_tiles=schedule.work_tiles(desc.n, desc.m) * desc.batch_count,
-        x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else tail_rows(desc, schedule),
-        data_parallel_tiles=data_parallel,
-        units_per_cluster=units,
-        big_units=big_units,
-    )
 
 
 # Tensor maps --------------------------------------------------------------------------------------
@@ -325,49 +289,77 @@ def view_map(view: TensorView, order: MatrixOrder, box: Box) -> bytes:
     )
 
 
-def launch_parameters(
-    fixed: WgmmaSpParams,
-    desc: GemmSparse24Descriptor,
-    schedule: WgmmaSpSchedule,
-    views: Views,
-    x_maps: Callable[[], list[bytes]],
-    y_box: Box,
-    workspace: int,
-) -> WgmmaSpParams:
-    """The parameters of a launch. ``x_maps`` makes X's tensor maps; ``workspace`` is stream-K's."""
-    source, result = views["source"], views["result"]
-    size, y_stride = result.element.itemsize, leading_dimension(result, desc.y_order)
-    # TMA writes whole 16 bytes. If the lines of Y end between multiples of 16 bytes, threads store its
-    # elements.
-    by_tma = schedule.split_k == 1
-    ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if by_tma else 0
-    apart = result.strides[0] * size if desc.is_batched else 0
-    parameters = fixed.with_values(
-        packed=views["packed"].address,
-        x=source.address,
-        x_stride=leading_dimension(source, desc.x_order),
-        y=result.address,
-        y_stride=y_stride,
-        y_aligned=(result.address | y_stride * size | apart | ends) % 16 == 0,
-        **{name: address_of(views, name) for name in ("bias", *SCALES)},
-        **c_parameters(desc, views),
-        **group_parameters(desc, views),
-        batches=batch_parameters(desc, views, schedule.work_tiles(desc.n, desc.m)),
-    )
+class WgmmaParameters:
+    """The parameters of one product's launches. All that doesn't depend on addresses is worked out once."""
 
-    def maps() -> bytes:
-        found = b"".join(x_maps())
-        return found + view_map(result, desc.y_order, y_box) if parameters.y_aligned and by_tma else found
+    def __init__(
+        self,
+        desc: GemmSparse24Descriptor,
+        schedule: WgmmaSpSchedule,
+        layouts: OperandLayouts,
+        x_bytes: int,
+        tiles_per_unit: int = 1,
+    ) -> None:
+        """Elements of X are loaded with ``x_bytes`` bytes. A stream-K unit has ``tiles_per_unit`` K tiles."""
+        self._desc, self._schedule = desc, schedule
+        self._x_boxes = source_boxes(desc, schedule, x_bytes)
+        self._y_box = result_box(desc, schedule, layouts)
+        k_tiles = -(-desc.k // layouts.layout.tile_k)
+        data_parallel, units, big_units = schedule.stream_k_split(
+            desc.n, desc.m, -(-k_tiles // tiles_per_unit)
+        )
+        self._fixed = WgmmaSpParams(
+            n=desc.n,
+            m=desc.m,
+            k=desc.k,
+            row_tiles=-(-desc.m // TILE_M),
+            k_tiles=k_tiles,
+            alpha=desc.alpha,
+            beta=desc.beta,
+            n_tiles=-(-desc.n // schedule.tokens),
+            work_tiles=schedule.work_tiles(desc.n, desc.m) * desc.batch_count,
+            x_tail_tokens=schedule.tail_boxed(desc.n) if layouts.x_columns else tail_rows(desc, schedule),
+            data_parallel_tiles=data_parallel,
+            units_per_cluster=units,
+            big_units=big_units,
+        )
 
-    put_maps(parameters, maps)
-    if (c := views.get("c")) is not None and by_tma and c.element.itemsize == size:
-        apart = parameters.c_stride * size | parameters.batches.c * size
-        parameters.c_aligned = (c.address | apart) % 16 == 0
-        if parameters.c_aligned:
-            put_maps(parameters, view_map, c, desc.y_order, y_box, at=WgmmaSpParams.c_map.offset)
-    if schedule.workspace_bytes():
-        sums = workspace + schedule.flags_bytes()
-        parameters.flags, parameters.partials = workspace, sums
-        parameters.blocked_sums = sums + schedule.sums_bytes()
-        parameters.launch_id = next(_launch_ids)
-    return parameters
+    def of(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
+        """The parameters of a launch that loads ``x``, with stream-K's part of the workspace."""
+        desc, schedule, source, result = self._desc, self._schedule, views["source"], views["result"]
+        size, y_stride = result.element.itemsize, leading_dimension(result, desc.y_order)
+        # TMA writes whole 16 bytes. If the lines of Y end between multiples of 16 bytes, threads store its
+        # elements.
+        by_tma = schedule.split_k == 1
+        ends = (desc.outputs if desc.y_order is MatrixOrder.ROW else desc.n) * size if by_tma else 0
+        apart = result.strides[0] * size if desc.is_batched else 0
+        parameters = self._fixed.with_values(
+            packed=views["packed"].address,
+            x=source.address,
+            x_stride=leading_dimension(source, desc.x_order),
+            y=result.address,
+            y_stride=y_stride,
+            y_aligned=(result.address | y_stride * size | apart | ends) % 16 == 0,
+            **{name: address_of(views, name) for name in ("bias", *SCALES)},
+            **c_parameters(desc, views),
+            **group_parameters(desc, views),
+            batches=batch_parameters(desc, views, schedule.work_tiles(desc.n, desc.m)),
+        )
+        put_maps(parameters, self._maps, x, result if parameters.y_aligned and by_tma else None)
+        if (c := views.get("c")) is not None and by_tma and c.element.itemsize == size:
+            apart = parameters.c_stride * size | parameters.batches.c * size
+            parameters.c_aligned = (c.address | apart) % 16 == 0
+            if parameters.c_aligned:
+                put_maps(parameters, view_map, c, desc.y_order, self._y_box, at=WgmmaSpParams.c_map.offset)
+        if schedule.workspace_bytes():
+            sums = workspace + schedule.flags_bytes()
+            parameters.flags, parameters.partials = workspace, sums
+            parameters.blocked_sums = sums + schedule.sums_bytes()
+            parameters.launch_id = next(_launch_ids)
+        return parameters
+
+    def _maps(self, x: TensorView, result: TensorView | None) -> bytes:
+        """The tensor maps of X and, if TMA stores it, of the result."""
+        maps = {box: view_map(x, self._desc.x_order, box) for box in {*self._x_boxes}}
+        found = b"".join(maps[box] for box in self._x_boxes)
+        return found if result is None else found + view_map(result, self._desc.y_order, self._y_box)

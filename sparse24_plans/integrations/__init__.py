@@ -2,5 +2,5 @@
 
 
 def register_vllm() -> None:
-    """Register the quantisation method ``sparse24`` with vLLM, which calls this in each process."""
+    """Register the quantization method ``sparse24`` with vLLM, which calls this in each process."""
     from . import vllm as vllm  # registers when it is imported

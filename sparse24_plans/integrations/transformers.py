@@ -1,6 +1,6 @@
 """transformers saves models with 2:4 layers, and loads compressed checkpoints by its own ``from_pretrained``.
 
-Its import registers the quantisation method ``sparse24``, and makes ``save_pretrained`` of a model with
+Its import registers the quantization method ``sparse24``, and makes ``save_pretrained`` of a model with
 2:4 layers write our format and an entry in ``config.json``. ``sparse24_plans.torch`` imports it after
 transformers, which must be 5.8 or later.
 """

@@ -1,6 +1,6 @@
 """vLLM serves 2:4 checkpoints: ours, and compressed-tensors', in ``sparse-24-bitmask`` or with their zeros.
 
-Importing this registers the quantisation method ``sparse24``. vLLM's own parameters and loaders cut and merge
+Importing this registers the quantization method ``sparse24``. vLLM's own parameters and loaders cut and merge
 the parts of a weight; each layer is packed once its parts are loaded. Tested against vLLM 0.33.0.
 """
 

@@ -30,7 +30,7 @@ GRID_BLOCKS = 2**31 - 1
 
 def grid_limit_refusal(blocks: int) -> str | None:
     """A refusal of more CTAs than a launch may have, or None."""
-    return None if blocks <= GRID_BLOCKS else f"{blocks} blocks exceed the grid limit {GRID_BLOCKS}"
+    return None if blocks <= GRID_BLOCKS else f"{blocks} CTAs exceed the grid limit {GRID_BLOCKS}"
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..device.tensors import Device, TensorView, contiguous_strides, honest_view
 from ..errors import InvalidProblemError, MisalignedOperandError
-from ..vocab import CANONICAL_LAYOUT, ElementKind, MatrixOrder
-from ..weights.packed_layouts import Quantization
-from ..weights.quantized_weight import Sparse24QuantizedWeight
-from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
+from ..vocab import ElementKind, MatrixOrder
 from .overlap import lie_apart, overlap, spans_of
 
 Views: TypeAlias = dict[str, TensorView]
-"""Checked operands by their names to the kernel. A weight is ``values``, ``metadata`` and, if quantized,
-``scales``; or ``packed``."""
+"""Checked operands by their names to the kernel. An object gives a view for each :class:`Part`."""
+Forms: TypeAlias = tuple[tuple[tuple[int, ...], ElementKind], ...]
+"""Shape and element of each part of an object."""
 
 
 class Role(Enum):
     """The use of an operand.
 
-    ``IN`` and ``OUT`` are tensors. ``WEIGHT``: a weight object, which is read. ``TABLES``: an object of the
-    family, whose look-up tables are read and never move. ``PACKED``: an object of the family that its plans
-    pack, which is read.
+    ``IN`` and ``OUT`` are tensors. The others are objects, which are read: a 2:4 weight, look-up tables, and
+    what a family's plans pack.
     """
 
     IN = 0
@@ -45,18 +42,36 @@ class Alignment(NamedTuple):
     line: int = 1
 
 
-class Packing(NamedTuple):
-    """How an object that a family's plans pack becomes views."""
+class Part(NamedTuple):
+    """A view of an operand that is an object."""
 
-    views: Mapping[str, tuple[str, ...]]
-    """Names of the views to the kernel, by the object's layout."""
-    parts: Mapping[str, tuple[str, ...]]
-    """Names of the views to callers, by the object's layout."""
-    forms: Mapping[str, tuple[tuple[tuple[int, ...], ElementKind], ...]]
-    """Shape and element of each view, by the object's layout."""
-    unpack: Callable[[Any, str, tuple[str, ...], Device], Views]
-    """Gives the views of an object for an argument's name, the plan's layouts and its device. Raises
-    InvalidProblemError for any other object."""
+    view: str
+    """Name to the kernel."""
+    name: str = ""
+    """Name to callers, after the argument's name and a dot. Empty: the argument's name is the part's."""
+    alignment: int = 1
+    """Bytes that divide the address, whatever the kernel."""
+
+
+class Packing:
+    """How an operand that is an object becomes views. A family, or a kind of object, derives its own."""
+
+    __slots__ = ()
+
+    def parts(self, layout: str) -> tuple[Part, ...]:
+        """The views of an object for a plan of the layout."""
+        raise NotImplementedError
+
+    def forms(self, layout: str) -> Forms:
+        """Shape and element of each part, for a layout that isn't a library's."""
+        raise NotImplementedError
+
+    def unpack(self, given: Any, argument: str, layouts: tuple[str, ...], home: Device) -> Views:
+        """The views of an object for a plan on the device ``home`` whose kernel reads the ``layouts``.
+
+        Raises InvalidProblemError for any other object.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +87,12 @@ class Operand:
     lines: MatrixOrder | None = None
     """ROW or COLUMN: the rows (or columns) of the matrix are contiguous and may lie apart. None: the whole
     operand is contiguous."""
-    layout: str | None = None
-    """A weight's layout; None: any layout that the plan's kernel reads."""
-    quantization: Quantization | None = None
-    """How a weight stores its values; None: as they are."""
     optional: bool = False
     alignment: int = 1
     may_be: str | None = None
     """The operand whose memory this one may share: its elements lie at the same addresses."""
-    of: Callable[[Any], TensorView] | None = None
-    """Gives the memory of look-up tables. Raises InvalidProblemError for any other object."""
     packing: Packing | None = None
-    """How a PACKED operand becomes views."""
+    """How an object becomes views; None: the operand is a tensor."""
     batches: bool = False
     """Whether ``shape`` begins with a number of batches, which may lie anywhere. If there is one batch, the
     kernel gets a view without this dimension."""
@@ -128,16 +137,15 @@ class OperandChecks:
         self._results = tuple(operand for operand in operands if operand.role is Role.OUT)
         self._needs_a_result = all(operand.optional for operand in self._results)
         self._pairs = _pairs(operands, layouts)
+        parts = [(operand, part) for operand in operands for part in _parts_of(operand, layouts)]
         self.arguments = {
-            view: _buffer_name(operand, view, layouts)
-            for operand in operands
-            for view in _views_of(operand, layouts)
+            part.view: f"{operand.argument}.{part.name}" if part.name else operand.argument
+            for operand, part in parts
         }
-        """Callers' name of each view: an argument, or a canonical weight's buffer as ``weight.values``."""
+        """Callers' name of each view: an argument, or a part of an object as ``weight.values``."""
         self.alignments = {
-            self.arguments[view]: alignment
-            for operand in operands
-            for view, alignment in _view_alignments(operand, alignment_of(operand.name), layouts).items()
+            self.arguments[part.view]: max(alignment_of(operand.name).address, part.alignment)
+            for operand, part in parts
         }
         """Bytes that addresses must be multiples of, by the names in ``arguments``."""
 
@@ -180,26 +188,30 @@ def leading_dimension(view: TensorView, order: MatrixOrder) -> int:
 def _check_for(
     operand: Operand, needed: Alignment, layouts: tuple[str, ...], home: Device
 ) -> Callable[[Args, Views], None]:
-    if operand.role is Role.WEIGHT:
-        return _WeightCheck(operand, _layouts_of(operand, layouts), needed.address, home)
-    if operand.packing is not None:
-        return _PackedCheck(
-            operand, operand.packing, _view_alignments(operand, needed, layouts), layouts, home
-        )
-    return _TensorCheck(operand, Alignment(_address_alignment(operand, needed), needed.line), home)
+    if operand.packing is None:
+        return _TensorCheck(operand, needed, home)
+    parts = _parts_of(operand, layouts)
+    alignments = {part.view: max(needed.address, part.alignment) for part in parts}
+    return _ObjectCheck(operand.argument, operand.packing, alignments, layouts, home)
 
 
-def _address_alignment(operand: Operand, needed: Alignment) -> int:
-    if operand.role is Role.WEIGHT:
-        return needed.address
-    return max(needed.address, operand.alignment, operand.element.itemsize)
+def _parts_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[Part, ...]:
+    """The views that an operand may become."""
+    if operand.packing is None:
+        return (Part(operand.name, alignment=_least_alignment(operand)),)
+    return tuple(dict.fromkeys(part for layout in layouts for part in operand.packing.parts(layout)))
+
+
+def _least_alignment(operand: Operand) -> int:
+    return max(operand.alignment, operand.element.itemsize)
 
 
 class _TensorCheck:
     __slots__ = ("_alignment", "_empty", "_home", "_operand", "_raw")
 
-    def __init__(self, operand: Operand, alignment: Alignment, home: Device) -> None:
-        self._operand, self._alignment, self._home = operand, alignment, home
+    def __init__(self, operand: Operand, needed: Alignment, home: Device) -> None:
+        self._operand, self._home = operand, home
+        self._alignment = Alignment(max(needed.address, _least_alignment(operand)), needed.line)
         self._raw = reinterpretable(operand.element)
         self._empty = 0 in operand.shape
 
@@ -207,8 +219,6 @@ class _TensorCheck:
         operand = self._operand
         name = operand.argument
         given = getattr(args, name)
-        if operand.of is not None:
-            given = operand.of(given)
         if given is None:
             if operand.optional:
                 return
@@ -226,8 +236,7 @@ class _TensorCheck:
         if view.element is not operand.element:
             raise InvalidProblemError(f"{name}: expected element {operand.element}, got {view.element}")
         if view.device != self._home:
-            hint = "; call plan.pack" if operand.role is Role.TABLES else ""
-            raise InvalidProblemError(f"{name}: expected memory on {self._home}, got {view.device}{hint}")
+            raise InvalidProblemError(f"{name}: expected memory on {self._home}, got {view.device}")
         if operand.role is Role.OUT and view.readonly:
             raise InvalidProblemError(f"{name}: expected writable memory, got a read-only tensor")
         return self._checked_batches(view) if operand.batches else self._checked_memory(view)
@@ -283,7 +292,7 @@ class _TensorCheck:
 
 def check_tensor(given: Any, operand: Operand, alignment: Alignment, home: Device) -> TensorView:
     """``given`` as a view that fits an IN operand. Raises what a run raises for it."""
-    return _TensorCheck(operand, Alignment(_address_alignment(operand, alignment), 1), home).view(given)
+    return _TensorCheck(operand, Alignment(alignment.address), home).view(given)
 
 
 def _packed_lines(view: TensorView, order: MatrixOrder, argument: str) -> TensorView:
@@ -301,134 +310,26 @@ def _restrided(
     )
 
 
-_ONE_PART = ("packed",)
-
-
-def _parts(operand: Operand, layout: str) -> tuple[str, ...]:
-    """Names of a weight's buffers in a layout."""
-    if layout != CANONICAL_LAYOUT:
-        return _ONE_PART
-    return ("values", "metadata", "scales") if operand.quantization else ("values", "metadata")
-
-
-def _layouts_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
-    """Layouts that a weight may have: its declared one, or those that the plan's kernel reads."""
-    return layouts if operand.layout is None else (operand.layout,)
-
-
-def _views_of(operand: Operand, layouts: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the views that an operand may become."""
-    if operand.packing is not None:
-        return tuple(dict.fromkeys(name for one in layouts for name in operand.packing.views[one]))
-    if operand.role is not Role.WEIGHT:
-        return (operand.name,)
-    return tuple(name for one in _layouts_of(operand, layouts) for name in _parts(operand, one))
-
-
-def _view_alignments(operand: Operand, needed: Alignment, layouts: tuple[str, ...]) -> dict[str, int]:
-    """Bytes that must divide the address of each view. The parts of a PACKED operand differ in element."""
-    least = _address_alignment(operand, needed)
-    if operand.packing is None:
-        return dict.fromkeys(_views_of(operand, layouts), least)
-    views, forms = operand.packing.views, operand.packing.forms
-    return {
-        view: max(least, element.itemsize)
-        for one in layouts
-        for view, (_, element) in zip(views[one], forms[one], strict=True)
-    }
-
-
-def _buffer_name(operand: Operand, view: str, layouts: tuple[str, ...]) -> str:
-    """The argument; the buffers of a canonical weight and of a PACKED operand are its parts."""
-    if operand.packing is not None:
-        found = {
-            name: part
-            for layout in layouts
-            for name, part in zip(operand.packing.views[layout], operand.packing.parts[layout], strict=True)
-        }
-        return f"{operand.argument}.{found[view]}"
-    canonical = operand.role is Role.WEIGHT and view not in _ONE_PART
-    return f"{operand.argument}.{view}" if canonical else operand.argument
-
-
-class _WeightCheck:
-    __slots__ = ("_alignment", "_home", "_layouts", "_operand")
-
-    def __init__(self, operand: Operand, layouts: tuple[str, ...], alignment: int, home: Device) -> None:
-        self._operand, self._layouts, self._alignment, self._home = operand, layouts, alignment, home
-
-    def __call__(self, args: Args, views: Views) -> None:
-        operand = self._operand
-        weight = check_weight(getattr(args, operand.argument), operand, self._layouts, self._home)
-        for name, view in zip(_parts(operand, weight.layout_id), weight.buffers, strict=True):
-            if 0 not in view.shape:
-                check_alignment(operand.argument, view.address, self._alignment)
-            views[name] = view
-
-
-class _PackedCheck:
-    __slots__ = ("_alignments", "_home", "_layouts", "_operand", "_packing")
+class _ObjectCheck:
+    __slots__ = ("_alignments", "_argument", "_home", "_layouts", "_packing")
 
     def __init__(
         self,
-        operand: Operand,
+        argument: str,
         packing: Packing,
         alignments: Mapping[str, int],
         layouts: tuple[str, ...],
         home: Device,
     ) -> None:
-        self._operand, self._packing, self._alignments = operand, packing, alignments
+        self._argument, self._packing, self._alignments = argument, packing, alignments
         self._layouts, self._home = layouts, home
 
     def __call__(self, args: Args, views: Views) -> None:
-        name = self._operand.argument
+        name = self._argument
         for part, view in self._packing.unpack(getattr(args, name), name, self._layouts, self._home).items():
             if 0 not in view.shape:
                 check_alignment(name, view.address, self._alignments[part])
             views[part] = view
-
-
-CANONICAL_WEIGHTS = (Sparse24Weight, Sparse24QuantizedWeight)
-
-
-def check_weight(given: Any, operand: Operand, layouts: tuple[str, ...], home: Device) -> PackedWeight:
-    """``given`` as a packed weight in one of the ``layouts``. A canonical weight needs no packing."""
-    name = operand.argument
-    weight = given
-    if type(given) in (*CANONICAL_WEIGHTS, PackedWeight):
-        check_weight_fits(given, operand, home)  # first, because packing a wrong weight would be in vain
-    if type(given) in CANONICAL_WEIGHTS and CANONICAL_LAYOUT in layouts:
-        weight = PackedWeight.canonical(given)
-    if type(weight) is not PackedWeight:
-        hint = "; call plan.pack(weight)" if type(weight) in CANONICAL_WEIGHTS else ""
-        canonical = (Sparse24QuantizedWeight if operand.quantization else Sparse24Weight).__name__
-        wanted = " or a ".join(
-            canonical if layout == CANONICAL_LAYOUT else f"PackedWeight of layout {layout!r}"
-            for layout in layouts
-        )
-        raise InvalidProblemError(f"{name}: expected a {wanted}, got {type(weight).__name__}{hint}")
-    if weight.layout_id not in layouts:
-        wanted = " or ".join(repr(layout) for layout in layouts)
-        raise InvalidProblemError(
-            f"{name}: expected layout {wanted}, got {weight.layout_id!r}; call plan.pack(weight)"
-        )
-    return weight
-
-
-def check_weight_fits(weight: PackedWeight | CanonicalWeight, operand: Operand, home: Device) -> None:
-    """Raise InvalidProblemError if shape, element, quantization or device are not the operand's."""
-    name, (m, k) = operand.argument, operand.shape
-    if (weight.m, weight.k) != (m, k) or weight.element is not operand.element:
-        raise InvalidProblemError(
-            f"{name}: expected {operand.element}[{m}, {k}], got {weight.element}[{weight.m}, {weight.k}]"
-        )
-    if weight.quantization != operand.quantization:
-        wanted, got = (
-            one or "values that are not quantized" for one in (operand.quantization, weight.quantization)
-        )
-        raise InvalidProblemError(f"{name}: expected {wanted}, got {got}")
-    if weight.device != home:
-        raise InvalidProblemError(f"{name}: expected memory on {home}, got {weight.device}")
 
 
 def reinterpretable(element: ElementKind) -> ElementKind | None:
@@ -469,7 +370,7 @@ def _lie_alike(one: TensorView, other: TensorView) -> bool:
 
 def _pairs(operands: tuple[Operand, ...], layouts: tuple[str, ...]) -> tuple[_Pair, ...]:
     return tuple(
-        _Pair(out, other, _views_of(other, layouts))
+        _Pair(out, other, tuple(part.view for part in _parts_of(other, layouts)))
         for at, out in enumerate(operands)
         for where, other in enumerate(operands)
         if out.role is Role.OUT and other is not out and not (other.role is Role.OUT and where > at)

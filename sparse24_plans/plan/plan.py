@@ -152,9 +152,18 @@ class Plan:
     ) -> Self:
         cls._check_descriptor(descriptor)
         chosen: Any = _select  # mypy takes no class for hashable
-        plan = chosen(cls, descriptor, PlanPreference.of(preference), *place, tuning)
+        table = cls._tuning_for(tuning, place[0])
+        plan = chosen(cls, descriptor, PlanPreference.of(preference), *place, table)
         assert isinstance(plan, cls)
         return plan
+
+    @classmethod
+    def _tuning_for(cls, given: Tuning | None, device: DeviceProperties) -> Tuning | None:
+        """The tuning table of a selection to which ``given`` was passed. A family may have one for a device.
+
+        Raises InvalidProblemError for anything but a table.
+        """
+        return given
 
     @classmethod
     def explain_choice(
@@ -165,9 +174,13 @@ class Plan:
         device: PlaceLike = None,
         tuning: Tuning | None = None,
     ) -> Explanation:
-        """Explain what ``select`` would choose, uncompiled. ``device`` may describe an absent GPU."""
+        """Explain what ``select`` would choose, uncompiled. ``device`` may describe an absent GPU.
+
+        ``tuning`` is as for the family's ``select``; None for a family that has none.
+        """
         cls._check_descriptor(descriptor)
         wishes, (properties, _) = PlanPreference.of(preference), described(device)
+        tuning = cls._tuning_for(tuning, properties)
         considered = considered_by(cls, descriptor, wishes, properties, tuning)
         entry = next((one.entry for one in considered if one.reason is None), None)
         if entry is None or entry.on_host:  # a host's plan costs no more than its explanation would
@@ -190,11 +203,13 @@ class Plan:
     ) -> tuple[CompiledKernel, ...]:
         """Compile into the kernel cache what ``select`` would compile and load, but load nothing.
 
-        Needs NVRTC, but no GPU: ``device`` may describe an absent one. The result is empty if the
-        chosen kernel is a library's or the host's. Raises what ``select`` raises, and StorageError.
+        Needs NVRTC, but no GPU: ``device`` may describe an absent one. ``tuning`` is as for
+        :meth:`explain_choice`. The result is empty if the chosen kernel is a library's or the host's. Raises
+        what ``select`` raises, and StorageError.
         """
         cls._check_descriptor(descriptor)
         properties, _ = described(device)
+        tuning = cls._tuning_for(tuning, properties)
         choice = _choice(cls, descriptor, PlanPreference.of(preference), properties, tuning)
         return tuple(choice.entry.kernel_for(descriptor).compile(choice))
 
@@ -282,12 +297,8 @@ class Plan:
             self.descriptor,
             self.preference,
             self.device if self._absent else self._home,
-            self._given_tuning(),
+            None if self._tuning is self._tuning_for(None, self.device) else self._tuning,
         )
-
-    def _given_tuning(self) -> Tuning | None:
-        """The tuning table that was given to ``select``."""
-        return self._tuning
 
     # Running ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""How families pick a schedule: fitted constants, the fastest candidate, the split-K of invariant kernels.
+"""How families pick a schedule: fitted constants, the fastest candidate or the first that is enough, and the
+split-K of invariant kernels.
 
 A cost model is a formula in its family's ``schedules/``; its constants are data that ``python -m
 benchmarks.fit`` writes from measured problems, one file a GPU in ``tuning/models``. All devices take the
@@ -68,6 +69,11 @@ def fastest(
         candidates = [one for one in candidates if workspace(one) <= max_workspace]
     times = predicted(candidates)
     return candidates[min(range(len(candidates)), key=times.__getitem__)]
+
+
+def first_enough(candidates: Sequence[S], is_enough: Callable[[S], bool]) -> S:
+    """The first candidate that is enough, or else the last: for kernels whose candidates have an order."""
+    return next((one for one in candidates if is_enough(one)), candidates[-1])
 
 
 def invariant_split(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal, SupportsIndex
 
 from pydantic import model_validator
 
 from ..plan.descriptor import AS_ELEMENT, Descriptor
 from ..plan.operands import Operand, Role
+from ..plan.weight_operand import weight_operand
 from ..vocab import (
     CANONICAL_LAYOUT,
     INT64_MAX,
@@ -92,8 +92,8 @@ class PrepareDescriptor(Descriptor):
             Operand("metadata", Role.OUT, (self.m, self.k // 8), ElementKind.U16),
         )
 
-    def _weight(self, name: str, layout: str) -> Operand:
-        return Operand(name, Role.WEIGHT, (self.m, self.k), self.element, layout=layout)
+    def _weight(self, name: str, layout: str, quantization: Quantization | None = None) -> Operand:
+        return weight_operand(name, self.m, self.k, self.element, layout=layout, quantization=quantization)
 
     def _mask(self, layout: MaskLayout, role: Role, *, optional: bool = False) -> Operand:
         rows, tiles = (self.m, self.k // 8), (self.m // 8, self.k // 8, 8)
@@ -366,7 +366,7 @@ class PruneQuantizeSparse24Descriptor(_Quantized, _Scored):
     dense_element : ElementKind, optional
         Type of the dense W: ``f32``, ``f16`` or ``bf16``; by default ``element``.
     stored, group, scale_element
-        As for Sparse24QuantizedWeight; ``s4`` in groups of 128 by default.
+        Arguments of Sparse24QuantizedWeight; ``s4`` in groups of 128 by default.
     rule : ScaleRule
         How a group's scale is chosen: ``largest`` (default) or ``least_squares``.
     scores : ElementKind, optional
@@ -449,9 +449,8 @@ class DequantizeSparse24Descriptor(_Quantized):
         ) -> None: ...
 
     def operands(self) -> tuple[Operand, ...]:
-        weight = self._weight("weight", CANONICAL_LAYOUT)
         return (
-            replace(weight, quantization=self.quantization),
+            self._weight("weight", CANONICAL_LAYOUT, self.quantization),
             Operand("dequantized", Role.OUT, (self.m, self.k // 2), self.element),
         )
 

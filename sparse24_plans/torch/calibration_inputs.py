@@ -56,9 +56,11 @@ class Calls:
 def recorded(
     model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[Any], device: device | None
 ) -> Calls:
-    """Run the model with blocks that only note their arguments; the first runs once, to show its result.
+    """Record the arguments of the model's blocks for every batch.
 
-    The first batch runs to the end, to show that no block is called twice; others end with their last block.
+    Blocks record their arguments instead of computing. The first block computes once, which shows the type of
+    its result. The first batch runs to the end of the model, which shows that no block is called twice. Later
+    batches end with the last block.
     """
     calls = Calls([], [], [], device)
     order = {id(block): index for index, block in enumerate(blocks.values())}

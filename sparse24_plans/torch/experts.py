@@ -50,7 +50,7 @@ class ExpertsWeight(Sparse24Linear):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Raise UnsupportedError: each token is multiplied by the experts of its own."""
-        raise UnsupportedError("x: expected a call of the Sparse24Experts, got one of its stacked weight")
+        raise UnsupportedError("x: expected a call of the Sparse24Experts module, got a call of its weight")
 
     def _problem(self, n: int) -> dict[str, Any]:
         groups = self.num_experts
@@ -313,7 +313,7 @@ def _check_routing(x: Tensor, width: int, index: Tensor, weights: Tensor) -> Non
             f"top_k_index: expected int32 or int64 [{tokens}, top_k], got {index.dtype} {list(index.shape)}"
         )
     if not index.shape[1]:
-        raise InvalidProblemError(f"top_k_index: expected an expert or more of a token, got {[tokens, 0]}")
+        raise InvalidProblemError(f"top_k_index: expected at least 1 expert a token, got {[tokens, 0]}")
     if weights.shape != index.shape or not weights.is_floating_point():
         raise InvalidProblemError(
             f"top_k_weights: expected floating point {list(index.shape)}, "

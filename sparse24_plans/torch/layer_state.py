@@ -92,7 +92,7 @@ def _further(layer: Any) -> nn.Module:
 
 
 def _is_computed(tensor: Tensor | None) -> bool:
-    """Whether torch.nn.utils put the tensor in a parameter's place, which no parameter may take then."""
+    """Whether torch.nn.utils computes the tensor. Then no parameter may replace it."""
     return tensor is not None and not isinstance(tensor, nn.Parameter)
 
 

@@ -224,7 +224,7 @@ class Sparse24Linear(nn.Module):
         self._settle()
 
     def _in_place_of(self, old: nn.Parameter | None, new: Tensor) -> nn.Parameter:
-        """A parameter of the new tensor, which is trained if the old one was, or a new layer's would be."""
+        """A parameter that holds ``new``. It is trained if ``old`` was, or without one if the layer is."""
         return nn.Parameter(new, requires_grad=self.trainable if old is None else old.requires_grad)
 
     def _copy(self, values: Tensor, meta: Tensor, bias: Tensor | None) -> None:
@@ -418,7 +418,7 @@ class Sparse24Linear(nn.Module):
     def _parameter(self, name: str) -> Any:
         """The parameter, found faster than by ``getattr``.
 
-        It is an attribute alone of DataParallel's replicas, of FSDP's modules, and of a parametrized layer.
+        DataParallel's replicas, FSDP's modules and parametrized layers have it as an attribute alone.
         """
         own = self._parameters
         return own[name] if name in own else getattr(self, name)

@@ -357,12 +357,12 @@ def check_dtype(stored: Layer, dtype: torch.dtype | None, otherwise: str = "") -
 
 
 def check_orientation(weight: Layer, module: Any) -> None:
-    """Raise InvalidProblemError for a weight along whose outputs 2:4 goes, as the module holds it."""
+    """Raise InvalidProblemError for a weight whose groups of four lie along the layer's outputs."""
     holds = is_conv1d(module) or getattr(module, "transposed", False)
     if holds != weight.transposed:
         raise InvalidProblemError(
-            f"{weight.name}: expected a weight compressed along its inputs, which the model's layer holds as "
-            f"{'[in, out]' if holds else '[out, in]'}; compress the dense model again"
+            f"{weight.name}: expected groups of four along the inputs, got them along the outputs: the "
+            f"model's layer holds {'[in, out]' if holds else '[out, in]'}; compress the dense model again"
         )
 
 

@@ -83,11 +83,11 @@ class PlanWeights:
     ) -> PackedWeight:
         """The weight in the layout that the kernel reads, converted again after each write to the weight.
 
-        PyTorch counts the writes that tell an old copy, but not those through ``.data``, after which an old
-        copy stays in use. It counts none to an inference tensor, and those of fused optimizers and of
-        ``fully_shard`` neither, so a weight or scales made in ``torch.inference_mode`` and a weight that
-        requires gradients are converted at each call. Metadata is taken to change only with its weight,
-        because a layer's is an inference view in that mode.
+        PyTorch's version counters show writes. They miss writes through ``.data``, after which the old copy
+        stays in use. They also miss writes to inference tensors, and those of fused optimizers and
+        ``fully_shard``. So a weight or scales made in ``torch.inference_mode``, and a weight that requires
+        gradients, are converted at each call. Metadata is assumed to change only with its weight, because a
+        layer's metadata is an inference view in that mode.
 
         Raises UnsupportedError in a CUDA-graph capture: run once before it, or pack the weight.
         """

@@ -76,7 +76,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
     Parameters
     ----------
     in_features, out_features, bias, activation, require, preference, device
-        As for Sparse24Linear. W and x are padded with zeros to the next multiple of 16 columns.
+        Arguments of Sparse24Linear. W and x are padded with zeros to the next multiple of 16 columns.
     dtype : torch.dtype
         ``torch.float8_e4m3fn`` or ``torch.int8``.
     out_dtype : torch.dtype, optional

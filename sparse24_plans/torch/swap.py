@@ -282,7 +282,7 @@ def _reason_beside(module: nn.Module, name: str, parameter: Tensor) -> str:
         return known
     if parameter.dim() > 2:
         return f"{parameter.dim()}-d (stacked matrices), which Sparse24Experts don't take"
-    return f"a parameter of a {type(module).__name__}, which is no linear layer"
+    return f"a parameter of a {type(module).__name__}, which is not a linear layer"
 
 
 def _is_sparse(weight: Tensor) -> bool:

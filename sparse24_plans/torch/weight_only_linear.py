@@ -38,7 +38,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
     Parameters
     ----------
     in_features, out_features, bias, activation, out_dtype, require, preference, device
-        As for Sparse24Linear.
+        Arguments of Sparse24Linear.
     stored : ElementKind or str
         ``s4``, ``s8`` or ``fp8_e4m3``.
     group : int

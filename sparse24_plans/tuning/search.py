@@ -67,7 +67,7 @@ def tunable(desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Gemm
     for one in consider(ENTRIES, desc, PlanPreference(), device):
         if one.reason is None:
             first.setdefault(one.entry.backend, one.entry)
-    return [row for row in first.values() if row.kernel.tunable]
+    return [kernel_entry for kernel_entry in first.values() if kernel_entry.kernel.tunable]
 
 
 def tune(
@@ -102,8 +102,8 @@ def tune(
     tuner = _Tuner(properties)
     try:
         entries = []
-        for problem, row in jobs:
-            trials = tuner.search(problem, row)
+        for problem, kernel_entry in jobs:
+            trials = tuner.search(problem, kernel_entry)
             _log(trials)
             if trials.chosen is not None:
                 entries.append(trials.chosen)
@@ -136,8 +136,8 @@ def _jobs(
 ) -> list[tuple[GemmSparse24Descriptor, GemmEntry]]:
     """Problems of one weight next to each other, so that it is made and packed once."""
     for name in kernels or ():
-        row = find(name)
-        if row is None or not row.kernel.tunable:
+        kernel_entry = find(name)
+        if kernel_entry is None or not kernel_entry.kernel.tunable:
             raise InvalidProblemError(f"kernels: expected names of kernels that can be tuned, got {name!r}")
     problems = tuple(dict.fromkeys(problems))
     for problem in problems:
@@ -146,10 +146,10 @@ def _jobs(
                 f"problems: expected batches None, as they take the product's configuration, got {problem!r}"
             )
     jobs = [
-        (problem, row)
+        (problem, kernel_entry)
         for problem in problems
-        for row in tunable(problem, device)
-        if kernels is None or row.name in kernels
+        for kernel_entry in tunable(problem, device)
+        if kernels is None or kernel_entry.name in kernels
     ]
     return sorted(jobs, key=lambda job: (job[0].element.value, job[0].m * job[0].k, job[0].m))
 
@@ -168,25 +168,26 @@ class _Tuner:
             self._worker.close()
             self._worker = None
 
-    def search(self, problem: GemmSparse24Descriptor, row: GemmEntry) -> Trials:
-        fatal = self._fatal.setdefault((row.name, problem.element, problem.out_element), [])
+    def search(self, problem: GemmSparse24Descriptor, kernel_entry: GemmEntry) -> Trials:
+        fatal = self._fatal.setdefault((kernel_entry.name, problem.element, problem.out_element), [])
         known: list[dict[str, Any]] = [{"configuration": dict(one), "us": None} for one in fatal]
         answer = None
         while answer is None:
             answer = self._ask(
-                {"do": "search", "kernel": row.name, "problem": _json(problem), "known": known}, known
+                {"do": "search", "kernel": kernel_entry.name, "problem": _json(problem), "known": known},
+                known,
             )
             if answer is None:
                 fatal.append(known[-1]["configuration"])
         times = [(configuration, us) for configuration, us in answer["times"]]
         right = sum(item["us"] is not None for item in known)
-        trials = Trials(problem, row.name, right, len(known) - right - len(fatal), list(fatal))
+        trials = Trials(problem, kernel_entry.name, right, len(known) - right - len(fatal), list(fatal))
         configuration, best, default = choose(times)
         if configuration is not None:
-            promises = self._self_test(problem, row, configuration)
+            promises = self._self_test(problem, kernel_entry, configuration)
             trials.chosen = TunedKernel(
-                kernel=row.name,
-                version=row.kernel.tuning_version(self._device),
+                kernel=kernel_entry.name,
+                version=kernel_entry.kernel.tuning_version(self._device),
                 problem=problem,
                 configuration=configuration,
                 promises=promises,
@@ -196,12 +197,12 @@ class _Tuner:
         return trials
 
     def _self_test(
-        self, problem: GemmSparse24Descriptor, row: GemmEntry, configuration: Configuration
+        self, problem: GemmSparse24Descriptor, kernel_entry: GemmEntry, configuration: Configuration
     ) -> tuple[Confirmable, ...]:
-        found = self._ask(_self_test(problem, row.name, configuration, repeat=True), [])
+        found = self._ask(_self_test(problem, kernel_entry.name, configuration, repeat=True), [])
         if found is None or not found["sound"]:
             return ()
-        self._digests[row.name, problem] = found["digest"]
+        self._digests[kernel_entry.name, problem] = found["digest"]
         return ("deterministic",)
 
     def confirm(self, entries: list[TunedKernel]) -> list[TunedKernel]:
@@ -231,7 +232,7 @@ class _Tuner:
             if message is None:
                 self.close()
                 if trying is None or trying["configuration"] is None:
-                    raise DriverError("tuning worker", 1, "it died, but not of a configuration")
+                    raise DriverError("tuning worker", 1, "it died, and no single configuration is to blame")
                 TUNING.warning(
                     "a worker ended with configuration %s, which is left out", trying["configuration"]
                 )

@@ -51,10 +51,10 @@ class Experiment(Problem):
 
     def plan(self, kernel: str, configuration: Configuration) -> GemmSparse24Plan:
         """The kernel with the configuration. Raises UnsupportedError if the kernel refuses it."""
-        row, device = _row(kernel), self._properties
+        kernel_entry, device = _kernel_entry(kernel), self._properties
         entry = TunedKernel(
             kernel=kernel,
-            version=row.kernel.tuning_version(device),
+            version=kernel_entry.kernel.tuning_version(device),
             problem=self.desc,
             configuration=configuration,
             microseconds=1,
@@ -63,11 +63,11 @@ class Experiment(Problem):
         plan = GemmSparse24Plan.select(
             self.desc,
             device=device.ordinal,
-            preference=PlanPreference(prefer_backend=row.backend),
+            preference=PlanPreference(prefer_backend=kernel_entry.backend),
             tuning=TuningTable(device.name, device.driver or "", [entry]),
         )
         if plan.explain().chosen != kernel:
-            raise UnsupportedError(f"{kernel}: another kernel of {row.backend} is chosen")
+            raise UnsupportedError(f"{kernel}: another kernel of {kernel_entry.backend} is chosen")
         return plan
 
     def plans(self, kernel: str, configurations: list[Configuration]) -> list[GemmSparse24Plan | None]:
@@ -83,7 +83,7 @@ class Experiment(Problem):
             return list(pool.map(made, configurations))
 
     def candidates(self, kernel: str) -> list[Configuration]:
-        return _row(kernel).kernel.candidates(self.desc, self._properties)
+        return _kernel_entry(kernel).kernel.candidates(self.desc, self._properties)
 
     def launches(self, plan: GemmSparse24Plan) -> list[Any]:
         """A launcher a copy of the weight; not bound, since a bound plan may be a graph of its own."""
@@ -145,10 +145,10 @@ class Experiment(Problem):
         return self.y.copy()
 
 
-def _row(name: str) -> GemmEntry:
-    row = find(name)
-    assert row is not None
-    return row
+def _kernel_entry(name: str) -> GemmEntry:
+    kernel_entry = find(name)
+    assert kernel_entry is not None
+    return kernel_entry
 
 
 @lru_cache(maxsize=1)

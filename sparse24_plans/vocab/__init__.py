@@ -437,9 +437,9 @@ class Tier(_Word):
     """The part of the machine that a kernel uses, and how it uses the sparsity.
 
     ``host``: NumPy on the CPU. ``inflate``: a GPU expands the sparse operand, in memory or while it reads
-    it, and multiplies without sparse instructions. ``memory``: a GPU moves or compares data and multiplies
-    no matrices, like pruning and packing. ``tensor_core``: a GPU runs dense tensor-core instructions on the
-    kept blocks alone. ``sparse_tensor_core``: a GPU runs the tensor cores' own 2:4 instructions.
+    it, and multiplies without sparse instructions, or multiplies kept blocks without tensor cores.
+    ``memory``: a GPU moves or compares data and multiplies no matrices. ``tensor_core``: a GPU runs dense
+    tensor-core instructions on kept blocks alone. ``sparse_tensor_core``: a GPU runs 2:4 instructions.
     """
 
     HOST = "host"

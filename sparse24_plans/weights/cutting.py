@@ -352,7 +352,7 @@ def _is_view(copy: object, possible: bool, cells: str) -> bool:
         raise wrong("copy", "None, True or False", copy)
     if copy is False and not possible:
         raise InvalidProblemError(
-            f"copy: expected None or True, because {cells} are no contiguous memory, got False"
+            f"copy: expected None or True, because {cells} are not contiguous, got False"
         )
     return possible and not copy
 

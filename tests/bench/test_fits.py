@@ -26,8 +26,8 @@ from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut, cut_work
 from sparse24_plans.blocksparse.schedules.predicted_times import Way
 from sparse24_plans.device.jit import compiler
-from sparse24_plans.gemm.schedules import f32_split_heuristics
-from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
+from sparse24_plans.gemm.schedules.f32_split_heuristics import F32Split
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_for
 from sparse24_plans.plan.schedule_choice import FOLDER, CostModel, constants, fastest, invariant_split
 
@@ -67,7 +67,7 @@ def test_choices_among_schedules_of_wgmma_sp_lose_what_file_says(model):
     for desc, times in fit.gemm_fit(model, GPU).problems:
         free = schedules_for(desc.n, desc.m, quantized=desc.quantization is not None)
         tried = [one for one in free if one in times]
-        chosen = fastest(tried, lambda some, desc=desc: predicted(some, desc))
+        chosen = fastest(tried, lambda some, desc=desc: WGMMA_SP.predicted(some, desc))
         lost.append(times[chosen] / min(times[one] for one in tried))
     assert descent.summary(np.array(lost)) == FILE[model]["measured"]["loss"]
 
@@ -213,15 +213,14 @@ def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch, few
 
 
 def test_models_of_float32_are_fitted_to_measured_times(monkeypatch):
-    true = {**GIVEN["f32_split_3_few"]["constants"], "tile": 0.3, "token": 0.002, "launch": 3.0}
+    true = {**GIVEN["f32_split_split_k_3_few"]["constants"], "tile": 0.3, "token": 0.002, "launch": 3.0}
     rng, lines = random.Random(5), []
     for _ in range(40):
         n, m, k = rng.randint(1, 64), 8 * rng.randint(16, 2048), 64 * rng.randint(8, 128)
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-        tried = f32_split_heuristics.tried_schedules(n, m, k, 3)
-        us = f32_split_heuristics.microseconds(
-            f32_split_heuristics.SplitCostInputs.of([(one, desc) for one in tried]), true
-        )
+        family = F32Split(3)
+        tried = family.candidates(desc)
+        us = family.microseconds(family.inputs([(one, desc) for one in tried]), true)
         times = {",".join(map(str, one)): t for one, t in zip(tried, us.tolist(), strict=True)}
         lines.append({"terms": 3, "n": n, "m": m, "k": k, "element": "f32", "us": times})
     monkeypatch.setattr(fit, "lines_of", lambda gpu, family: lines)
@@ -231,13 +230,13 @@ def test_models_of_float32_are_fitted_to_measured_times(monkeypatch):
     assert found["measured"]["loss"]["mean"] < 0.01
 
 
-def test_models_without_measured_problems_keep_what_is_given(monkeypatch, capsys):
+def test_models_without_measured_problems_keep_those_of_the_reference(monkeypatch, capsys):
     monkeypatch.setattr(fit, "is_measured", lambda model, gpu: model not in fit.F32_MODELS)
     monkeypatch.setattr(fit, "entry", lambda model, gpu: {"constants": {}, "measured": {"file": model}})
     monkeypatch.setattr(fit, "choose_by", lambda models: None)
     monkeypatch.setattr(fit, "ProcessPoolExecutor", ThreadPoolExecutor)
     models = json.loads(fit.file_text(GPU, ()))["models"]
-    assert models["f32_split_2_few"] == {**GIVEN["f32_split_2_few"], "measured": None}
+    assert models["f32_split_2_few"] == FILE["f32_split_2_few"]
     assert models[fit.STREAM_K]["measured"] == {"file": fit.STREAM_K}
     with pytest.raises(SystemExit):
         fit.main(["--only", "f32_split_2_few"])
@@ -330,7 +329,7 @@ def test_models_of_sdd_are_fitted_to_measured_times(monkeypatch, few_steps):
         assert found["measured"]["error"]["mean"] < 0.03
 
 
-def test_models_of_sdd_are_fitted_to_short_products_of_those_measured_in_turns():
+def test_models_of_sdd_are_fitted_to_short_products():
     """Others had one clock, which is neither contender's alone."""
     steady = sum(desc.op == "sdd" for desc, *_ in block_fits.beside_inflated(GPU))
     rows = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import re
 import shutil
 import subprocess
 from functools import partial
@@ -40,17 +39,19 @@ def made(*sources: str, **parts: object) -> dict:
     }
 
 
-CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+def test_every_kernel_file_is_hashed():
+    paths = (path for path in (ROOT / "kernels_cu").rglob("*") if path.is_file())
+    assert record.kernel_files() == sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
-def test_hash_is_over_path_and_code_of_every_kernel_file():
-    digest = hashlib.sha256()
-    paths = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels_cu").rglob("*") if path.is_file())
-    for path in paths:
-        text = CODE.sub(lambda one: one[0] if one[0][0] == '"' else " ", (ROOT / path).read_text())
-        digest.update(path.encode() + b"\0" + " ".join(text.split()).encode() + b"\0")
-    assert record.kernel_files() == paths
-    assert record.kernels_sha256(record.kernel_files()) == digest.hexdigest()
+def test_hash_is_over_paths_in_order_and_code(monkeypatch, tmp_path):
+    """The bytes are those of design: path, 0, code, 0, for each file."""
+    monkeypatch.setattr(record, "KERNEL_FOLDER", tmp_path)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/c.cuh").write_text("int b; // one\n")
+    (tmp_path / "a.cu").write_text('#include "b/c.cuh"\n/* two */\nint  a;\n')
+    hashed = b'kernels_cu/a.cu\0#include "b/c.cuh" int a;\0kernels_cu/b/c.cuh\0int b;\0'
+    assert record.kernels_sha256(record.kernel_files()) == hashlib.sha256(hashed).hexdigest()
 
 
 @pytest.mark.parametrize(

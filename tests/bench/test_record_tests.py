@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,49 @@ def test_only_instructions_change_machine_code_not_macros_or_comments():
         for name, code in (("f", "1.0f"), ("g", "1.0f /* one */"), ("f", "2.0f"))
     }
     assert codes["f", "1.0f"] == codes["g", "1.0f /* one */"] != codes["f", "2.0f"]
+
+
+def played_trees(monkeypatch, old: list[dict], new: list[dict]) -> list[set[str]]:
+    """Play the compilations of a commit's tree and this one. Return the texts that need no compiling."""
+    left_out: list[set[str]] = []
+
+    def compiled(tree: object, arch: str, *, known: Iterable[str] = (), texts: bool = False) -> list[dict]:
+        assert arch == "sm_90a"
+        if not texts:
+            left_out.append(set(known))
+        rows = new if tree == changed_kernels.ROOT else old
+        return [{**one, "code": None} if texts or one["text"] in known else one for one in rows]
+
+    monkeypatch.setattr(changed_kernels, "tree_of", lambda commit: nullcontext(f"tree of {commit}"))
+    monkeypatch.setattr(changed_kernels, "compiled", compiled)
+    return left_out
+
+
+def test_files_with_the_same_texts_are_not_compiled(monkeypatch):
+    same = compilation("gemm/a.cu", "one", "1")
+    old, new = compilation("gemm/b.cu", "two", "2"), compilation("gemm/b.cu", "three", "3")
+    left_out = played_trees(monkeypatch, [same, old], [same, new])
+    assert changed_kernels.changed_since("main", {}) == {"gemm/b.cu": (1, 1)}
+    assert left_out == [{"1"}, {"1"}]
+
+
+def test_another_text_of_the_same_code_is_no_change(monkeypatch):
+    one = compilation("gemm/a.cu", "one", "1")
+    left_out = played_trees(monkeypatch, [one], [{**one, "text": "2"}])
+    assert changed_kernels.changed_since("main", {}) == {}
+    assert left_out == [set(), set()]
+
+
+def test_nothing_is_compiled_if_no_text_differs(monkeypatch):
+    one = compilation("gemm/a.cu", "one", "1")
+    left_out = played_trees(monkeypatch, [one], [one])
+    assert changed_kernels.changed_since("main", {}) == {}
+    assert left_out == []
+
+
+def test_a_commit_that_does_not_exist_is_refused():
+    with pytest.raises(SystemExit, match="--since: expected a commit, got 'nowhere'"):
+        record_tests.main("--only=changed", "--since", "nowhere")
 
 
 def test_what_changed_since_a_commit_is_listed_or_tested(monkeypatch, capsys):

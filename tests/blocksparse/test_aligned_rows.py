@@ -126,7 +126,7 @@ def test_aligned_rows_and_single_tokens_are_not_copied(op, packed, trans_a, tran
     ("fields", "words"),
     [
         ({"n": 2**31 - 2}, "size 2147483648 exceeds cuBLAS's limit 2147483647"),
-        ({"n": 2**31 - 1, "op": "dds", "trans_a": True, "layout": TALL}, "blocks exceed the grid limit"),
+        ({"n": 2**31 - 1, "op": "dds", "trans_a": True, "layout": TALL}, "CTAs exceed the grid limit"),
     ],
 )
 def test_copies_beyond_limits_are_refused(fields, words):

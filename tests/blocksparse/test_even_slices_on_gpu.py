@@ -83,7 +83,7 @@ def test_products_of_every_tile_are_right(op, block, tile):
 @every_op
 @every_block
 @pytest.mark.parametrize("parts", PARTS)
-def test_bits_are_those_of_the_slices_own_products_added_in_order(op, block, parts):
+def test_bits_are_those_of_products_of_slices_in_order(op, block, parts):
     """All rows keep the same columns, so that panels of any width have the same slices."""
     rng = np.random.default_rng(parts)
     columns = np.flatnonzero(rng.random(2048 // block) < 0.4)
@@ -238,7 +238,7 @@ def test_what_is_batch_invariant_is_never_cut(block, panels, across, share, n, b
 
 
 @every_block
-def test_a_known_long_panel_of_few_tokens_may_have_several_waves_of_clusters(block):
+def test_a_long_panel_may_have_several_waves_of_clusters(block):
     """Four at most. Batch invariance is given up for such layouts, whatever ``n`` is."""
     shape = BlockSparseShape(
         heads=1, rows=5120, cols=16384, block=block, blocks=5120 * 16384 // block**2 // 20
@@ -255,7 +255,7 @@ def test_a_known_long_panel_of_few_tokens_may_have_several_waves_of_clusters(blo
         assert not guarantees.blocks_wgmma(known).batch_invariant
 
 
-def test_clusters_that_do_not_all_run_at_once_are_predicted_to_begin_a_wave():
+def test_clusters_beyond_those_resident_begin_a_wave():
     """32 clusters of four take longer than as many of three, of which an H200 runs all: 82 us, not 59."""
     shape = BlockSparseShape(heads=1, rows=14336, cols=4096, block=32, blocks=14336 * 4096 // 32**2 // 2)
     desc = BlockSparseMatmulDescriptor(op="dds", layout=shape, n=256, longest_panel=433, element="bf16")

@@ -61,7 +61,7 @@ def test_a_long_row_makes_every_panel_long_that_has_it(cell):
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("share", [0.5, 0.8, 1.0])
-def test_one_long_row_is_told_from_the_length_of_its_panel(block, share):
+def test_one_long_row_shows_in_its_panels_length(block, share):
     kept = random_layout(seed=block, rows=64, cols=200, block=block, density=0.04).bitmap.copy()
     kept[0, 5, : int(200 * share)] = True
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=BlockSparseLayout(kept, block), n=8, element="bf16")
@@ -69,7 +69,7 @@ def test_one_long_row_is_told_from_the_length_of_its_panel(block, share):
 
 
 @given(cells("random"))
-def test_panels_of_random_rows_are_longer_than_the_mean_by_as_many_deviations(cell):
+def test_panels_of_random_rows_exceed_the_mean_by_equal_deviations(cell):
     assume(deviations(cell) <= MOST_DEVIATIONS)
     check(cell, 0.5, 2)
 

@@ -202,8 +202,8 @@ def test_bad_shapes_are_refused(fields, words):
             48,
             r"col_indices: expected blocks of 1 x \[2, 3\], got block \(1, 3\) of head 0",
         ),
-        ([0, 2, 2], [1, 1], 48, r"expected columns that increase in a row, got 1 behind 1 at block \(0, 1\)"),
-        ([0, 2, 2], [2, 0], 48, r"expected columns that increase in a row, got 0 behind 2 at block \(0, 0\)"),
+        ([0, 2, 2], [1, 1], 48, r"expected columns that increase in a row, got 1 after 1 at block \(0, 1\)"),
+        ([0, 2, 2], [2, 0], 48, r"expected columns that increase in a row, got 0 after 2 at block \(0, 0\)"),
         ([0, 1, 3], [0, 1], 48, "col_indices: expected 3 blocks, as crow_indices ends with, got 2"),
         (
             [0, 2, 1],

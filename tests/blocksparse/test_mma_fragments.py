@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
-from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule, unit_depth
+from sparse24_plans.blocksparse.schedules.blocks_mma import SLOTS, BlocksMmaSchedule, unit_depth
 from sparse24_plans.blocksparse.schedules.sdd_mma import SddMmaSchedule
 
 from ..kernels.index_functions import Table, check_tables
@@ -218,6 +218,20 @@ def test_schedules_fit(block, op, k_last):
                     copies = one.prepared(desc)
                     assert (copies[0].sides[1] if copies else n) % one.n8_tiles == 0
     assert warps == set(WARPS)
+
+
+@pytest.mark.parametrize("op", ["dsd", "dds"])
+def test_slots_of_sums_have_the_kernels_size(op):
+    """Tokens of C are contiguous with dsd, its rows with dds."""
+    tables = {}
+    for block, n in itertools.product((16, 64), (1, 8, 12, 24, 64)):
+        shape = BlockSparseShape(heads=1, rows=8 * block, cols=8 * block, block=block, blocks=8)
+        desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, element="bf16")
+        order = "true" if op == "dsd" else "false"
+        for one in BlocksMmaSchedule.candidates(desc):
+            buffer = f"{SLOTS} * ReduceBuffer<{one.rows}, {one.tokens}, {order}>::kBytes"
+            tables[buffer] = Table(buffer, [one.shared_bytes(desc)])
+    check_tables("gemm/split_k.cuh", {}, *tables.values())
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])

@@ -15,7 +15,7 @@ from sparse24_plans import (
     UnsupportedError,
     explain,
 )
-from sparse24_plans.blocksparse.schedules.predicted_times import FEW_TOKENS, few_tokens_us
+from sparse24_plans.blocksparse.schedules.predicted_times import few_tokens, few_tokens_us
 from sparse24_plans.plan.schedule_choice import constants
 
 from ..sample_devices import A100, H200
@@ -32,7 +32,7 @@ chosen = partial(shared.chosen, layout=SHAPE)
 def test_it_serves_few_tokens_if_predicted_fastest(device, op, k_last, monkeypatch):
     form = {"trans_b": True} if op == "dsd" and k_last else {"trans_a": op == "dds" and not k_last}
     model = constants(f"packed_mma_{'k' if k_last else 'n'}_last_64")
-    for launch, most in ((-1e6, FEW_TOKENS[64]), (1e6, 0)):
+    for launch, most in ((-1e6, few_tokens(64)), (1e6, 0)):
         monkeypatch.setitem(model, "launch", launch)
         few_tokens_us.cache_clear()
         for n, packed in itertools.product((0, 1, 8, 64, 65), (False, True)):

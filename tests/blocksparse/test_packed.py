@@ -24,7 +24,7 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.blocksparse.lookup_tables import length
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import BlocksWgmmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cost import mean_panel
 
 from ..sample_devices import A100, H200
@@ -107,7 +107,7 @@ def test_a_long_row_of_blocks_gets_narrower_tiles(block, n):
     alike = described(layout=shape, element="bf16", n=n)
     uneven = alike.model_copy(update={"longest_panel": across})
     equal = alike.model_copy(update={"longest_panel": math.ceil(mean_panel(alike))})
-    wide, narrow, same = (best_schedule(desc, 132) for desc in (alike, uneven, equal))
+    wide, narrow, same = (BlocksWgmmaSchedule.of(desc, 132) for desc in (alike, uneven, equal))
     assert narrow.tokens <= wide.tokens
     assert same == wide
     if n == 256:

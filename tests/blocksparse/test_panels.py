@@ -18,7 +18,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.blocksparse.backends.blocks_wgmma import defines
 from sparse24_plans.blocksparse.panels import SLICE_FIELDS, Slicing
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import BlocksWgmmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import LONG_FIRST, Cut
 
 from ..kernels.index_functions import Table, check_tables, ptx_of
@@ -142,7 +142,7 @@ def claiming() -> dict[str, int]:
     """Macros with which clusters claim work tiles."""
     shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=64, blocks=400)
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=4096, element="bf16")
-    return defines(desc, Cut(best_schedule(desc, 132), LONG_FIRST), ())
+    return defines(desc, Cut(BlocksWgmmaSchedule.of(desc, 132), LONG_FIRST), ())
 
 
 def test_claim_is_released_by_arrival_that_waits_for_it():

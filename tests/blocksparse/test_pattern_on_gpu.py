@@ -14,7 +14,7 @@ from sparse24_plans import (
     BlockSparseShape,
     UnsupportedError,
 )
-from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import BlocksWgmmaSpSchedule
 
 from ..sample_devices import H200
 from . import products_on_gpu as shared
@@ -66,7 +66,7 @@ def test_raster_groups_are_equal_and_fit_the_l2_cache(rows, cols, batch):
     desc = BlockSparseMatmulDescriptor(
         op="dsd", layout=shape, n=4096, batch=batch, element="bf16", inner="sparse24"
     )
-    schedule = best_schedule(desc, 132)
+    schedule = BlocksWgmmaSpSchedule.of(desc, 132)
     band, bands = schedule.raster_groups(desc, 66)
     assert band * bands == batch * schedule.cluster_tiles(desc)
     assert band * (rows // 128) >= 60  # items, for 66 clusters
@@ -80,7 +80,7 @@ def test_raster_groups_of_prime_tile_counts_are_found_at_once(batch):
     desc = BlockSparseMatmulDescriptor(
         op="dsd", layout=shape, n=1, batch=batch, element="bf16", inner="sparse24"
     )
-    schedule = best_schedule(desc, 132)
+    schedule = BlocksWgmmaSpSchedule.of(desc, 132)
     band, bands = schedule.raster_groups(desc, 132)
     assert (band, bands) == (1, batch)
 

@@ -317,7 +317,7 @@ def results_by_schedule(
     desc, results = BlockSparseMatmulDescriptor(**fields, batch=2, element="bf16"), []
     tried = schedules.schedules_by_density(desc) or schedules.tiles_of_large_blocks(desc)
     for one in tried if op == "sdd" else [*tried, cuts.NARROW]:
-        monkeypatch.setattr(schedules, "best_schedule", lambda *_, one=one: one)
+        monkeypatch.setattr(schedules.BlocksWgmmaSchedule, "of", lambda *_, one=one: one)
         spare = (1 << 30) + len(results)  # of its own: plans are cached
         wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
         wanted["require"] = {"batch_invariant": True}

@@ -142,7 +142,7 @@ def test_several_waves_of_clusters_pay_where_rows_are_uneven():
     assert np.log(lost).mean() < 0.75 * np.log(of_one_wave).mean()
 
 
-def test_tiles_of_many_tokens_with_long_rows_are_chosen_by_time():
+def test_many_tokens_with_long_rows_choose_tiles_by_time():
     """It loses less than the rules that serve other layouts."""
     lost, by_rules = [], []
     for desc, timed in uneven_lines(few=False):
@@ -191,7 +191,7 @@ def test_where_tiles_of_64_x_64_run(block, slices):
         )
 
 
-def test_no_tile_is_narrowed_if_launches_could_not_count_their_tiles():
+def test_no_tile_is_narrowed_beyond_what_launches_count():
     shape = BlockSparseShape(heads=1, rows=1 << 12, cols=1 << 12, block=64, blocks=1 << 9)
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, element="bf16", n=64, batch=1)
     wide = Cut(fitting(128, 64, 2, 1))

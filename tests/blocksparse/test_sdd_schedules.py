@@ -15,7 +15,6 @@ from sparse24_plans.blocksparse.backends.blocks_wgmma import defines
 from sparse24_plans.blocksparse.schedules import blocks_wgmma
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     BlocksWgmmaSchedule,
-    best_schedule,
     sampled_schedules,
 )
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut
@@ -159,7 +158,7 @@ def test_at_most_2048_panels_are_modelled(block, monkeypatch):
     desc = BlockSparseMatmulDescriptor(
         op="sdd", layout=shape_of(block, rows=1 << 18, cols=512), n=64, batch=8, element="bf16"
     )
-    best_schedule(desc, 132)
+    BlocksWgmmaSchedule.of(desc, 132)
     assert set(looked_at) == {2048}
 
 
@@ -167,5 +166,5 @@ def test_at_most_2048_panels_are_modelled(block, monkeypatch):
 def test_layouts_of_no_block_and_of_one(blocks):
     layout = BlockSparseShape(heads=1, rows=64, cols=64, block=32, blocks=blocks)
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=layout, n=64, element="bf16")
-    found = best_schedule(desc, 132)
+    found = BlocksWgmmaSchedule.of(desc, 132)
     assert (found.work_tiles(desc) == 0) == (blocks == 0)

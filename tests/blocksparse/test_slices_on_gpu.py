@@ -125,7 +125,7 @@ def test_bits_do_not_depend_on_the_schedule(block, monkeypatch):
     desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=200, element="bf16")
     monkeypatch.setattr(cuts.Cut, "narrowed", lambda cut, desc: cut)
     for at, one in enumerate([*schedules.schedules_by_density(desc), cuts.NARROW]):
-        monkeypatch.setattr(schedules, "best_schedule", lambda *_, one=one: one)
+        monkeypatch.setattr(schedules.BlocksWgmmaSchedule, "of", lambda *_, one=one: one)
         plan = plan_of(preference={"max_workspace_bytes": (1 << 30) + at}, op="dsd", layout=layout, n=200)
         assert f"{one.rows} rows x {one.tokens} tokens on" in plan.explain().details
         found.append(check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(block))))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import BlocksWgmmaSchedule
 from sparse24_plans.plan.schedule_choice import SHARED_BYTES
 
 DENSITIES = (0.05, 0.1, 0.2, 0.5)
@@ -55,7 +55,7 @@ multiprocessors = st.sampled_from([1, 66, 114, 132])
 @pytest.mark.parametrize("n", [1, 40, 64, 256])
 def test_tiles_are_small_for_few_tokens_and_blocks(op, block, n):
     """Narrow panels meet fewer columns, and there are multiprocessors for more tiles."""
-    rows, tokens, *_ = best_schedule(square(op, block, n, density=0.05), 132)
+    rows, tokens, *_ = BlocksWgmmaSchedule.of(square(op, block, n, density=0.05), 132)
     assert rows * tokens <= 64 * 128
 
 
@@ -64,25 +64,25 @@ def test_tiles_are_small_for_few_tokens_and_blocks(op, block, n):
 @pytest.mark.parametrize("density", DENSITIES)
 def test_of_many_tokens_tiles_are_the_largest(op, block, density):
     """Every multiprocessor has several: what counts is how much of an operand is read once."""
-    assert best_schedule(square(op, block, 4096, density), 132)[:2] == (128, 256)
+    assert BlocksWgmmaSchedule.of(square(op, block, 4096, density), 132)[:2] == (128, 256)
 
 
 @given(problems, multiprocessors)
 def test_a_warpgroup_has_whole_groups_of_tokens(desc, multiprocessors):
     """The kernel asserts it when it is compiled: 64 rows, and a multiple of 64 tokens."""
-    one = best_schedule(desc, multiprocessors)
+    one = BlocksWgmmaSchedule.of(desc, multiprocessors)
     assert one.tokens * (one.rows // 64) % (one.warpgroups * 64) == 0
 
 
 @given(problems, multiprocessors)
 def test_stages_are_copied_while_others_are_multiplied(desc, multiprocessors):
     """Two at least; a warp that copies has a bit of 64 for each of 8 stages and 8 pieces."""
-    assert 2 <= best_schedule(desc, multiprocessors).stages <= 8
+    assert 2 <= BlocksWgmmaSchedule.of(desc, multiprocessors).stages <= 8
 
 
 @given(problems, multiprocessors)
 def test_a_block_of_threads_fits_in_shared_memory(desc, multiprocessors):
-    assert best_schedule(desc, multiprocessors).shared_bytes() <= SHARED_BYTES[1]
+    assert BlocksWgmmaSchedule.of(desc, multiprocessors).shared_bytes() <= SHARED_BYTES[1]
 
 
 @every_op
@@ -99,4 +99,4 @@ def test_there_is_work_exactly_where_there_is_a_result(op, block, sizes):
     """Sums over nothing are zeros, which have to be written."""
     desc = problem(op, block, **{"n": 64, "rows": 20, "cols": 20, **sizes})
     result = next(one for one in desc.operands() if one.name == "c")
-    assert (best_schedule(desc, 132).work_tiles(desc) > 0) == all(result.shape)
+    assert (BlocksWgmmaSchedule.of(desc, 132).work_tiles(desc) > 0) == all(result.shape)

@@ -345,9 +345,7 @@ def test_what_a_gpu_makes_no_tables_of():
 def test_a_host_plan_updates_tables_by_their_own_call():
     layout = random_layout(block=64)
     plan = plan_for(layout, "host")
-    with pytest.raises(
-        UnsupportedError, match=r"expected one of a GPU, got one of the host; call tables\.update"
-    ):
+    with pytest.raises(UnsupportedError, match=r"expected a GPU's plan, got the host's; call tables\.update"):
         plan.update(plan.pack(layout), layout.bitmap.view(np.uint8))
     with pytest.raises(InvalidProblemError, match="layout: expected BlockSparseTables"):
         plan.update(layout, layout.bitmap.view(np.uint8))

@@ -10,9 +10,9 @@ import pytest
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseMatmulPlan, BlockSparseShape
 from sparse24_plans._vendor.cuda_driver_abi import MapDescription
 from sparse24_plans.blocksparse.backends import blocks_wgmma, blocks_wgmma_sp
-from sparse24_plans.blocksparse.schedules.blocks_wgmma import best_schedule
+from sparse24_plans.blocksparse.schedules.blocks_wgmma import BlocksWgmmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import Cut
-from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import best_schedule as best_schedule_24
+from sparse24_plans.blocksparse.schedules.blocks_wgmma_sp import BlocksWgmmaSpSchedule
 from sparse24_plans.device.devices import absent_gpu
 
 from ..kernels.index_functions import Table, check_tables
@@ -35,10 +35,10 @@ def test_the_kernel_loads_the_tokens_that_there_are(inner, op):
     """If tokens are contiguous in X, it loads whole groups of 64."""
     desc, k_major = problem(inner, op, 4096), op == "dds"
     if inner == "sparse24":
-        header, schedule = "blocksparse/blocks_wgmma_sp.cu", best_schedule_24(desc, 132)
+        header, schedule = "blocksparse/blocks_wgmma_sp.cu", BlocksWgmmaSpSchedule.of(desc, 132)
         macros = blocks_wgmma_sp.defines(desc, schedule)
     else:
-        header, schedule = "blocksparse/blocks_wgmma.cu", best_schedule(desc, 132)
+        header, schedule = "blocksparse/blocks_wgmma.cu", BlocksWgmmaSchedule.of(desc, 132)
         macros = blocks_wgmma.defines(desc, Cut(schedule), ())
     group = 1 if k_major else 64
     want = [

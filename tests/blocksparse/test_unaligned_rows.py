@@ -132,7 +132,7 @@ def test_the_kernel_has_the_models_places(size):
         ("sdd", 5, "bf16", False),
     ],
 )
-def test_warps_store_rows_of_tokens_that_are_no_multiples_of_16_bytes(op, n, out, by_warps):
+def test_warps_store_rows_that_do_not_begin_at_16_bytes(op, n, out, by_warps):
     shape = BlockSparseShape(heads=1, rows=64, cols=128, block=32, blocks=3)
     desc = BlockSparseMatmulDescriptor(op=op, layout=shape, n=n, element="bf16", out_element=out)
     assert KernelProblem(desc).unaligned_rows == by_warps

@@ -88,7 +88,7 @@ def test_the_configuration_says_what_the_folder_holds(tmp_path):
     assert 0.4 < sparsity["global_sparsity"] < 0.5
 
 
-def test_quantisation_beside_the_sparsity_stays(tmp_path):
+def test_quantization_beside_the_sparsity_stays(tmp_path):
     model = tmp_path / "model"
     sharded_model(model)
     config = json.loads((model / "config.json").read_text())
@@ -203,7 +203,7 @@ def test_a_tensor_in_two_shards(tmp_path):
         convert(model, tmp_path / "out", "compressed_tensors", "dense")
 
 
-def test_another_quantisation_is_not_overwritten(tmp_path):
+def test_another_quantization_is_not_overwritten(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     dense_file(model / "model.safetensors", {"w.weight": tiled((16, 32), "f16")})

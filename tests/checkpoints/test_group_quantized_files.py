@@ -327,7 +327,7 @@ def test_the_command_compresses_and_verifies(dense, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"weights": "s4", "element": "s8"}, "weights: expected None beside element"),
+        ({"weights": "s4", "element": "s8"}, "weights: expected None with element"),
         ({"group": 32}, "group: expected None without weights, got 32"),
         ({"scale_rule": "largest"}, "scale_rule: expected None without weights, got 'largest'"),
         ({"weights": "f16"}, "weights: expected s4 or s8 or fp8_e4m3, got 'f16'"),

@@ -93,7 +93,7 @@ def test_a_method_needs_samples_to_calibrate_with(tmp_path):
     source, out = tmp_path / "dense.safetensors", tmp_path / "out.safetensors"
     safetensors.numpy.save_file({"w.weight": np.ones((8, 16), np.float32)}, source)
     result = run("compress", source, "-o", out, "--method", "wanda", exit_code=2)
-    assert "--method: expected --calibrate beside it, got wanda alone" in " ".join(result.stderr.split())
+    assert "--method: expected --calibrate with it, got wanda alone" in " ".join(result.stderr.split())
     assert not out.exists()
 
 

@@ -40,7 +40,7 @@ def test_a_difference_is_named_by_its_place(record):
     said = run("replay", record((3, 11)), exit_code=1).stdout
     assert "120 of 120 results computed again: 1 differ" in said
     assert "the first: token 3, output 11" in said
-    for word in ("recorded", "computed", "parted"):
+    for word in ("recorded", "computed", "diverged"):
         assert f"\n  {word}" in said
 
 
@@ -77,7 +77,7 @@ def test_rows_that_a_router_sends_are_told_and_counted(tmp_path, monkeypatch):
 
 def test_a_seed_without_samples_is_wrong_usage(record):
     result = run("replay", record(), "--seed", 0, exit_code=2)
-    assert "--seed: expected --samples beside it, got 0 alone" in " ".join(result.stderr.split())
+    assert "--seed: expected --samples with it, got 0 alone" in " ".join(result.stderr.split())
     assert result.stdout == ""
 
 

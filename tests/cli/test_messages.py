@@ -322,11 +322,11 @@ def test_a_table_that_never_ends(tmp_path, words, make):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--scale-rule", "largest"), "--scale-rule: expected --weights beside it, got largest alone"),
+        (("--scale-rule", "largest"), "--scale-rule: expected --weights with it, got largest alone"),
         (("--group", 64), "--group: expected --weights beside it, got 64 alone"),
         (
             ("--weights", "s4", "--element", "s8"),
-            "--weights: expected no --element beside it, got s8",
+            "--weights: expected no --element with it, got s8",
         ),
     ],
 )

@@ -57,10 +57,10 @@ def args_of(plan: Plan, views: Mapping[str, TensorView | None]) -> Args:
             view = views[operand.name]
             fields[operand.argument] = tables_at(desc.layout, view) if operand.role is Role.TABLES else view
             continue
-        layout = operand.layout or plan.sku.layout
+        layout = operand.packing.layout or plan.sku.layout
         if layout == CANONICAL_LAYOUT:
             fields[operand.argument] = Sparse24Weight(*buffers, element=desc.element, validate=False)
         else:
-            about = layout, *operand.shape, desc.element, home, buffers, operand.quantization
+            about = layout, *operand.shape, desc.element, home, buffers, operand.packing.quantization
             fields[operand.argument] = PackedWeight(*about)
     return args_type(**fields)

@@ -153,10 +153,10 @@ class Problem:
         if operand.role is Role.WEIGHT:
             if buffer.view != "packed":
                 return np.asarray(getattr(self._weight, f"{buffer.view}_view").bits())
-            if operand.quantization is not None:
+            if operand.packing.quantization is not None:
                 stored = weight_of(self._weight.decompress(), self.plan.descriptor)
                 return np.asarray(pack_quantized(stored).buffers[0].bits())
-            layout = layout_called(operand.layout or self.plan.sku.layout)
+            layout = layout_called(operand.packing.layout or self.plan.sku.layout)
             return np.asarray(pack(self._weight, layout).buffers[0].bits())
         if isinstance(self.plan.descriptor, CompressSparse24Descriptor):
             return np.asarray(self._weight.decompress()).view(element.bits_dtype)

@@ -88,7 +88,7 @@ _MODELS: dict[type[Model], dict[str, Any]] = {
     ReplayDifference: {
         **dict.fromkeys(("token", "output", "recorded_bits", "recomputed_bits"), 1),
         **dict.fromkeys(("recorded", "recomputed"), 1.0),
-        "parting": None,
+        "divergence": None,
     },
 }
 for _kind, _good in _MODELS.items():

@@ -52,7 +52,7 @@ def test_every_family_element_epilogue_and_op_is_drawn():
     }
 
 
-def test_every_field_of_a_product_is_drawn_alone_in_groups_and_in_batches():
+def test_every_field_of_a_product_is_drawn_in_each_form():
     problems = [draw(1, case, "host") for case in range(8000)]
     of_groups = {"groups", "group_tokens", "x_rows", "y_rows", "top_k"}
     of_batches = {"batches", "shared_weight"}

@@ -14,7 +14,7 @@ import pytest
 from sparse24_plans import ElementKind, GemmSparse24Descriptor, PlanPreference
 from sparse24_plans.gemm.backends import wgmma_sp
 from sparse24_plans.gemm.schedules.mma_sp import split_k_of
-from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.schedules.wgmma_sp import schedules_in
 
 from ..support import EPILOGUES, make_case, same_bits
@@ -103,7 +103,7 @@ INVARIANT_SHAPES = [
 
 def test_weights_of_all_numbers_of_slices_are_under_test():
     for element in ("bf16", "fp8_e4m3"):
-        assert {invariant_split_k(m, k, ElementKind(element)) for m, k in INVARIANT_SHAPES} == {1, 2, 3, 4, 8}
+        assert {WGMMA_SP.split_k(m, k, ElementKind(element)) for m, k in INVARIANT_SHAPES} == {1, 2, 3, 4, 8}
 
 
 @promising("batch_invariant")
@@ -149,7 +149,7 @@ def test_both_tensor_core_kernels_sum_alike(monkeypatch, element, m, k, n):
     """wgmma_sp has the bits of mma_sp where it cuts K into as many slices."""
     slices = split_k_of(m)
     schedule = next(one for one in schedules_in(slices, n) if one.split_k * one.k_chunks == slices)
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: schedule)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: schedule)
     problem = {"n": n, "m": m, "k": k, "element": element, "alpha": 1.25}  # of its own: plans are cached
     first = case_of("mma_sp_many", **problem)
     want, dense = first.run(), first.dense.astype(first.plan.descriptor.element.dtype)

@@ -264,7 +264,7 @@ def test_both_tensor_core_kernels_have_the_same_bits(monkeypatch, n, m, k):
     """The bits are the same where wgmma_sp cuts K into as many slices as mma_sp."""
     slices = split_k_of(m)
     schedule = next(one for one in schedules_in(slices, n) if one.split_k * one.k_chunks == slices)
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: schedule)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: schedule)
     fields = {
         "n": n,
         "m": m,

@@ -19,8 +19,9 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
-from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules import wgmma_sp as schedules
+from sparse24_plans.gemm.schedules.mma_sp import MmaSpSchedule
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.wgmma import defines, result_box
 from sparse24_plans.plan.kernel import Choice
 
@@ -128,9 +129,9 @@ def test_column_major_float32_goes_to_the_library(order, n):
 )
 def test_a_problem_is_summed_alike_in_every_order(n, m, k, row):
     fields = {"n": n, "m": m, "k": k, "element": "bf16"}
-    rows = wgmma_heuristics.best_schedule(GemmSparse24Descriptor(**fields), row_of(row))
+    rows = WGMMA_SP.best(GemmSparse24Descriptor(**fields), row_of(row))
     for order in ORDERS:
-        found = wgmma_heuristics.best_schedule(GemmSparse24Descriptor(**fields, **order), row_of(row))
+        found = WGMMA_SP.best(GemmSparse24Descriptor(**fields, **order), row_of(row))
         assert found == rows
 
 
@@ -228,18 +229,22 @@ def test_mma_sp_reads_column_major_x_without_bank_conflicts(chunks, shape):
     banks = np.sort(places.reshape(16, 8, chunks) % 8, axis=1)
     assert (banks == np.arange(8)[:, None]).all()
     desc = GemmSparse24Descriptor(n=8 * chunks, m=4096, k=4096, element="bf16", **BOTH)
-    schedule = mma_schedules._schedule(desc.n, 4096, 4, chunks, *shape)
+    schedule = MmaSpSchedule.shaped(desc.n, 4096, 4, chunks, *shape)
     check_tables("gemm/mma_sp.cu", mma_sp.defines(desc, schedule), Table("line_offset(i0, i1)", 16 * places))
 
 
+@pytest.mark.parametrize("order", ["true", "false"])
 @pytest.mark.parametrize("slices", [4, 8])
-def test_the_sums_of_mma_sp_fit_where_the_stages_were(slices):
+def test_the_sums_of_mma_sp_fit_where_the_stages_were(slices, order):
+    """A warp pair of a CTA has a buffer of its own."""
+    tables = []
     for tokens, shapes in mma_schedules._shapes_of(slices).items():
         for block_tiles, per_sm in shapes:
-            schedule = mma_schedules._schedule(8 * tokens, 4096, slices, tokens, block_tiles, per_sm)
-            pitch = 8 * tokens + (8 if tokens % 2 == 0 else 0)
-            sums = 4 // block_tiles * 64 * block_tiles * pitch * 4
-            assert sums <= schedule.stages * schedule.stage_bytes
+            schedule = MmaSpSchedule.shaped(8 * tokens, 4096, slices, tokens, block_tiles, per_sm)
+            buffer = f"ReduceBuffer<{64 * block_tiles}, {8 * tokens}, {order}>"
+            stages = schedule.stages * schedule.stage_bytes
+            tables.append(Table(f"{4 // block_tiles} * {buffer}::kBytes <= {stages}", [True]))
+    check_tables("gemm/split_k.cuh", {}, *tables)
 
 
 # On the GPU -----------------------------------------------------------------------------------------
@@ -286,7 +291,7 @@ WGMMA_CUTS += [
 def test_cuts_of_wgmma_sp(monkeypatch, n, cut):
     """Forced on a problem that is ragged in m and k, has several row blocks, and uneven slices."""
     index = WGMMA_CUTS.index((n, cut))
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: cut)
     if index % 4 < 3:  # X as it lies
         monkeypatch.setattr(wgmma_sp, "should_transpose_x", lambda _: False)
     element, alpha = ("f16", "bf16")[index % 2], 1 + index / 64  # of its own: plans are cached
@@ -387,7 +392,7 @@ def test_macros_of_both_kernels_say_how_x_and_y_lie():
         desc = GemmSparse24Descriptor(n=64, m=4096, k=4096, element="bf16", **order)
         made = [
             defines(desc, schedules.schedules_for(64)[0], schedules.OperandLayouts.of(desc), False),
-            mma_sp.defines(desc, mma_schedules.best_schedule(64, 4096, 132)),
+            mma_sp.defines(desc, MmaSpSchedule.in_clusters(64, 4096, 132)),
         ]
         want = tuple(int(order[name] == "column") for name in ("x_order", "y_order"))
         assert [(one["X_COLUMN_MAJOR"], one["Y_COLUMN_MAJOR"]) for one in made] == [want, want]

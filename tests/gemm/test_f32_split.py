@@ -25,7 +25,7 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @settings(max_examples=150)
 @given(floats)
-def test_the_parts_of_a_number(x):
+def test_split_terms_of_a_number(x):
     if abs(x) > float(ml_dtypes.finfo(ml_dtypes.bfloat16).max):
         return  # it rounds to an infinity: below
     high, middle, low = (part.astype(np.float64) for part in terms_of(np.array([x], np.float32)))

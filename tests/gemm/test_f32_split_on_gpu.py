@@ -7,7 +7,8 @@ import pytest
 
 from sparse24_plans import GemmSparse24Descriptor, PlanPreference
 from sparse24_plans.gemm.backends import f32_split
-from sparse24_plans.gemm.schedules import f32_split_heuristics
+from sparse24_plans.gemm.schedules.f32_split_heuristics import Chunking, F32Split
+from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule
 from sparse24_plans.plan import plan as plans
 from sparse24_plans.plan.schedule_choice import constants
 
@@ -15,11 +16,17 @@ from ..support import case_of, device_of_row, make_case, plan_of_row, random_dat
 from .f32_split_cases import every_row, least_workspace
 from .kernel_entries import gpu, row_of
 
+
+def tried(n: int, m: int, row: str) -> tuple[WgmmaSpSchedule, ...]:
+    desc = GemmSparse24Descriptor(n=n, m=m, k=4616, element="f32")
+    return F32Split(row_of(row).split_terms).candidates(desc)
+
+
 CUTS = [
     (row, n, m, cut)
     for row in ("f32_split3", "f32_split6")
     for n, m in ((1, 1800), (13, 9000), (20, 1800), (60, 9000), (200, 9000))
-    for cut in f32_split_heuristics.tried_schedules(n, m, 4616, row_of(row).split_terms)
+    for cut in tried(n, m, row)
 ]
 
 
@@ -27,9 +34,8 @@ CUTS = [
 @pytest.mark.parametrize(("row", "n", "m", "cut"), CUTS, ids=str)
 def test_every_cut(monkeypatch, row, n, m, cut):
     """Forced on a problem that is ragged in n, m and k, and long enough for groups of sums."""
-    chunking = f32_split_heuristics.Chunking
     monkeypatch.setattr(
-        f32_split, "best_chunking", lambda desc, entry, *_: chunking.of(cut, desc, entry.split_terms)
+        f32_split.Chunking, "of", lambda desc, entry, *_: Chunking.cut(cut, desc, entry.split_terms)
     )
     alpha = 1 + CUTS.index((row, n, m, cut)) / 64  # of its own: plans are cached
     desc = GemmSparse24Descriptor(n=n, m=m, k=4616, element="f32", epilogue="bias_silu", alpha=alpha)
@@ -41,7 +47,7 @@ RANGED = [
     (row, n, cut._replace(stream_k=7))
     for row in ("f32_split3", "f32_split6")
     for n in (1, 13, 20, 60)
-    for cut in f32_split_heuristics.tried_schedules(n, 36000, 4616, row_of(row).split_terms)
+    for cut in tried(n, 36000, row)
     if cut.stream_k
 ]
 """Every shape that is tried with stream-K for few tokens, in so few clusters that a small matrix has work for
@@ -58,8 +64,8 @@ def test_stream_k_for_few_tokens_changes_no_bit(monkeypatch, row, n, cut):
     found = set()
     for one in (cut, cut._replace(stream_k=0)):
         plans._select.cache_clear()  # plans of the other schedule
-        chunking = f32_split_heuristics.Chunking(one, n)
-        monkeypatch.setattr(f32_split, "best_chunking", lambda *_, chunking=chunking: chunking)
+        chunking = Chunking(one, n)
+        monkeypatch.setattr(f32_split.Chunking, "of", lambda *_, chunking=chunking: chunking)
         case = make_case(desc, row=row, pad=8)
         assert (" by stream-K" in case.plan.explain().details) == (one == cut)
         found |= {case.run().tobytes() for _ in range(3)}

@@ -18,7 +18,7 @@ from sparse24_plans.device.jit.launcher import recording
 from sparse24_plans.device.tensors import Device, TensorView
 from sparse24_plans.gemm import limits, wgmma
 from sparse24_plans.gemm.arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
-from sparse24_plans.gemm.schedules import f32_split_heuristics
+from sparse24_plans.gemm.schedules.f32_split_heuristics import RANGE_TILES, Chunking, F32Split
 from sparse24_plans.gemm.schedules.wgmma_sp import OperandLayouts, WgmmaSpSchedule
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import TILE_M, layout_called
@@ -47,9 +47,8 @@ def test_split_k_of_invariant_kernels_ignores_n_and_slices(m, k, tokens, shards)
                 for device in (HOPPER, HOPPER.model_copy(update={"multiprocessors": 66})):
                     choice = Choice(desc, device, row, PlanPreference(**wish), {})
                     named.add(row.kernel.arithmetic(choice))
-        assert named == {
-            f"{NAMES[row.split_terms]}/slices={f32_split_heuristics.invariant_split_k(m, k, row.split_terms)}"
-        }
+        split = F32Split(row.split_terms).split_k(m, k, ElementKind.F32)
+        assert named == {f"{NAMES[row.split_terms]}/slices={split}"}
 
 
 @settings(max_examples=30)
@@ -164,10 +163,10 @@ def test_chunks_read_and_write_each_row_once(beta):
 def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
     """Ranges are even and at least one work tile long, so at most two clusters share a work tile."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
-    unit, tiles = f32_split_heuristics.RANGE_TILES[row.split_terms], -(-k // SPLIT_TILE)
+    unit, tiles = RANGE_TILES[row.split_terms], -(-k // SPLIT_TILE)
     assert unit * SPLIT_TILE % SPLIT_SUM[row.split_terms] == 0
     assert SPLIT_GROUP[row.split_terms] % (unit * SPLIT_TILE) == 0
-    for one in f32_split_heuristics.allowed_schedules(desc, row):
+    for one in F32Split(row.split_terms).allowed(desc, row):
         if not one.stream_k:
             continue
         units = -(-tiles // unit)
@@ -182,7 +181,7 @@ def test_ranges_cut_no_sum_of_the_tensor_cores(name, n, m, k):
 def test_invariant_kernels_take_stream_k_for_a_partial_wave(row, n):
     """Split-K is 1 for every n, and whole work tiles would leave 72 of 132 SMs idle in the last wave."""
     desc = GemmSparse24Descriptor(n=n, m=24576, k=4096, element="f32")
-    cut, _ = f32_split_heuristics.best_chunking(desc, row_of(row), HOPPER)
+    cut, _ = Chunking.of(desc, row_of(row), HOPPER)
     assert (cut.split_k, cut.stream_k) == (1, 132)
     assert cut.work_tiles(n, desc.m) > 132
     assert cut.work_tiles(n, desc.m) % 132
@@ -192,7 +191,7 @@ def test_invariant_kernels_take_stream_k_for_a_partial_wave(row, n):
 def test_no_stream_k_where_producers_split_x(k, split):
     """The warp that would exchange the flags of stream-K splits X."""
     m = 9000
-    tried = f32_split_heuristics.tried_schedules(17, m, k, 2)
+    tried = F32Split(2).candidates(GemmSparse24Descriptor(n=17, m=m, k=k, element="f32"))
     assert limits.producers_split(m, k, 24) == split
     assert any(one.stream_k for one in tried) != split
 
@@ -203,7 +202,7 @@ def test_no_stream_k_where_producers_split_x(k, split):
 )
 def test_stream_k_for_few_tokens_moves_no_invariant_split(m, k, terms, split):
     """The split fixes bits, so it still depends on the schedules of the first fit alone."""
-    assert f32_split_heuristics.invariant_split_k(m, k, terms) == split
+    assert F32Split(terms).split_k(m, k, ElementKind.F32) == split
 
 
 @settings(max_examples=60)
@@ -212,7 +211,7 @@ def test_tiles_of_x_begin_where_a_swizzles_pattern_does(name, n, m):
     """With every schedule, tiles of X lie behind those of W in shared memory."""
     row, desc = row_of(name), GemmSparse24Descriptor(n=n, m=m, k=1040, element="f32")
     layout = layout_called(row.layout)
-    for one in f32_split_heuristics.allowed_schedules(desc, row):
+    for one in F32Split(row.split_terms).allowed(desc, row):
         weights, _ = one.stages(OperandLayouts.of(desc, layout), row.split_terms)
         assert weights * one.rows // TILE_M * layout.shared_bytes % 1024 == 0
 

@@ -333,7 +333,7 @@ CUTS += [(n, cut) for n in (13, 300) for cut in schedules.schedules_for(n, 8900)
 @pytest.mark.parametrize(("n", "cut"), CUTS, ids=str)
 def test_every_cut_scales_and_finds_the_largest(monkeypatch, n, cut):
     """Split-K, K chunks and stream-K: a partial sum is no result."""
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: cut)
     row, number = "wgmma_sp_fp8", CUTS.index((n, cut))
     out, m = FP8[number % 2], (8900 if cut.stream_k else 1000) + 4 * number + number % 3  # of its own
     plan = plan_of(row, n=n, m=m, k=1552, element="fp8_e4m3", out_element=out, epilogue="bias", **SCALED)
@@ -351,7 +351,7 @@ def test_groups_share_a_scale_and_a_largest(monkeypatch, row, epilogue):
     ends = [3, 9, 17, 90, 131]
     schedules = list(grouped.schedules_for(300))
     for schedule in schedules if row_of(row).backend == "wgmma_sp_grouped" else schedules[:1]:
-        monkeypatch.setattr(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one)
+        monkeypatch.setattr(wgmma_sp_grouped.GROUPED, "best", lambda *_, one=schedule: one)
         plan = plan_of(
             row, n=140, groups=4, m=64 * (3 + schedule.warpgroups), k=256, epilogue=epilogue, **SCALED
         )

@@ -30,11 +30,9 @@ from sparse24_plans import (
     save_run,
     slice_weight,
 )
-from sparse24_plans.gemm.backends import inflate_strict
 from sparse24_plans.gemm.kernel_table import ENTRIES
-from sparse24_plans.gemm.limits import STRICT_SMALL_TILE
-from sparse24_plans.gemm.schedules import wgmma_heuristics
-from sparse24_plans.gemm.schedules.wgmma_heuristics import invariant_split_k
+from sparse24_plans.gemm.schedules.inflate_strict import TILES, InflateStrictSchedule
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.vocab import ElementKind
 
 from ..float64 import activate, rows_of_gates
@@ -401,7 +399,7 @@ def test_replay_says_which_step_after_sum_was_left_out():
         one.run(GemmSparse24Args(weight, data.x, result, data.bias, None, data.scale_w))
     y[1, 3] = other[1, 3]
     found = plan.replay(GemmSparse24Args(weight, data.x, y, data.bias, None, data.scale_w))
-    assert found.first.parting == "after the sum, as if alpha were left out"
+    assert found.first.divergence == "after the sum, as if alpha were left out"
 
 
 @pytest.mark.parametrize("row", [marked(name) for name in INVARIANT if name != "mma_sp"])
@@ -435,10 +433,9 @@ def test_part_of_weight_has_bits_of_whole(row, epilogue):
 def test_the_strict_grid_counts_rows_of_w():
     desc = GemmSparse24Descriptor(n=100, m=4096, k=64, element="bf16", epilogue="bias_swiglu")
     plain = desc.model_copy(update={"epilogue": "bias_silu"})
-    assert inflate_strict._work_tiles(desc, STRICT_SMALL_TILE) == inflate_strict._work_tiles(
-        plain, STRICT_SMALL_TILE
-    )
-    assert inflate_strict._tile_for(desc, HOPPER) == inflate_strict._tile_for(plain, HOPPER)
+    smallest, of = TILES[-1], InflateStrictSchedule.of
+    assert smallest.work_tiles(desc) == smallest.work_tiles(plain)
+    assert of(desc, HOPPER.multiprocessors) == of(plain, HOPPER.multiprocessors)
 
 
 @gated
@@ -447,8 +444,8 @@ def test_the_strict_grid_counts_rows_of_w():
 def test_schedules_are_allowed_and_sum_as_without_gates(epilogue, n, m, k):
     row = row_of("wgmma_sp_invariant")
     desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16", epilogue=epilogue)
-    slices = invariant_split_k(m, k, desc.element)
-    allowed = wgmma_heuristics.allowed_schedules(desc, row)
+    slices = WGMMA_SP.split_k(m, k, desc.element)
+    allowed = WGMMA_SP.allowed(desc, row)
     assert allowed
     assert {one.split_k * one.k_chunks for one in allowed} == {slices}
     assert min(one.workspace_bytes() for one in allowed) == 0

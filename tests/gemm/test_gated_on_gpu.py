@@ -34,7 +34,7 @@ def test_every_cut_of_wgmma_sp(monkeypatch, n, cut):
     Aligned, and where elements go one by one; in rows, or in columns.
     """
     index = WGMMA_CUTS.index((n, cut))
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: cut)
     element = ("f16", "bf16")[index % 2]
     fields = {"epilogue": GATED[index // 2 % 2], "alpha": (64 + index) / 4096}  # of its own: plans are cached
     out = "f32" if index % 3 == 0 else element

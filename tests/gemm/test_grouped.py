@@ -25,7 +25,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.gemm.backends import wgmma_sp_grouped
 from sparse24_plans.gemm.kernel_table import ENTRIES
-from sparse24_plans.gemm.schedules.grouped import best_schedule, schedules_for, split_schedules
+from sparse24_plans.gemm.schedules.grouped import GROUPED, schedules_for, split_schedules
 from sparse24_plans.plan import plan as plans
 
 from ..sample_devices import gpu_of
@@ -361,7 +361,7 @@ def test_k_is_split_only_if_all_tiles_run_at_once(row, n, groups, m, k):
     """Kernels that are batch-invariant never split it, whatever n is."""
     element = row_of(row).elements[0]
     desc = GemmSparse24Descriptor(n=n, m=64 * m, k=64 * k, element=element, groups=groups)
-    schedule = best_schedule(desc, row_of(row))
+    schedule = GROUPED.best(desc, row_of(row))
     if schedule.split_k > 1:
         assert not row.endswith("_invariant")
         assert schedule.most_work_tiles(desc) * schedule.cluster <= 132 * schedule.ctas_per_sm
@@ -423,7 +423,7 @@ def test_every_schedule_gives_the_same_bits():
     offsets, found = [0, 3, 50, 50, 120, 200], set()
     for schedule in schedules_for(200):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one)
+            patch.setattr(wgmma_sp_grouped.GROUPED, "best", lambda *_, one=schedule: one)
             plans._select.cache_clear()  # plans of the other schedules
             case = make("wgmma_sp_grouped", offsets, n=200, groups=5, m=320, k=448, epilogue="bias")
         assert f"{schedule.rows} rows x {schedule.tokens} tokens" in case.plan.explain().details
@@ -446,7 +446,7 @@ def test_every_split_of_k_serves_groups_with_and_without_tokens(row, epilogue, n
     assert {one.split_k for one in tried} >= {2, 3, 4}
     for schedule in tried:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one)
+            patch.setattr(wgmma_sp_grouped.GROUPED, "best", lambda *_, one=schedule: one)
             plans._select.cache_clear()  # plans of the other schedules
             case = make(row, offsets, **fields)
         assert f"K in {schedule.split_k} slices" in case.plan.explain().details

@@ -76,7 +76,7 @@ def test_product_has_bits_of_product_of_its_elements(kind, n):
 def test_every_cut(monkeypatch, n, cut):
     """Forced on a problem that is ragged in n, m and k, and has uneven slices."""
     at = CUTS.index((n, cut))
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: cut)
     fields = {"m": (2000, 2001)[at % 2], "k": 1072, "epilogue": "bias_silu", **KINDS[at % len(KINDS)]}
     desc = GemmSparse24Descriptor(n=n, alpha=1 + at / 64, **fields)  # alpha of its own: plans are cached
     case = make_case(desc, row="wgmma_sp", pad=8)

@@ -178,7 +178,7 @@ def test_progress_counts_every_result():
 # The first difference -------------------------------------------------------------------------------
 
 
-def parted(monkeypatch, wrong_step, name: str = "hopper_tc/slices=2", **problem: object) -> str | None:
+def diverged(monkeypatch, wrong_step, name: str = "hopper_tc/slices=2", **problem: object) -> str | None:
     """Return the explanation of a run in which one step of the tensor cores was changed."""
     right, calls = tensor_core.add_products, []
 
@@ -191,11 +191,11 @@ def parted(monkeypatch, wrong_step, name: str = "hopper_tc/slices=2", **problem:
         plan, args, _ = ran(name, **{"element": "bf16", "out_element": "f32", **problem})
     found = plan.replay(args)
     assert not found.equal
-    return found.first.parting
+    return found.first.divergence
 
 
 def test_a_step_that_was_left_out_is_named(monkeypatch):
-    said = parted(monkeypatch, lambda number, new, old: old if number == 9 else new, n=1, m=3)
+    said = diverged(monkeypatch, lambda number, new, old: old if number == 9 else new, n=1, m=3)
     assert said == "as if the step of columns 288 to 319 (slice 1) were left out"
 
 
@@ -221,7 +221,7 @@ def test_a_step_that_was_left_out_is_named(monkeypatch):
 )
 def test_a_missing_step_of_promoted_sums_is_named(monkeypatch, element, name, step, place):
     """A sum's first step starts from zero, whatever the sum before it came to."""
-    said = parted(
+    said = diverged(
         monkeypatch, lambda number, new, old: old if number == step else new, name, element=element, n=1, m=3
     )
     assert said == f"as if the step of {place} were left out"
@@ -232,7 +232,7 @@ def test_a_missing_step_of_promoted_sums_is_named(monkeypatch, element, name, st
 )
 def test_a_unit_of_a_split_float32s_accumulator_is_found(monkeypatch, name, last):
     """K is one sum, so that the result is its last accumulator."""
-    said = parted(
+    said = diverged(
         monkeypatch,
         lambda number, new, old: new + np.spacing(new.astype(np.float32)) * (number == last),
         name,
@@ -246,7 +246,7 @@ def test_a_unit_of_a_split_float32s_accumulator_is_found(monkeypatch, name, last
 
 def test_a_unit_in_the_last_place_is_found(monkeypatch):
     up = np.float32(np.inf)
-    said = parted(
+    said = diverged(
         monkeypatch,
         lambda number, new, old: (
             np.nextafter(new.astype(np.float32), up).astype(float) if number == 16 else new
@@ -281,7 +281,7 @@ def test_a_step_after_the_sum_is_named(change, left_out):
     other.run(GemmSparse24Args(args.weight, args.x, wrong, bias, None, scale))
     at = np.argwhere((wrong != args.y) & (wrong < 0 if "activation" in left_out else args.y > 0))[0]
     args.y[tuple(at)] = wrong[tuple(at)]
-    assert plan.replay(args).first.parting == f"after the sum, as if {left_out} were left out"
+    assert plan.replay(args).first.divergence == f"after the sum, as if {left_out} were left out"
 
 
 @pytest.mark.parametrize("epilogue", ["bias", "bias_silu", "bias_gelu_tanh", "bias_swiglu", "bias_geglu"])
@@ -294,7 +294,7 @@ def test_a_missing_bias_alone_is_named(epilogue):
     )
     at = tuple(np.argwhere(wrong != args.y)[0])
     args.y[at] = wrong[at]
-    assert plan.replay(args).first.parting == "after the sum, as if the bias were left out"
+    assert plan.replay(args).first.divergence == "after the sum, as if the bias were left out"
 
 
 @pytest.mark.parametrize("epilogue", ["relu", "bias_relu"])
@@ -303,13 +303,13 @@ def test_a_wrong_result_of_a_bounded_relu_is_reported(epilogue, bounds):
     plan, args, _ = ran("fma32_in_order", element="f32", epilogue=epilogue, **bounds)
     args.y[1, 2] += 1
     found = plan.replay(args)
-    assert (found.differing, found.first.parting) == (1, None)
+    assert (found.differing, found.first.divergence) == (1, None)
 
 
 def test_what_no_step_explains_is_said_to_be_so():
     plan, args, _ = ran("hopper_tc/slices=2", element="bf16")
     args.y[1, 1] = 1e30
-    assert plan.replay(args).first.parting is None
+    assert plan.replay(args).first.divergence is None
 
 
 def test_places_of_steps_name_slices_from_zero():

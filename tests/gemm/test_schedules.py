@@ -22,13 +22,14 @@ from sparse24_plans.device.tensors import TensorView
 from sparse24_plans.gemm import wgmma
 from sparse24_plans.gemm.backends import mma_sp, wgmma_sp
 from sparse24_plans.gemm.schedules import mma_sp as mma_schedules
-from sparse24_plans.gemm.schedules import wgmma_heuristics
 from sparse24_plans.gemm.schedules import wgmma_sp as wgmma_schedules
-from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
+from sparse24_plans.gemm.schedules.mma_sp import MmaSpSchedule
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import TILES_16BIT
 
+from ..sample_devices import ADA, H200, gpu_of
 from .kernel_entries import OWN, row_of
 
 MULTIPROCESSORS = (66, 78, 114, 132, 144)
@@ -45,7 +46,7 @@ shapes = st.builds(
 
 
 def hopper(multiprocessors: int) -> DeviceProperties:
-    return DeviceProperties(kind="cuda", compute_capability=(9, 0), multiprocessors=multiprocessors)
+    return gpu_of(9, 0, multiprocessors=multiprocessors)
 
 
 class Recorder:
@@ -70,11 +71,11 @@ class Recorder:
 @settings(max_examples=60)
 @given(desc=shapes)
 def test_the_slices_of_mma_sp_are_those_of_the_shape(desc):
-    cuts = [mma_schedules.best_schedule(desc.n, desc.m, count) for count in MULTIPROCESSORS]
+    cuts = [MmaSpSchedule.in_clusters(desc.n, desc.m, count) for count in MULTIPROCESSORS]
     assert {cut.split_k for cut in cuts} == {mma_schedules.split_k_of(desc.m)}
     for device in map(hopper, MULTIPROCESSORS):
         for configuration in mma_schedules.candidates(desc, device):
-            cut = mma_schedules.schedule_of(desc, device, configuration)
+            cut = MmaSpSchedule.of(desc, device, configuration)
             assert cut.split_k == mma_schedules.split_k_of(desc.m)
 
 
@@ -86,7 +87,7 @@ def test_kernel_of_mma_sp_is_compiled_for_same_slices_everywhere(row, desc):
         compiled = Recorder(patch, mma_sp)
         slices = {compiled.of(desc, row, hopper(count))["SPLIT_K"] for count in MULTIPROCESSORS}
         for capability in ((8, 0), (8, 6), (8, 9), (12, 0)):  # where one block holds them all
-            other = DeviceProperties(kind="cuda", compute_capability=capability, multiprocessors=100)
+            other = gpu_of(*capability)
             assert compiled.of(desc, row, other)["SPLIT_K"] == mma_schedules.WARP_PAIRS
     assert len(slices) == 1
 
@@ -107,11 +108,11 @@ def test_kernel_of_wgmma_sp_is_compiled_for_same_slices_everywhere(row, desc):
 def test_slices_that_are_faster_than_free_schedules_lose_nothing():
     """Few outputs of a deep K: eight slices are the fastest, also beyond the n that others have them for."""
     m, k = 48, 21456
-    slices = wgmma_heuristics.invariant_split_k(m, k, ElementKind.BF16)
+    slices = WGMMA_SP.split_k(m, k, ElementKind.BF16)
     for n in (1, 33, 100, 640, 2600):
         desc = GemmSparse24Descriptor(n=n, m=m, k=k, element="bf16")
-        sliced = predicted(wgmma_schedules.schedules_in(slices, n, m), desc)
-        assert sliced.min() <= predicted(wgmma_schedules.schedules_for(n, m), desc).min()
+        sliced = WGMMA_SP.predicted(wgmma_schedules.schedules_in(slices, n, m), desc)
+        assert sliced.min() <= WGMMA_SP.predicted(wgmma_schedules.schedules_for(n, m), desc).min()
 
 
 @settings(max_examples=15)
@@ -122,13 +123,11 @@ def test_invariant_rows_cut_k_alike_for_every_n(desc, tokens):
         parts = set()
         for n in tokens:
             one = GemmSparse24Descriptor(n=n, m=desc.m, k=desc.k, element=row.elements[0])
-            for cut in wgmma_heuristics.allowed_schedules(one, row):
+            for cut in WGMMA_SP.allowed(one, row):
                 parts.add(cut.split_k * cut.k_chunks)
-            assert wgmma_heuristics.best_schedule(one, row) in wgmma_heuristics.allowed_schedules(one, row)
-        assert parts == {
-            1 if row.promoted else wgmma_heuristics.invariant_split_k(desc.m, desc.k, row.elements[0])
-        }
-    assert len({mma_schedules.best_schedule(n, desc.m, 132).split_k for n in tokens}) == 1
+            assert WGMMA_SP.best(one, row) in WGMMA_SP.allowed(one, row)
+        assert parts == {1 if row.promoted else WGMMA_SP.split_k(desc.m, desc.k, row.elements[0])}
+    assert len({MmaSpSchedule.in_clusters(n, desc.m, 132).split_k for n in tokens}) == 1
 
 
 @pytest.mark.parametrize("row", ["wgmma_sp_invariant", "wgmma_sp_fp8_invariant", "wgmma_sp_fp8_promoted"])
@@ -140,9 +139,9 @@ def test_wgmma_sp_splits_k_alike_for_parts_and_wholes(row, desc, shards):
     part = {**fields, "m": -(-desc.m // shards)}
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, wgmma_sp)
-        whole = compiled.of(GemmSparse24Descriptor(n=16, **fields), row, hopper(132))
+        whole = compiled.of(GemmSparse24Descriptor(n=16, **fields), row, H200)
         for n in (1, desc.n):
-            found = compiled.of(GemmSparse24Descriptor(n=n, **part), row, hopper(132), whole_m=desc.m)
+            found = compiled.of(GemmSparse24Descriptor(n=n, **part), row, H200, whole_m=desc.m)
             assert found["SPLIT_K"] * found["K_CHUNKS"] == whole["SPLIT_K"] * whole["K_CHUNKS"]
 
 
@@ -154,8 +153,8 @@ def test_mma_sp_splits_k_alike_for_parts_and_wholes(row, desc, shards):
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, mma_sp)
         for device in (
-            hopper(132),
-            DeviceProperties(kind="cuda", compute_capability=(8, 9), multiprocessors=100),
+            H200,
+            ADA,
         ):
             whole, found = compiled.of(desc, row, device), compiled.of(part, row, device, whole_m=desc.m)
             assert found["SPLIT_K"] == whole["SPLIT_K"]
@@ -164,16 +163,16 @@ def test_mma_sp_splits_k_alike_for_parts_and_wholes(row, desc, shards):
 def test_without_whole_m_part_of_weight_may_be_cut_otherwise():
     """``whole_m`` exists because the split-K of a part of the rows may differ."""
     row = row_of("wgmma_sp_invariant")
-    slices = [wgmma_heuristics.invariant_split_k(m, 4096, row.elements[0]) for m in (28672, 28672 // 8)]
+    slices = [WGMMA_SP.split_k(m, 4096, row.elements[0]) for m in (28672, 28672 // 8)]
     assert slices[0] != slices[1]
     assert mma_schedules.split_k_of(28672) != mma_schedules.split_k_of(28672 // 8)
 
 
 def test_configuration_is_not_applied_to_part_of_weight():
     desc = GemmSparse24Descriptor(n=16, m=3584, k=4096, element="bf16")
-    other = mma_schedules.candidates(desc, hopper(132))[0]
-    free = mma_schedules.schedule_of(desc, hopper(132), {}, 28672)
-    assert mma_schedules.schedule_of(desc, hopper(132), other, 28672) == free
+    other = mma_schedules.candidates(desc, H200)[0]
+    free = MmaSpSchedule.of(desc, H200, {}, 28672)
+    assert MmaSpSchedule.of(desc, H200, other, 28672) == free
     assert free.split_k == mma_schedules.split_k_of(28672)
 
 
@@ -183,7 +182,7 @@ def test_configuration_is_not_applied_to_part_of_weight():
 @settings(max_examples=50)
 @given(desc=shapes, multiprocessors=st.sampled_from(MULTIPROCESSORS))
 def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
-    cut = mma_schedules.best_schedule(desc.n, desc.m, multiprocessors)
+    cut = MmaSpSchedule.in_clusters(desc.n, desc.m, multiprocessors)
     assert cut.token_blocks * 8 * cut.n8_tiles >= desc.n
     row_blocks = -(-desc.m // (64 * cut.warp_pairs_m))
     assert (
@@ -199,7 +198,7 @@ def test_schedules_of_mma_sp_cover_the_problem_and_fit(desc, multiprocessors):
 @settings(max_examples=40)
 @given(desc=shapes)
 def test_schedules_in_a_block_cover_the_problem_and_fit(capability, desc):
-    cut = mma_schedules.schedule_in_block(desc.n, desc.m, capability)
+    cut = MmaSpSchedule.in_cta(desc.n, desc.m, capability)
     assert cut.token_blocks * 8 * cut.n8_tiles >= desc.n
     assert cut.blocks == -(-desc.m // 64) * cut.token_blocks
     assert cut.stages >= 2
@@ -220,7 +219,7 @@ def test_schedules_of_wgmma_sp_cover_the_problem_and_fit(row, desc, columns, out
     lines = wgmma_schedules.OperandLayouts.of(desc)
     if row_of(row).column_order:
         lines = lines._replace(x_columns=columns[0], y_columns=columns[1])
-    for cut in wgmma_heuristics.allowed_schedules(desc, row_of(row)):
+    for cut in WGMMA_SP.allowed(desc, row_of(row)):
         token_blocks = -(-desc.n // cut.tokens)
         assert cut.work_tiles(desc.n, desc.m) * cut.rows * cut.cluster_m >= desc.m * token_blocks
         assert cut.shared_bytes(lines) * cut.ctas_per_sm <= 227 << 10
@@ -240,7 +239,7 @@ def test_shared_memory_has_room_for_the_table_of_groups(groups):
     one = GemmSparse24Descriptor(n=8 * groups, m=256, k=256, element="bf16")
     grouped = one.model_copy(update={"groups": groups})
     lines, without = map(wgmma_schedules.OperandLayouts.of, (grouped, one))
-    for cut in wgmma_heuristics.allowed_schedules(one, row_of("wgmma_sp")):
+    for cut in WGMMA_SP.allowed(one, row_of("wgmma_sp")):
         (weights, sources), (weight, source) = cut.stages(lines), cut._stage_bytes(lines)
         used = weights * weight + sources * source + cut._fixed_bytes(without)
         warps = 4 * (cut.warpgroups + 1)
@@ -362,8 +361,8 @@ def test_ranges_leave_the_bits_as_they_are():
     for name in ("wgmma_sp_invariant", "wgmma_sp_fp8_invariant"):
         for m in (4096, 10240, 28672, 57344):
             desc = GemmSparse24Descriptor(n=300, m=m, k=8192, element=row_of(name).elements[0])
-            slices = wgmma_heuristics.invariant_split_k(m, desc.k, desc.element)
-            cuts = [cut for cut in wgmma_heuristics.allowed_schedules(desc, row_of(name)) if cut.stream_k]
+            slices = WGMMA_SP.split_k(m, desc.k, desc.element)
+            cuts = [cut for cut in WGMMA_SP.allowed(desc, row_of(name)) if cut.stream_k]
             assert {cut.split_k * cut.k_chunks for cut in cuts} <= {slices}
             taken.add((slices, bool(cuts)))
     assert (1, True) in taken
@@ -372,18 +371,16 @@ def test_ranges_leave_the_bits_as_they_are():
 def test_a_bound_on_the_workspace_is_kept():
     row = row_of("wgmma_sp")
     desc = GemmSparse24Descriptor(n=1024, m=10240, k=8192, element="bf16")
-    free = wgmma_heuristics.best_schedule(desc, row)
+    free = WGMMA_SP.best(desc, row)
     assert free.stream_k, "the problem has too few blocks for whole ones to be even"
     for most in (0, 1 << 20, free.workspace_bytes() - 1, free.workspace_bytes()):
-        assert wgmma_heuristics.best_schedule(desc, row, None, most).workspace_bytes() <= most
+        assert WGMMA_SP.best(desc, row, None, most).workspace_bytes() <= most
         with pytest.MonkeyPatch.context() as patch:
             Recorder(patch, wgmma_sp)
             for configuration in ({}, free._asdict()):
-                choice = Choice(
-                    desc, hopper(132), row, PlanPreference(max_workspace_bytes=most), configuration
-                )
+                choice = Choice(desc, H200, row, PlanPreference(max_workspace_bytes=most), configuration)
                 assert wgmma_sp.Kernel(choice).workspace_size <= most
-    assert wgmma_heuristics.best_schedule(desc, row, None, most) == free
+    assert WGMMA_SP.best(desc, row, None, most) == free
 
 
 # Configurations -------------------------------------------------------------------------------------
@@ -392,14 +389,14 @@ def test_a_bound_on_the_workspace_is_kept():
 def test_a_configuration_that_would_change_the_bits_is_refused():
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
     with pytest.raises(UnsupportedError, match="mma_sp has no schedule"):
-        mma_schedules.schedule_of(desc, hopper(132), {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
+        MmaSpSchedule.of(desc, H200, {"n8_tiles": 16, "warp_pairs_m": 1, "ctas_per_sm": 1})
     row = row_of("wgmma_sp_invariant")
-    slices = wgmma_heuristics.invariant_split_k(desc.m, desc.k, row.elements[0])
+    slices = WGMMA_SP.split_k(desc.m, desc.k, row.elements[0])
     cuts = [cut for cut in wgmma_schedules.schedules_for(16) if cut.split_k != slices]
     assert cuts
     for cut in cuts:
         with pytest.raises(UnsupportedError, match="can't keep its promises"):
-            wgmma_sp._schedule_of(Choice(desc, hopper(132), row, PlanPreference(), cut._asdict()))
+            wgmma_sp._schedule_of(Choice(desc, H200, row, PlanPreference(), cut._asdict()))
 
 
 @pytest.mark.parametrize("row", [*WGMMA_ENTRIES, *MMA_ENTRIES])
@@ -411,7 +408,7 @@ def test_named_slices_are_the_compiled_slices(row, desc, whole):
     invariant = row_of(row).guarantee(desc).batch_invariant
     preference = PlanPreference(whole_m=4 * desc.m if whole and invariant else None)
     module = wgmma_sp if row in WGMMA_ENTRIES else mma_sp
-    choice = Choice(desc, hopper(132), row_of(row), preference, {})
+    choice = Choice(desc, H200, row_of(row), preference, {})
     with pytest.MonkeyPatch.context() as patch:
         compiled = Recorder(patch, module)
         module.Kernel(choice)
@@ -427,9 +424,8 @@ def test_named_slices_are_the_compiled_slices(row, desc, whole):
 
 def test_where_blocks_dont_fold_there_is_nothing_to_tune():
     desc = GemmSparse24Descriptor(n=16, m=4096, k=4096, element="bf16")
-    ada = DeviceProperties(kind="cuda", compute_capability=(8, 9), multiprocessors=100)
-    assert mma_schedules.candidates(desc, ada) == []
-    assert len(mma_schedules.candidates(desc, hopper(132))) > 1
+    assert mma_schedules.candidates(desc, ADA) == []
+    assert len(mma_schedules.candidates(desc, H200)) > 1
 
 
 SPACES = [
@@ -441,8 +437,9 @@ SPACES = [
 
 
 @pytest.mark.parametrize("at", [0, 1 << 20])
-def test_what_lies_where_in_the_workspace_is_known_without_one(at):
+def test_what_lies_where_in_the_workspace_is_known_without_one(at, monkeypatch):
     """``can_implement`` needs the places of the flags, of stream-K's partial sums and of blocked sums."""
+    monkeypatch.setattr(wgmma, "view_map", lambda *_: b"")  # the driver makes tensor maps
     assert any(one.saved_accumulators for one in SPACES)
     assert any(one.stream_k for one in SPACES)
     desc = GemmSparse24Descriptor(n=1030, m=9000, k=1024, element="bf16")
@@ -450,9 +447,7 @@ def test_what_lies_where_in_the_workspace_is_known_without_one(at):
     views = {"source": TensorView.of(x), "packed": TensorView.of(x), "result": TensorView.of(y)}
     for one in SPACES:
         lines = wgmma_schedules.OperandLayouts.of(desc)
-        fixed = wgmma.fixed_parameters(desc, one, lines)
-        box = wgmma.result_box(desc, one, lines)
-        found = wgmma.launch_parameters(fixed, desc, one, views, list, box, at)
+        found = wgmma.WgmmaParameters(desc, one, lines, 2).of(views, views["source"], at)
         sums = at + one.flags_bytes()
         places = found.flags or 0, found.partials or 0, found.blocked_sums
         assert places == (at, sums, sums + one.sums_bytes())

@@ -46,7 +46,7 @@ def test_every_cut_of_wgmma_sp(monkeypatch, n, cut, m, out_f32):
     With m odd the rows of y begin anywhere.
     """
     element = ("f16", "bf16")[WGMMA_CUTS.index((n, cut)) % 2]
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: cut)
     alpha = 1 + WGMMA_CUTS.index((n, cut)) / 64  # of its own: plans are cached
     out = "f32" if out_f32 else element
     desc = GemmSparse24Descriptor(
@@ -62,7 +62,7 @@ def test_launches_of_wgmma_sp_that_overlap(monkeypatch, n):
     cuts = schedules.schedules_for(n, 28672)
     assert any(cut.stream_k for cut in cuts)
     for index, cut in enumerate(cuts):
-        monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_, cut=cut: cut)
+        monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_, cut=cut: cut)
         alpha = 1 + index / 64  # of its own: plans are cached
         desc = GemmSparse24Descriptor(n=n, m=28672, k=1024, element="bf16", alpha=alpha)
         case = make_case(desc, row="wgmma_sp")
@@ -103,7 +103,7 @@ def test_ranges_of_every_kind_are_under_test():
 
 def plan_with(monkeypatch, n: int, cut: schedules.WgmmaSpSchedule, element: str, m: int) -> Case:
     """Return a case with a plan of its own: plans are cached by their problem and preference."""
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: cut)
     at = RANGED.index((n, cut._replace(stream_k=REFERENCE_SMS // cut.cluster_m)))
     desc = GemmSparse24Descriptor(n=n, m=m, k=392, element=element, epilogue="bias_silu", alpha=1 + at / 64)
     parked = 1 << 30 if cut.k_chunks > 1 else 0

@@ -106,7 +106,7 @@ EIGHT_BIT_CUTS += [
 @pytest.mark.parametrize("odd", [0, 1])
 def test_every_cut_sums_integers_exactly(monkeypatch, n, cut, odd):
     """All K of a row beyond what float32 holds; ragged in n, m and k, with uneven slices."""
-    monkeypatch.setattr(wgmma_sp, "best_schedule", lambda *_: cut)
+    monkeypatch.setattr(wgmma_sp.WGMMA_SP, "best", lambda *_: cut)
     rng = np.random.default_rng(n)
     least = RANGED_ROWS if cut.stream_k else 1000
     m = least + 4 * EIGHT_BIT_CUTS.index((n, cut)) + odd  # of its own: plans are cached

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from sparse24_plans import GemmSparse24Descriptor
-from sparse24_plans.gemm.schedules.wgmma_cost_model import predicted
-from sparse24_plans.gemm.schedules.wgmma_heuristics import best_schedule
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.gemm.schedules.wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, schedules_for
 from sparse24_plans.plan.schedule_choice import fastest
 
@@ -40,7 +39,7 @@ def times_of(cell: dict) -> dict[WgmmaSpSchedule, float]:
 
 
 def choice(tried: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor) -> WgmmaSpSchedule:
-    return fastest(tried, lambda some: predicted(some, desc))
+    return fastest(tried, lambda some: WGMMA_SP.predicted(some, desc))
 
 
 def lost(elements: tuple[str, ...], least: int, most: int) -> Iterator[float]:
@@ -118,7 +117,7 @@ def invariant_costs(few: bool) -> Iterator[float]:
         if desc.element in EIGHT_BITS or (desc.n <= MAX_MEMORY_BOUND_N) != few:
             continue
         free = [one for one in schedules_for(desc.n, desc.m) if one in times]
-        chosen = best_schedule(desc, row_of("wgmma_sp_invariant"))
+        chosen = WGMMA_SP.best(desc, row_of("wgmma_sp_invariant"))
         if free and chosen in times:
             yield times[chosen] / times[choice(free, desc)]
 
@@ -156,7 +155,7 @@ def test_stream_k_is_tried_where_it_wins():
     """For each pair the model chooses, if the stream-K schedule is tried at all."""
     found = []
     for desc, one, gain in pairs():
-        ranged, whole = predicted((one, one._replace(stream_k=0)), desc)
+        ranged, whole = WGMMA_SP.predicted((one, one._replace(stream_k=0)), desc)
         takes = one in schedules_for(desc.n, desc.m) and ranged < whole
         found.append(max(1.0, 1 / gain if takes else gain))
     assert len(found) > 100
@@ -172,7 +171,7 @@ SIZES = [(n, m) for n in (8, 64, 300, 512, 4096) for m in (4096, 8192)]
 def time_of(n: int, m: int, element: str, **fields: str) -> np.ndarray:
     """Return the time of each schedule. K is small, so that stores matter."""
     desc = GemmSparse24Descriptor(n=n, m=m, k=128, element=element, **fields)
-    return predicted(schedules_for(n, m), desc)
+    return WGMMA_SP.predicted(schedules_for(n, m), desc)
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
@@ -206,7 +205,7 @@ def test_with_gate_results_of_twice_bytes_take_as_long(n, m):
 def one_warpgroup_over_two(desc: GemmSparse24Descriptor) -> float:
     """Return the ratio for CTA tiles of the same rows and tokens."""
     tokens = min(desc.n, MAX_MEMORY_BOUND_N)
-    one, two = predicted([WgmmaSpSchedule(1, 2, tokens), WgmmaSpSchedule(2, 1, tokens)], desc)
+    one, two = WGMMA_SP.predicted([WgmmaSpSchedule(1, 2, tokens), WgmmaSpSchedule(2, 1, tokens)], desc)
     return one / two
 
 

@@ -171,7 +171,7 @@ def blocks_requests(row: MatmulEntry, capability: tuple[int, int]) -> list[Reque
                     without = preference.model_copy(update={"max_workspace_bytes": 0})
                     row.kernel(Choice(desc, device, row, without, {}))
                 for problem, one in tiles_of(desc) if row.backend == "blocks_wgmma" else ():
-                    with mock.patch.object(blocks_wgmma, "best_schedule", return_value=one):
+                    with mock.patch.object(blocks_wgmma.BlocksWgmmaSchedule, "of", return_value=one):
                         cut = Cut.of(problem, device.multiprocessors, invariant=row.invariant)
                     with running(cut):
                         row.kernel(Choice(problem, device, row, preference, {}))

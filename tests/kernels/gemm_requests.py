@@ -11,7 +11,8 @@ from sparse24_plans import DeviceProperties, EpilogueKind, GemmSparse24Descripto
 from sparse24_plans.gemm import kernel_table as gemm_table
 from sparse24_plans.gemm.backends import f32_split, wgmma_sp, wgmma_sp_grouped
 from sparse24_plans.gemm.kernel_table import GemmEntry
-from sparse24_plans.gemm.schedules import f32_split_heuristics, grouped, wgmma_heuristics
+from sparse24_plans.gemm.schedules import f32_split_heuristics, grouped
+from sparse24_plans.gemm.schedules.wgmma_heuristics import WGMMA_SP
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.prepare import kernel_table as prepare_table
 from sparse24_plans.prepare.kernel_table import PrepareEntry
@@ -159,14 +160,14 @@ def gemm_requests(row: GemmEntry, capability: tuple[int, int]) -> list[Request]:
                 few = {"groups": 1, "m": 192} if n <= 64 else {"groups": 8}
                 found += grouped_requests(row, desc.model_copy(update=few), device)
                 continue
-            for schedule in wgmma_heuristics.allowed_schedules(desc, row):
+            for schedule in WGMMA_SP.allowed(desc, row):
                 row.kernel(Choice(desc, device, row, preference, schedule._asdict()))
         columns = COLUMNS, {**COLUMNS, "epilogue": "bias_swiglu"}, {**COLUMNS, "beta": 0.5}
         tried = itertools.product(WGMMA_TOKENS_OF_COLUMNS.get(row.name, ()), columns)
         for n, kind in tried if capability == HOPPER else ():
             desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, **kind)
             row.kernel(Choice(desc, device, row, preference, {}))  # transposes X
-            for schedule in wgmma_heuristics.allowed_schedules(desc, row):
+            for schedule in WGMMA_SP.allowed(desc, row):
                 # Without room to: rows are compiled above.
                 asked = preference.model_copy(update={"max_workspace_bytes": schedule.workspace_bytes()})
                 row.kernel(Choice(desc, device, row, asked, schedule._asdict()))
@@ -225,11 +226,11 @@ def batched_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: Devic
     with recorded_loads(row.kernel) as found, ExitStack() as patches:
         tried: list[object] = [None]
         if row.backend == "wgmma_sp":
-            single = wgmma_heuristics.best_schedule(desc.one_batch, row)
-            tried = list(wgmma_heuristics.batched_schedules(desc, row, single))
+            single = WGMMA_SP.best(desc.one_batch, row)
+            tried = list(WGMMA_SP.allowed_of_batches(desc, row, single))
         for schedule in tried:
             if schedule is not None:
-                one = mock.patch.object(wgmma_sp, "batched_schedule", lambda *_, one=schedule: one)
+                one = mock.patch.object(wgmma_sp.WGMMA_SP, "best_of_batches", lambda *_, one=schedule: one)
                 patches.enter_context(one)
             row.kernel(Choice(desc, device, row, preference, {}))
     return found
@@ -251,9 +252,9 @@ def routed_requests(row: GemmEntry, device: DeviceProperties) -> list[Request]:
 def split_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: DeviceProperties) -> list[Request]:
     """Every schedule of float32 in bf16 terms, which no configuration can ask for."""
     with recorded_loads(row.kernel) as found:
-        for schedule in f32_split_heuristics.allowed_schedules(desc, row):
-            chunking = f32_split_heuristics.Chunking.of(schedule, desc, row.split_terms)
-            with mock.patch.object(f32_split, "best_chunking", return_value=chunking):
+        for schedule in f32_split_heuristics.F32Split(row.split_terms).allowed(desc, row):
+            chunking = f32_split_heuristics.Chunking.cut(schedule, desc, row.split_terms)
+            with mock.patch.object(f32_split.Chunking, "of", return_value=chunking):
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 
@@ -263,7 +264,7 @@ def grouped_requests(row: GemmEntry, desc: GemmSparse24Descriptor, device: Devic
     with recorded_loads(row.kernel) as found:
         split = grouped.split_schedules(desc, row)
         for schedule in split or grouped.schedules_for(desc.n):
-            with mock.patch.object(wgmma_sp_grouped, "best_schedule", lambda *_, one=schedule: one):
+            with mock.patch.object(wgmma_sp_grouped.GROUPED, "best", lambda *_, one=schedule: one):
                 row.kernel(Choice(desc, device, row, PlanPreference(), {}))
     return found
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 
 from sparse24_plans import EpilogueKind
 from sparse24_plans.arithmetic import epilogue
+from sparse24_plans.bench.record import code_of
 from sparse24_plans.device.jit import compiler, enum_codes
 
 from .covering import SOURCES, every_source, every_value
@@ -18,9 +18,14 @@ from .gemm_requests import GEMM_ENTRIES
 FILES = sorted(path for path in compiler.KERNEL_FOLDER.rglob("*") if path.is_file())
 
 
-def code_of(path: Path) -> str:
-    """The text without its comments."""
-    return re.sub(r"//.*", "", path.read_text())
+def behind_config(code: str) -> str:
+    """The code behind the closing brace of ``struct Config``."""
+    depth, begin = 0, code.index("struct Config")
+    for at, character in enumerate(code[begin:], begin):
+        depth += (character == "{") - (character == "}")
+        if character == "}" and depth == 0:
+            return code[at:]
+    raise AssertionError("struct Config has no end")
 
 
 def words_of(header: str, name: str) -> dict[str, int]:
@@ -103,7 +108,7 @@ def test_no_line_is_longer_than_120_columns():
 @every_source
 def test_a_kernel_opens_with_its_roles(source):
     opening = (compiler.KERNEL_FOLDER / source).read_text().split("\n#", 1)[0]
-    assert all(line.startswith("//") for line in opening.splitlines())
+    assert code_of(opening) == ""
     for word in ("role", "barriers", "registers"):
         assert word in opening
 
@@ -112,9 +117,9 @@ def test_a_kernel_opens_with_its_roles(source):
 def test_the_hosts_macros_are_read_in_one_place(source):
     """In the kernel's Config, or before it where the preprocessor needs them; bodies ask Config."""
     given = {f"S24_{name}" for one in every_value() if one.source == source for name, _ in one.defines}
-    texts = [code_of(compiler.KERNEL_FOLDER / name) for name in compiler.closure(source)]
+    texts = [code_of((compiler.KERNEL_FOLDER / name).read_text()) for name in compiler.closure(source)]
     (config,) = [text for text in texts if "struct Config" in text]
     assert config.count("struct Config") == 1
-    bodies = [config[config.index("\n};", config.index("struct Config")) :]]
+    bodies = [behind_config(config)]
     bodies += [text for text in texts if text is not config]
     assert {word for body in bodies for word in re.findall(r"\bS24_\w+", body)} & given == set()

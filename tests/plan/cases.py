@@ -184,10 +184,10 @@ def matrix(
 
 def parts_of(operand: Operand) -> list[Operand]:
     """The operand itself; of a weight in a layout of its own the buffers that it consists of."""
-    if operand.role is not Role.WEIGHT or operand.layout is None:
+    if operand.role is not Role.WEIGHT or operand.packing.layout is None:
         return [operand]
-    (m, k), by = operand.shape, operand.quantization
-    if operand.layout == CANONICAL_LAYOUT:
+    (m, k), by = operand.shape, operand.packing.quantization
+    if operand.packing.layout == CANONICAL_LAYOUT:
         parts = {"values": ((m, k // 2), operand.element), "metadata": ((m, k // 8), ElementKind.U16)}
         if by is not None:
             parts["values"] = (m, stored_width(k, by)), memory_element(by.element)
@@ -225,13 +225,13 @@ def random_inputs(desc: Any, seed: int = 0) -> dict[str, Any]:
             found[operand.name] = bits
             continue
         weight = Sparse24Weight.prune_compress(bits, element=operand.element)
-        if operand.layout is None:
+        if operand.packing.layout is None:
             found[operand.name] = weight
-        elif operand.quantization is not None:
-            held = quantized_weight(weight, operand.quantization)
+        elif operand.packing.quantization is not None:
+            held = quantized_weight(weight, operand.packing.quantization)
             names = ("values", "metadata", "scales")
             found |= {name: view.bits() for name, view in zip(names, held.views, strict=True)}
-        elif operand.layout == CANONICAL_LAYOUT:
+        elif operand.packing.layout == CANONICAL_LAYOUT:
             found |= {"values": weight.values_view.bits(), "metadata": weight.metadata}
         else:
             found["packed"] = pack(weight).buffers[0].bits()
@@ -267,7 +267,7 @@ class PlanCase:
         self.workspace = scratch(plan.workspace_size(), self.device)
 
     def _place(self, part: Operand, inputs: Mapping[str, Any]) -> Any:
-        if part.role is Role.WEIGHT and part.layout is None:
+        if part.role is Role.WEIGHT and part.packing.layout is None:
             return self.plan.pack(inputs[part.name].to(self.device))
         if part.role is Role.TABLES:
             return self.plan.pack(inputs[part.name])
@@ -291,15 +291,15 @@ class PlanCase:
     def _whole(self, name: str, views: list[Any]) -> Any:
         """Return the operands as arguments take them: a weight is one object of several buffers."""
         (operand,) = (one for one in self.desc.operands() if one.argument == name)
-        if operand.role is not Role.WEIGHT or operand.layout is None:
+        if operand.role is not Role.WEIGHT or operand.packing.layout is None:
             return views[0]
-        if by := operand.quantization:
+        if by := operand.packing.quantization:
             fields = {"stored": by.element, "group": by.group, "scale_element": by.scale_element}
             return Sparse24QuantizedWeight(*views, element=operand.element, validate=False, **fields)
-        if operand.layout == CANONICAL_LAYOUT:
+        if operand.packing.layout == CANONICAL_LAYOUT:
             return Sparse24Weight(*views, element=operand.element, validate=False)
         return PackedWeight(
-            operand.layout, *operand.shape, operand.element, place_of(self.device), tuple(views)
+            operand.packing.layout, *operand.shape, operand.element, place_of(self.device), tuple(views)
         )
 
     @property

@@ -101,8 +101,7 @@ def test_selection_by_promise_cached_and_explained():
     assert select(preference=SURE).explain().chosen == "sure"
     assert select(preference=SURE).guarantee.batch_invariant
     assert "fast (host): does not guarantee batch_invariant" in str(s.explain(DESC, preference=SURE))
-    gpu = s.DeviceProperties(kind="cuda", name="absent", compute_capability=(9, 0), multiprocessors=132)
-    assert s.explain(DESC, device=gpu).chosen is None
+    assert s.explain(DESC, device="h200").chosen is None
     with pytest.raises(s.UnsupportedError, match=r"fast.*: serves elements f32"):
         ScalePlan.select(DESC.model_copy(update={"element": "f16"}), device="host")
 

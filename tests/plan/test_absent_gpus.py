@@ -27,11 +27,12 @@ from sparse24_plans.gemm.kernel_table import ENTRIES
 from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.weights.packed_layouts import layout_of
 
-from ..sample_devices import gpu_of
+from .. import sample_devices
 from .cases import PLANS, PROBLEMS, name_of
 
 CUDA = Device("cuda", 0)
-H200 = gpu_of(9, 0, name="H200, absent", multiprocessors=132)
+H200 = sample_devices.H200.model_copy(update={"name": "H200, absent"})
+"""It has no table of configurations."""
 LIBRARIES = ("cusparselt", "cusparselt_fp8", "inflate_cublas", "packed_dense")
 
 

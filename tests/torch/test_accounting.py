@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparse24_plans import InvalidProblemError, compress_checkpoint
-from sparse24_plans.checkpoints.orientation import CONV1D_LAYERS, CONV1D_MODELS
+from sparse24_plans.checkpoints.selection import CONV1D_LAYERS, CONV1D_MODELS
 from sparse24_plans.torch import (
     Sparse24Experts,
     Sparse24Linear,

@@ -171,7 +171,7 @@ def test_versions_count_what_an_op_writes(name, mode, named):
     op(*args)  # one that counts nothing
 
 
-def test_a_saved_tensor_that_an_op_wrote_is_refused_by_autograd():
+def test_autograd_refuses_a_saved_tensor_that_an_op_wrote():
     values, meta, _ = weight()
     out, factor = torch.ones(5, 96, device=DEVICE), wanting(randn(5, 96))
     y = (factor * out).sum()

@@ -75,7 +75,7 @@ def test_what_a_caller_requires_wins(folder):
 
 
 def test_a_dtype_can_be_asked_for_and_changed(folder):
-    """transformers refuses half() and float() of models with quantised weights; these layers take them."""
+    """transformers refuses half() and float() of models with quantized weights; these layers take them."""
     want = from_pretrained(folder, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert same_state(model, want)

@@ -23,7 +23,7 @@ from .cases import DESC, H200
 def test_candidates_of_mma_sp_keep_the_bits(n, m):
     """Slices of K alone fix them."""
     desc = DESC.model_copy(update={"n": n, "m": m})
-    default = schedules.best_schedule(n, m, 132)
+    default = schedules.MmaSpSchedule.in_clusters(n, m, 132)
     found = mma_sp.Kernel.candidates(desc, H200)
     assert len({tuple(one.values()) for one in found}) == len(found)
     with mock.patch.object(mma_sp, "load") as load:

@@ -126,7 +126,7 @@ def details(made: GemmSparse24Plan) -> str:
 def test_a_configuration_that_fits_is_applied(on_h200):
     tuned, default = on_h200(tuning=table(entry())), on_h200(tuning=EMPTY)
     assert details(tuned) != details(default)
-    assert schedules.best_schedule(16, 28672, 132)[1:4] != tuple(SCHEDULE.values())
+    assert schedules.MmaSpSchedule.in_clusters(16, 28672, 132)[1:4] != tuple(SCHEDULE.values())
     assert tuned.guarantee == default.guarantee
     assert on_h200(tuning=EMPTY) is default
 

@@ -155,7 +155,7 @@ def test_columns_of_several_rows_are_a_copy():
     weight.values[...] = 0
     assert same_bits(dense_of(part), kept)
     refused(
-        "copy: expected None or True, because columns 16 to 48 of 6 rows are no contiguous memory, got False",
+        "copy: expected None or True, because columns 16 to 48 of 6 rows are not contiguous, got False",
         slice_weight, weight, 16, 48, axis=1, copy=False,
     )  # fmt: skip
     for start, stop in ((0, 64), (8, 8)):

@@ -1,6 +1,6 @@
-// Which cells a lane of blocksparse/blocks_mma.cu and sdd_mma.cu holds. mma's fragments prescribe a lane's rows, tokens
-// and k, but a sum does not depend on which k of op(S) and X they are if both agree, nor a result on which row or token
-// it is. So a lane takes neighbours in memory, and loads them together. For sdd, op(S) is op(A), and X is op(B).
+// The cells that a lane of blocksparse/blocks_mma.cu and sdd_mma.cu holds. mma assigns rows, tokens and k to each lane.
+// Permuting k alike in op(S) and X changes no sum, and permuting rows or tokens only permutes results. Here each lane
+// gets neighbours in memory, which it loads together. For sdd, op(S) is op(A), and X is op(B).
 //
 // Lane 4 * group + quad. kAlongK: k is contiguous in the operand; otherwise its rows, or tokens, are.
 #pragma once

@@ -1,5 +1,5 @@
 // How the warps of blocksparse/blocks_mma.cu share the units of a block row. A unit is the kDepth k of a block that a
-// warp multiplies at a time. The units of a row are dealt out to its shares in turns, and the number of shares follows
+// warp multiplies at a time. The units of a row are dealt out to its shares round-robin. Their number follows
 // from the row's own length. A share is summed in increasing k. The sums of the upper half of the shares are added to
 // those of the lower half, and these from the first to the last. So bits depend on the row alone: however many warps
 // there are, each takes shares one after the other.

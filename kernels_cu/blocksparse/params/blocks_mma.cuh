@@ -12,7 +12,7 @@ struct BlocksMmaParams {
   const void* bias;
   // C [Z, H, ..].
   void* out;
-  // Block rows in the order in which CTAs take them, or null if in their own.
+  // Block rows in the order in which CTAs take them, or null for 0, 1, 2 ...
   const int* order;
   // Index where the entries of each block row begin.
   const int* pointers;

@@ -68,7 +68,7 @@ struct WgmmaSpParams {
   u32 units_per_cluster;
   // Stream-K: number of clusters that take one unit more; they come first.
   u32 big_units;
-  // Always 0, unknown to the compiler: see opaque_zero() for its two uses.
+  // Always 0, unknown to the compiler: see opaque_zero() for its uses.
   u32 opaque_zero;
   // Factor of C.
   float beta;

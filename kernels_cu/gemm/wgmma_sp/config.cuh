@@ -83,15 +83,15 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
   // X; after a pre-pass kernel W need not wait at all: then W and X have a thread each.
   static constexpr bool kOneProducer =
       !kSplitTerms && !kXCpAsync && !kXFromPrepass && kTileN <= (kMTiles == 1 ? 128 : 64);
-  // A stage of a quantized W and the two of X that it is multiplied with then share their barriers: there is as much to
-  // do for a barrier as for an eighth of such a tile.
+  // A stage of a quantized W and the two of X that it is multiplied with then share their barriers, because one
+  // barrier takes as long as an eighth of such a tile.
   static constexpr bool kJointStages = kQuantized && kOneProducer && !kXColumnMajor && kClusterM == 1;
   // Two warpgroups of three split terms alternate at the tensor cores: wgmma runs for one while the other adds.
   static constexpr bool kPingPong = kSplitTerms == 3 && kWarpgroups == 2;
   // Producers release registers to consumers. Small tiles need no more than an equal number per thread.
   static constexpr bool kReallocRegisters = kCtasPerSm == 1 && kWarpgroups == 2;
   static constexpr int kProducerRegisters = kXSplit ? 104 : 40, kConsumerRegisters = kXSplit ? 200 : 232;
-  // A CTA is launched with 168 registers a thread. More than it has then would be waited for without end.
+  // A CTA is launched with 168 registers per thread. setmaxnreg would wait forever for more than that in total.
   static_assert(!kReallocRegisters || kProducerRegisters + kWarpgroups * kConsumerRegisters <= 3 * 168);
 
   // Shared memory: stages of W, stages of X, a staging area per warpgroup, barriers -----------------
@@ -131,7 +131,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE, S24_C,
                                                                 : 0);
   static constexpr int kBarrierBytes = 512;
   static_assert(8 * (2 * kWeightStages + (kXCpAsync ? 3 : 2) * kXStages) <= kBarrierBytes);
-  // With split-K the barrier of a share follows, and with groups a table of them.
+  // With split-K the share's barrier follows, and with groups the group table.
   static constexpr int kShareBarrierAt = kBarrierAt + kBarrierBytes,
                        kGroupTableAt = kShareBarrierAt + (kSplitK > 1 ? 16 : 0);
 };

@@ -5,8 +5,8 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma_batches.cuh"
 
-// The state of a warpgroup's staging buffers that TMA loads C into; empty if it loads none. The empty one leaves no
-// trace in the code of other products.
+// The state of a warpgroup's staging buffers that TMA loads C into. Without kCStaged the struct is empty, so it
+// adds nothing to the code of other products.
 template <class Result, bool kStaged = Config::kCStaged> struct CStaging {};
 template <class Result> struct CStaging<Result, true> {
   Barriers barriers;

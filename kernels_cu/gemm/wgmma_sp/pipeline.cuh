@@ -29,7 +29,8 @@ struct Barriers {
 };
 
 // Returns 0, which the compiler must not know. A value that is combined with it by ^ or + stays what it is, but then
-// depends on whatever the zero was masked with. Two places need that: a copy of accumulators that the compiler would
-// otherwise merge with the originals and spill (mainloop_sparse.cuh), and an arrival that must wait for loads from
-// shared memory although it uses none of their values (mainloop_split_registers.cuh).
+// depends on whatever the zero was masked with. Three places need that: a copy of accumulators that the compiler
+// would otherwise merge with the originals and spill (mainloop_sparse.cuh), metadata that it would load straight into
+// the registers of wgmma (quantized_half.cuh), and an arrival that must wait for loads from shared memory although it
+// uses none of their values (mainloop_split_registers.cuh).
 __device__ __forceinline__ u32 opaque_zero(const WgmmaSpParams& p) { return p.opaque_zero; }

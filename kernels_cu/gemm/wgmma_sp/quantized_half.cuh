@@ -64,8 +64,8 @@ template <class Config> struct StoredHalves {
   }
 };
 
-// The operands that wgmma reads of such a part. It may read registers until it is done, so two halves in flight have
-// different ones.
+// The operands of wgmma for half a K tile of all m64 tiles of a warpgroup. wgmma may read its registers until it is
+// done, so two halves in flight use different registers.
 template <class Config> struct QuantizedHalf {
   u32 elements[Config::kMTilesPerWarpgroup][2][4], metadata[Config::kMTilesPerWarpgroup];
 

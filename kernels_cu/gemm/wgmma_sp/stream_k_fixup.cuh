@@ -47,7 +47,7 @@ struct StreamKFixup {
         if (first) {
           while (load_acquire(stored) != p.launch_id) {
           }
-          *stored = 0;  // a launch that is repeated with the same mark finds no flag set
+          *stored = 0;  // a launch that is repeated with the same id finds no flag set
         }
         __syncwarp();
         named_barrier_sync(kLoadableBarrier + w, 160);

@@ -11,7 +11,7 @@ from ..descriptor import BlockSparseAttentionDescriptor
 from ..dropout import dropped as is_dropped
 from ..lookup_tables import LookUp
 from . import products
-from .products import Line, Multiply
+from .products import BlockRow, Multiply
 from .softmax import exp32, in_order, softmax
 
 Array = np.ndarray[Any, Any]
@@ -30,13 +30,13 @@ class Attention:
         """Return O [Z, H, rows, head_size] and the rows' logsumexp [Z, H, rows]."""
         q, k, v = self._of_queries("q"), self._of_keys("k"), self._of_keys("v")
         out, lse = np.empty_like(q), np.empty(q.shape[:3], np.float32)
-        for line in self._lines():
-            scores, dropped = self._scores(line, q, k)
+        for row in self._block_rows():
+            scores, dropped = self._scores(row, q, k)
             found = softmax(np.where(dropped, np.float32(-np.inf), scores))
-            out[:, line.head, line.cells] = self.multiply(
-                found.probabilities * self._kept(line), v[:, line.head][:, self._columns(line)]
+            out[:, row.head, row.cells] = self.multiply(
+                found.probabilities * self._kept(row), v[:, row.head][:, self._columns(row)]
             )
-            lse[:, line.head, line.cells] = found.logsumexp[..., 0]
+            lse[:, row.head, row.cells] = found.logsumexp[..., 0]
         return out, lse
 
     def backward(self) -> tuple[Array, Array, Array]:
@@ -47,19 +47,19 @@ class Attention:
         deltas = in_order(out_gradient * self._of_queries("o"))
         shape = (desc.batch, one.blocks, one.block, one.block)
         probabilities, score_gradients = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        for line in self._lines():
-            scores, dropped = self._scores(line, q, k)
-            lse = self.read["lse"][:, line.head, line.cells, None]
+        for row in self._block_rows():
+            scores, dropped = self._scores(row, q, k)
+            lse = self.read["lse"][:, row.head, row.cells, None]
             p = np.where(
                 dropped, np.float32(0), exp32(scores - np.where(np.isneginf(lse), np.float32(0), lse))
             )
             dp = self.multiply(
-                out_gradient[:, line.head, line.cells], v[:, line.head][:, self._columns(line)].swapaxes(1, 2)
+                out_gradient[:, row.head, row.cells], v[:, row.head][:, self._columns(row)].swapaxes(1, 2)
             )
-            kept = self._kept(line)
-            ds = p * (dp * kept - deltas[:, line.head, line.cells])
-            probabilities[:, line.places] = products.in_blocks(p * kept)
-            score_gradients[:, line.places] = products.in_blocks(ds)
+            kept = self._kept(row)
+            ds = p * (dp * kept - deltas[:, row.head, row.cells])
+            probabilities[:, row.places] = products.in_blocks(p * kept)
+            score_gradients[:, row.places] = products.in_blocks(ds)
         scale = np.float32(desc.scale)
         dq = self._product(score_gradients, k, transposed=False) * scale
         dk = self._of_groups(self._product(score_gradients, q, transposed=True)) * scale
@@ -67,18 +67,18 @@ class Attention:
 
     # Parts ------------------------------------------------------------------------------------------
 
-    def _lines(self, *, transposed: bool = False) -> Any:
-        return products.lines(self.desc.layout, self.tables, transposed=transposed)
+    def _block_rows(self, *, transposed: bool = False) -> Any:
+        return products.block_rows(self.desc.layout, self.tables, transposed=transposed)
 
-    def _columns(self, line: Line) -> Array:
-        return line.cells_across(self.desc.layout.block)
+    def _columns(self, row: BlockRow) -> Array:
+        return row.cells_across(self.desc.layout.block)
 
-    def _scores(self, line: Line, q: Array, k: Array) -> tuple[Array, Array]:
+    def _scores(self, row: BlockRow, q: Array, k: Array) -> tuple[Array, Array]:
         """Return the scores of a block row [Z, block, cells], and which of them are hidden."""
-        columns_read = self._columns(line)
-        keys = k[:, line.head][:, columns_read].swapaxes(1, 2)
-        scores = self.multiply(q[:, line.head, line.cells], keys) * np.float32(self.desc.scale)
-        rows = np.arange(line.cells.start, line.cells.stop)[:, None]
+        columns_read = self._columns(row)
+        keys = k[:, row.head][:, columns_read].swapaxes(1, 2)
+        scores = self.multiply(q[:, row.head, row.cells], keys) * np.float32(self.desc.scale)
+        rows = np.arange(row.cells.start, row.cells.stop)[:, None]
         dropped = np.zeros(scores.shape, np.bool_)
         if self.desc.causal:
             dropped |= columns_read > rows
@@ -87,19 +87,19 @@ class Attention:
             dropped |= columns_read >= self.read["kv_lengths"][:, None, None]
         return scores, dropped
 
-    def _kept(self, line: Line) -> Array:
+    def _kept(self, row: BlockRow) -> Array:
         """Return dropout's factors of a block row: 0 for a dropped cell, else 1 / (1 - p) in float32."""
         desc = self.desc
         if not desc.dropout:
             return np.ones((), np.float32)
-        matrices = np.arange(desc.batch, dtype=np.int64) * desc.layout.heads + line.head
-        rows = np.arange(line.cells.start, line.cells.stop, dtype=np.int64)
+        matrices = np.arange(desc.batch, dtype=np.int64) * desc.layout.heads + row.head
+        rows = np.arange(row.cells.start, row.cells.stop, dtype=np.int64)
         out = is_dropped(
             self.read["seed_offset"].astype(np.int64),
             desc.dropout,
             matrices[:, None, None],
             rows[:, None],
-            self._columns(line).astype(np.int64),
+            self._columns(row).astype(np.int64),
         )
         return np.where(out, np.float32(0), np.float32(1 / (1 - desc.dropout)))
 
@@ -132,8 +132,8 @@ class Attention:
         one = self.desc.layout
         rows = one.cols if transposed else one.rows
         found = np.empty((self.desc.batch, one.heads, rows, dense.shape[3]), np.float32)
-        for line in self._lines(transposed=transposed):
-            found[:, line.head, line.cells] = products.sparse_times_dense(
-                line, values, dense, self.multiply, transposed=transposed
+        for row in self._block_rows(transposed=transposed):
+            found[:, row.head, row.cells] = products.sparse_times_dense(
+                row, values, dense, self.multiply, transposed=transposed
             )
         return found

@@ -20,7 +20,7 @@ from .products import Multiply, in_blocks, side_by_side
 Array = np.ndarray[Any, Any]
 
 
-class FilterLine(NamedTuple):
+class FilterRow(NamedTuple):
     """The kept blocks that the results of some channels and one phase sum over, in the order of the sums."""
 
     phase: int
@@ -33,32 +33,32 @@ class FilterLine(NamedTuple):
     """Place among the values, for each kept block."""
 
 
-def lines(
+def filter_rows(
     shape: BlockSparseShape, tables: LookUp, geometry: Geometry, gradient: tuple[int, int] | None = None
-) -> Iterator[FilterLine]:
-    """The filter lines of a convolution, or of its input's gradient [height, width] = ``gradient``.
+) -> Iterator[FilterRow]:
+    """The filter rows of a convolution, or of its input's gradient [height, width] = ``gradient``.
 
     Phases without a pixel, which strides beyond the image have, are left out.
     """
     taps, block = geometry.taps, shape.block
     if gradient is None:
-        for line in range(shape.block_rows):
-            part = slice(tables.row_pointers[line], tables.row_pointers[line + 1])
+        for at in range(shape.block_rows):
+            part = slice(tables.row_pointers[at], tables.row_pointers[at + 1])
             across, tap = np.divmod(tables.columns[part], taps)
             places = np.arange(part.start, part.stop)
-            yield FilterLine(0, slice(line * block, (line + 1) * block), tap, across, places)
+            yield FilterRow(0, slice(at * block, (at + 1) * block), tap, across, places)
         return
-    for line in range(shape.block_cols // taps):
-        part = slice(tables.column_pointers[line * taps], tables.column_pointers[(line + 1) * taps])
-        columns = np.arange(line * taps, (line + 1) * taps)
+    for at in range(shape.block_cols // taps):
+        part = slice(tables.column_pointers[at * taps], tables.column_pointers[(at + 1) * taps])
+        columns = np.arange(at * taps, (at + 1) * taps)
         tap = np.repeat(np.arange(taps), np.diff(tables.column_pointers)[columns])
-        cells = slice(line * block, (line + 1) * block)
+        cells = slice(at * block, (at + 1) * block)
         rows, places = tables.column_rows[part], tables.column_order[part]
         h, w = geometry
         of_rows, of_columns = h.phase_of(tap // w.taps), w.phase_of(tap % w.taps)
         for row, column in product(*map(range, map(min, (h.divide, w.divide), gradient))):
             read = (of_rows == row) & (of_columns == column)
-            yield FilterLine(row * w.divide + column, cells, tap[read], rows[read], places[read])
+            yield FilterRow(row * w.divide + column, cells, tap[read], rows[read], places[read])
 
 
 class Pixels:
@@ -71,11 +71,11 @@ class Pixels:
         self._padded = np.pad(images, ((0, 0), (top, bottom), (left, right), (0, 0)))
         self._first = tuple(axis.lower + margin for axis, margin in zip(geometry, (top, left), strict=True))
 
-    def gathered(self, line: FilterLine, block: int) -> Array:
-        """Gather the pixels that a filter line reads: [1, pixels, blocks of the line * block]."""
+    def gathered(self, row: FilterRow, block: int) -> Array:
+        """Gather the pixels that a filter row reads: [1, pixels, blocks of the filter row * block]."""
         found = [
-            self._at(line.phase, int(tap), slice(at * block, (at + 1) * block))
-            for tap, at in zip(line.taps, line.across, strict=True)
+            self._at(row.phase, int(tap), slice(at * block, (at + 1) * block))
+            for tap, at in zip(row.taps, row.across, strict=True)
         ]
         pixels = self._padded.shape[0] * self._geometry.pixels
         return np.concatenate([np.empty((pixels, 0), np.float32), *found], axis=1)[None]
@@ -97,17 +97,17 @@ def _margins(axis: Axis) -> tuple[int, int]:
 
 
 def of_results(
-    line: FilterLine, values: Array, pixels: Pixels, multiply: Multiply, *, transposed: bool
+    row: FilterRow, values: Array, pixels: Pixels, multiply: Multiply, *, transposed: bool
 ) -> Array:
-    """Return the sums [pixels, block] of a filter line of ``values`` [blocks, block, block]."""
-    tiles = values[None, line.places]
+    """Return the sums [pixels, block] of a filter row of ``values`` [blocks, block, block]."""
+    tiles = values[None, row.places]
     joined = side_by_side(tiles.swapaxes(2, 3) if transposed else tiles)
-    sums: Array = multiply(joined, pixels.gathered(line, tiles.shape[2]).swapaxes(1, 2))[0].T
+    sums: Array = multiply(joined, pixels.gathered(row, tiles.shape[2]).swapaxes(1, 2))[0].T
     return sums
 
 
-def of_filter(line: FilterLine, dy: Array, pixels: Pixels, multiply: Multiply) -> Array:
-    """Return the line's blocks [blocks, block, block] of the filter's gradient from ``dy`` [pixels, K]."""
-    found = dy[:, line.cells]
-    blocks: Array = in_blocks(multiply(found.T[None], pixels.gathered(line, found.shape[1])))[0]
+def of_filter(row: FilterRow, dy: Array, pixels: Pixels, multiply: Multiply) -> Array:
+    """Return a row's blocks [blocks, block, block] of the filter's gradient from ``dy`` [pixels, K]."""
+    found = dy[:, row.cells]
+    blocks: Array = in_blocks(multiply(found.T[None], pixels.gathered(row, found.shape[1])))[0]
     return blocks

@@ -22,7 +22,7 @@ blas: Multiply = np.matmul
 """Multiplies in the order that BLAS chooses."""
 
 
-class Line(NamedTuple):
+class BlockRow(NamedTuple):
     """A block row of op(S)."""
 
     head: int
@@ -39,7 +39,7 @@ class Line(NamedTuple):
         return cells.reshape(-1)
 
 
-def lines(shape: BlockSparseShape, tables: LookUp, *, transposed: bool) -> Iterator[Line]:
+def block_rows(shape: BlockSparseShape, tables: LookUp, *, transposed: bool) -> Iterator[BlockRow]:
     """The block rows of S, or of S transposed."""
     pointers, inner, count = tables.row_pointers, tables.columns, shape.block_rows
     order: Array = np.arange(shape.blocks)
@@ -47,10 +47,10 @@ def lines(shape: BlockSparseShape, tables: LookUp, *, transposed: bool) -> Itera
         pointers, inner, count = tables.column_pointers, tables.column_rows, shape.block_cols
         order = tables.column_order
     for at in range(shape.heads * count):
-        head, line = divmod(at, count)
+        head, row = divmod(at, count)
         part = slice(pointers[at], pointers[at + 1])
-        cells = slice(line * shape.block, (line + 1) * shape.block)
-        yield Line(head, cells, inner[part], order[part])
+        cells = slice(row * shape.block, (row + 1) * shape.block)
+        yield BlockRow(head, cells, inner[part], order[part])
 
 
 def exact(left: Array, right: Array) -> Array:
@@ -67,25 +67,25 @@ def in_order(left: Array, right: Array) -> Array:
 
 
 def sparse_times_dense(
-    line: Line, values: Array, dense: Array, multiply: Multiply, *, transposed: bool
+    row: BlockRow, values: Array, dense: Array, multiply: Multiply, *, transposed: bool
 ) -> Array:
     """Return the sums [Z, block, n] of a block row of op(S) [Z, ...] times ``dense`` [Z, H, K, n]."""
-    tiles = values[:, line.places]
+    tiles = values[:, row.places]
     joined = side_by_side(tiles.swapaxes(2, 3) if transposed else tiles)
-    return multiply(joined, dense[:, line.head][:, line.cells_across(tiles.shape[2])])
+    return multiply(joined, dense[:, row.head][:, row.cells_across(tiles.shape[2])])
 
 
-def kept_times_dense(line: Line, values: Array, dense: Array, *, columns: Array) -> Array:
+def kept_times_dense(row: BlockRow, values: Array, dense: Array, *, columns: Array) -> Array:
     """Return the sums of a block row of 2:4 blocks.
 
     The kept values [Z, blocks, block, block/2] lie in ``columns`` of their blocks. Each adds one float32 fma,
     in increasing k, from +0.
     """
     block = values.shape[2]
-    kept = side_by_side(values[:, line.places])
-    across = np.repeat(line.across * block, block // 2)
-    columns_read = side_by_side(columns[:, line.places]) + across
-    right = dense[:, line.head]
+    kept = side_by_side(values[:, row.places])
+    across = np.repeat(row.across * block, block // 2)
+    columns_read = side_by_side(columns[:, row.places]) + across
+    right = dense[:, row.head]
     batch = np.arange(kept.shape[0])[:, None]
 
     def factors(steps: slice) -> tuple[Array, Array]:
@@ -95,10 +95,10 @@ def kept_times_dense(line: Line, values: Array, dense: Array, *, columns: Array)
     return fma_chain(kept.shape[2], factors, np.zeros((kept.shape[0], block, right.shape[2]), np.float32))
 
 
-def dense_times_dense(line: Line, left: Array, right: Array, multiply: Multiply, block: int) -> Array:
-    """Return the line's blocks [Z, ..., block, block] of ``left`` [Z, H, M, n] @ ``right`` [Z, H, n, N]."""
+def dense_times_dense(row: BlockRow, left: Array, right: Array, multiply: Multiply, block: int) -> Array:
+    """Return the row's blocks [Z, ..., block, block] of ``left`` [Z, H, M, n] @ ``right`` [Z, H, n, N]."""
     return in_blocks(
-        multiply(left[:, line.head, line.cells], right[:, line.head][:, :, line.cells_across(block)])
+        multiply(left[:, row.head, row.cells], right[:, row.head][:, :, row.cells_across(block)])
     )
 
 

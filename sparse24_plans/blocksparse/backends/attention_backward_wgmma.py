@@ -20,7 +20,10 @@ from ...plan.schedule_choice import SHARED_BYTES
 from ...vocab import DeviceProperties
 from ..attention import (
     BOX,
+    HEADS,
     MAX_STAGES,
+    RASTER_AND_DROPOUT,
+    SIZES,
     THREADS,
     AttentionTables,
     Walk,
@@ -30,7 +33,7 @@ from ..attention import (
 )
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import (
-    COUNTER_BYTES,
+    ATTENTION_COUNTER_BYTES,
     LEAST_STREAMED_ROWS,
     MOST_PASSES,
     backward_workspace,
@@ -98,16 +101,11 @@ class AttentionBackwardWgmmaParams(KernelParams):
     exponent_scale = field("float", "scale * log2(e).")
     blocks = field("u32", "Number of kept blocks of all heads.")
     matrices = field("u32", "Number of stationary matrices: Z times the heads of K, or of Q.")
-    heads = field("u32", "Number of heads of Q, H.")
+    heads = HEADS
     kv_heads = field("u32", "Number of heads of K and V.")
-    heads_per_kv = field("u32", "Number of heads of Q that share one head of K and V.")
-    queries = field("u32", "Number of rows of Q in a head.")
-    keys = field("u32", "Number of rows of K in a head.")
+    heads_per_kv, queries, keys = SIZES.values()
     matrix_tiles = field("u32", "Number of work tiles of a matrix: its block columns, or block rows.")
-    raster_matrices = field("u32", "Number of matrices whose work tiles are interleaved, for L2.")
-    seed_offset = field("const u32*", "Seed and offset of dropout, two integers of 64 bits; or null.")
-    drop_below = field("u32", "Bound of dropped cells' 16 bits, times 2^16.")
-    keep_scale = field("float", "Factor of cells that are not dropped.")
+    raster_matrices, seed_offset, drop_below, keep_scale = RASTER_AND_DROPOUT.values()
 
 
 class _Launch:
@@ -157,7 +155,7 @@ class _Launch:
         if len(boxes) == 1:  # the other map is not read
             boxes |= {"v": BOX}
         boxes |= dict.fromkeys(one.streamed, self._tiling.rows)
-        self._walk.fill(found, views, boxes, workspace + 8 * rows + COUNTER_BYTES * self._counter)
+        self._walk.fill(found, views, boxes, workspace + 8 * rows + ATTENTION_COUNTER_BYTES * self._counter)
         return found
 
 
@@ -199,7 +197,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         if not bound:
             return nothing
         counters = workspace + 8 * rows_of_queries(self.descriptor)
-        return launch_in_order(fill(counters, 0, MOST_PASSES * COUNTER_BYTES), *bound)
+        return launch_in_order(fill(counters, 0, MOST_PASSES * ATTENTION_COUNTER_BYTES), *bound)
 
 
 def passes_of(desc: BlockSparseAttentionDescriptor, *, stored: bool) -> tuple[Pass, ...]:

@@ -13,7 +13,10 @@ from ...plan.operands import Alignment, Views
 from ...plan.schedule_choice import SHARED_BYTES
 from ..attention import (
     BOX,
+    HEADS,
     MAX_STAGES,
+    RASTER_AND_DROPOUT,
+    SIZES,
     THREADS,
     AttentionTables,
     Walk,
@@ -22,13 +25,13 @@ from ..attention import (
     row_bytes,
 )
 from ..descriptor import BlockSparseAttentionDescriptor
-from ..limits import COUNTER_BYTES
+from ..limits import ATTENTION_COUNTER_BYTES
 
 _SOURCE = "blocksparse/attention_wgmma.cu"
 _BARRIER_BYTES = 256
 """Bytes of a pipeline group's barriers and description of a work tile."""
 _TILES = (128, 64)
-"""Keys of a pipeline stage that are tried in turn."""
+"""Numbers of keys of a pipeline stage, in the order in which they are tried."""
 _MOST_ACCUMULATORS, _MOST_WITH_DROPOUT = 192, 176
 """Most registers of a thread for results, scores and probabilities, and beside dropout's words."""
 
@@ -45,15 +48,10 @@ class AttentionWgmmaParams(KernelParams):
     tables = field(AttentionTables, "Tables of block rows.")
     scale = field("float", "|scale| * log2(e).")
     matrices = field("u32", "Number of matrices Q: Z * H.")
-    heads = field("u32", "Number of heads of Q, H.")
-    heads_per_kv = field("u32", "Number of heads of Q that share one head of K and V.")
-    queries = field("u32", "Number of rows of Q in a head.")
-    keys = field("u32", "Number of rows of K in a head.")
+    heads = HEADS
+    heads_per_kv, queries, keys = SIZES.values()
     matrix_tiles = field("u32", "Number of work tiles of a matrix: its block rows.")
-    raster_matrices = field("u32", "Number of matrices whose work tiles are interleaved, for L2.")
-    seed_offset = field("const u32*", "Seed and offset of dropout, two integers of 64 bits; or null.")
-    drop_below = field("u32", "Bound of dropped cells' 16 bits, times 2^16.")
-    keep_scale = field("float", "Factor of cells that are not dropped.")
+    raster_matrices, seed_offset, drop_below, keep_scale = RASTER_AND_DROPOUT.values()
 
 
 class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
@@ -65,7 +63,8 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         desc, device = self.descriptor, choice.device
         self._walk = Walk(desc, columns=False, groups=pipeline_groups(desc))
         self._blocks = self._walk.blocks(device)
-        self.launches, self.workspace_size, self.workspace_alignment = 2, COUNTER_BYTES, COUNTER_BYTES
+        self.launches, self.workspace_size = 2, ATTENTION_COUNTER_BYTES
+        self.workspace_alignment = ATTENTION_COUNTER_BYTES
         tile = _tile(desc)
         stages = pipeline_groups(desc) * _stages(desc, tile)
         self.details = self._walk.details(device, f"{stages} stages of {tile} keys")
@@ -89,7 +88,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         keys = min(desc.layout.block, _tile(desc))
         self._walk.fill(parameters, views, {"q": BOX, "k": keys, "v": keys}, workspace)
         kernel = self._function.bind(self._blocks, parameters)
-        return launch_in_order(fill(workspace, 0, COUNTER_BYTES), kernel)
+        return launch_in_order(fill(workspace, 0, ATTENTION_COUNTER_BYTES), kernel)
 
 
 def _tile(desc: BlockSparseAttentionDescriptor) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
-from ...device.streams import Launch
-from ...plan.kernel import Choice, launch_in_order, nothing
-from ...plan.kernel import Kernel as BaseKernel
-from ...plan.operands import Alignment, Views, address_of
+from ...plan.kernel import Choice
+from ...plan.operands import Views, address_of
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem, launched
-from ..prepasses import SOURCES, PrePasses
+from ..prepasses import SOURCES, PreparingKernel
 from ..schedules.blocks_mma import BlocksMmaSchedule, block_rows
 
 _SOURCE = "blocksparse/blocks_mma.cu"
@@ -25,7 +23,7 @@ class BlocksMmaParams(KernelParams):
     x = field("const void*", "X [Z, H, ..].")
     bias = field("const void*", "Bias [H, rows], or null.")
     out = field("void*", "C [Z, H, ..].")
-    order = field("const int*", "Block rows in the order in which CTAs take them, or null if in their own.")
+    order = field("const int*", "Block rows in the order in which CTAs take them, or null for 0, 1, 2 ...")
     pointers = field("const int*", "Index where the entries of each block row begin.")
     columns = field("const int*", "Block column of each entry in op(S): [entries].")
     value_index = field("const int*", "Index of each entry in the values, if S enters transposed.")
@@ -43,21 +41,16 @@ class BlocksMmaParams(KernelParams):
     alpha = field("float", "Factor of the product.")
 
 
-class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
-    workspace_alignment = 256
-    default_alignment = Alignment(16)
+class Kernel(PreparingKernel):
     sources = (_SOURCE, *SOURCES)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._problem = problem = KernelProblem(desc)
-        most = choice.preference.max_workspace_bytes
+        problem, most = self._problem, choice.preference.max_workspace_bytes
         schedule = BlocksMmaSchedule.of(desc, device.multiprocessors, most)
         prepared = schedule.prepared(desc)
-        self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
-        self.workspace_size = self._prepasses.workspace_size
-        self.launches = 1 + len(self._prepasses)
+        self._prepare(prepared, device)
         self._ctas = schedule.ctas(desc)
         # The longest block rows come first if not all CTAs run at once.
         self._ordered = self._ctas > schedule.resident_ctas(device.multiprocessors)
@@ -90,20 +83,15 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             alpha=desc.alpha,
         )
 
-    def launcher(self, views: Views, workspace: int) -> Launch:
+    def _parameters_of(self, views: Views, workspace: int) -> BlocksMmaParams:
         problem = self._problem
-        if self._ctas == 0:
-            return nothing
-        views, prepasses = self._prepasses.bind(views, workspace)
-        parameters = self._parameters.with_values(
+        return self._parameters.with_values(
             **problem.entries(views["layout"].address, ordered=self._ordered),
             values=views[problem.left].address,
             x=views[problem.right].address,
             bias=address_of(views, "bias"),
             out=views["c"].address,
         )
-        multiply = self._function.bind(self._ctas, parameters, overlapping=True)
-        return launch_in_order(*prepasses, multiply)
 
 
 def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> dict[str, int]:

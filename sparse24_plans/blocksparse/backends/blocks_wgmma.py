@@ -9,17 +9,15 @@ from ..._vendor import cuda_driver_abi
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
 from ...device.jit.structs import KernelParams, field, kernel_params
-from ...device.streams import Launch
 from ...device.tensors import TensorView
-from ...plan.kernel import Choice, launch_in_order, nothing
-from ...plan.kernel import Kernel as BaseKernel
-from ...plan.operands import Alignment, Views, address_of
+from ...plan.kernel import Choice
+from ...plan.operands import Views, address_of
 from ...vocab import INT64_MAX, ElementKind
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, K_MAJOR, KernelProblem, Prepared, launched, prepared_bytes
-from ..prepasses import SOURCES, PrePasses
+from ..prepasses import SOURCES, PreparingKernel
 from ..schedules.blocks_wgmma_cuts import APART, IN_TURN, LONG_FIRST, NO_SLICES, Cut, as_run
-from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
+from ..wgmma import NO_MAP, PANEL_SIZES, PANEL_TABLES, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma.cu"
 _LINE_BYTES = 128
@@ -46,9 +44,7 @@ class BlocksWgmmaParams(KernelParams):
     right_map = field("TensorMap", "X [Z * H, ..], or op(B) for sdd, in boxes of 128 bytes.")
     right_tail_map = field("TensorMap", "Like right_map, in boxes for the last token tile; unused for sdd.")
     out_map = field("TensorMap", "C [Z * H, ..], or the values for sdd, in boxes of 128 bytes.")
-    panel_order = field("const int*", "Row panels, longest first: [panels].")
-    panel_columns = field("const int*", "Number of block columns that each panel keeps: [panels].")
-    kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
+    panel_order, panel_columns, kept = PANEL_TABLES.values()
     pointers = field("const int*", "Index where each block row, or panel for small blocks and sdd, begins.")
     columns = field("const int*", "Block columns: of each block for sdd, of each panel for small blocks.")
     value_index = field(
@@ -75,14 +71,7 @@ class BlocksWgmmaParams(KernelParams):
     partials = field("float*", "Sums of slices: [slice][64 rows][batch][8 tokens], 128 threads x four.")
     arrivals = field("u64*", "Arrivals of a panel's slices: [slice][64 rows][batch][64 tokens].")
     launch_id = field("u64", "Value of the high 48 bits of arrivals that no other launch uses.")
-    alpha = field("float", "Factor of the product.")
-    panels = field("u32", "Number of row panels of all heads.")
-    head_panels = field("u32", "Number of row panels of a head.")
-    head_block_rows = field("u32", "Number of block rows of a head.")
-    bit_words = field("u32", "Number of words of a block row in kept.")
-    heads = field("u32", "Number of heads, H.")
-    batch = field("u32", "Number of batch elements, Z.")
-    tokens = field("u32", "Number of columns of X.")
+    alpha, panels, head_panels, head_block_rows, bit_words, heads, batch, tokens = PANEL_SIZES.values()
     cluster_tiles = field("u32", "Number of clusters' token tiles that cover the tokens; unused for sdd.")
     raster_tiles = field("u32", "Number of token tiles of a raster group, which L2 holds.")
     panel_groups = field("u32", "Work tiles of a panel at most, for sdd.")
@@ -90,16 +79,13 @@ class BlocksWgmmaParams(KernelParams):
     full_boxes = field("u32", "Small blocks: 1 if a box of right_map holds a whole token tile, else 0.")
 
 
-class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
-    workspace_alignment = 256
-    default_alignment = Alignment(16)
+class Kernel(PreparingKernel):
     sources = (_SOURCE, *SOURCES)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._problem = problem = KernelProblem(desc)
-        most = choice.preference.max_workspace_bytes
+        problem, most = self._problem, choice.preference.max_workspace_bytes
         needed = prepared_bytes(problem.prepared_operands())
         self._cut = cut = as_run(
             desc,
@@ -108,9 +94,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             invariant=choice.entry.invariant,
         )
         prepared = problem.prepared_operands(None if most is None else most - cut.workspace)
-        self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
-        self.workspace_size = self._prepasses.workspace_size + cut.workspace
-        self.launches = 1 + len(self._prepasses)
+        self._prepare(prepared, device, cut.workspace)
         self._majors = problem.majors(prepared)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
         self._schedule = schedule = cut.schedule
@@ -144,12 +128,8 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             k_steps=-(-desc.n // _depth(desc)),
         )
 
-    def launcher(self, views: Views, workspace: int) -> Launch:
-        problem = self._problem
-        if self._ctas == 0:
-            return nothing
-        tables, rows = views["layout"].address, self._schedule.rows
-        views, prepasses = self._prepasses.bind(views, workspace)
+    def _parameters_of(self, views: Views, workspace: int) -> BlocksWgmmaParams:
+        problem, tables, rows = self._problem, views["layout"].address, self._schedule.rows
         parameters = self._parameters.with_values(
             **problem.tables(tables, rows),
             **({} if problem.sampled else problem.slices(tables, rows)),
@@ -159,13 +139,12 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             full_boxes=int(views[problem.right].shape[-1] % _TILE == 0),
         )
         if self._cut.workspace:
-            parameters.claimed = workspace + self._prepasses.workspace_size
+            parameters.claimed = workspace
             parameters.arrivals = parameters.claimed + COUNTER_BYTES
             parameters.partials = parameters.claimed + self._cut.counter_bytes
             parameters.launch_id = next(_launch_ids) << _COUNT_BITS & INT64_MAX
         put_maps(parameters, self._maps, views)
-        multiply = self._function.bind(self._ctas, parameters, overlapping=True)
-        return launch_in_order(*prepasses, multiply)
+        return parameters
 
     def _maps(self, views: Views) -> bytes:
         """Tensor maps of the left operand, the right operand, its last tile and the result."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load, put_maps
 from ...device.jit.structs import KernelParams, field, kernel_params
-from ...device.streams import Launch
-from ...plan.kernel import Choice, launch_in_order, nothing
-from ...plan.kernel import Kernel as BaseKernel
-from ...plan.operands import Alignment, Views, address_of
+from ...plan.kernel import Choice
+from ...plan.operands import Views, address_of
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem
 from ..panels import PANEL_ROWS
-from ..prepasses import SOURCES, PrePasses
-from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule, best_schedule
-from ..wgmma import NO_MAP, matrices_map, rows_map, tokens_map
+from ..prepasses import SOURCES, PreparingKernel
+from ..schedules.blocks_wgmma_sp import THREADS, BlocksWgmmaSpSchedule
+from ..wgmma import NO_MAP, PANEL_SIZES, PANEL_TABLES, matrices_map, rows_map, tokens_map
 
 _SOURCE = "blocksparse/blocks_wgmma_sp.cu"
 _STEP, _LINE_BYTES = 64, 128
@@ -30,42 +28,27 @@ class BlocksWgmmaSpParams(KernelParams):
     right_tail_map = field("TensorMap", "Like right_map, in boxes for the last token tile.")
     out_map = field("TensorMap", "C [Z * H, ..] in boxes of 128 bytes.")
     metadata = field("const u8*", "Metadata of the kept blocks: [Z * blocks, b * b / 8] bytes.")
-    panel_order = field("const int*", "Row panels, longest first: [panels].")
-    panel_columns = field("const int*", "Number of block columns that each panel keeps: [panels].")
-    kept = field("const u32*", "Bit c % 32 of word c / 32 is set where the block row keeps column c.")
+    panel_order, panel_columns, kept = PANEL_TABLES.values()
     pointers = field("const int*", "Index where the blocks of each block row begin.")
     value_index = field("const int*", "Index of each block in the values, or null if they are in order.")
     bias = field("const void*", "Bias [H, rows], or null.")
     out = field("void*", "C [Z * H, rows, tokens], stored without a tensor map if its rows are not aligned.")
     blocks = field("int", "Number of kept blocks of a batch element.")
-    alpha = field("float", "Factor of the product.")
-    panels = field("u32", "Number of row panels of all heads.")
-    head_panels = field("u32", "Number of row panels of a head.")
-    head_block_rows = field("u32", "Number of block rows of a head.")
-    bit_words = field("u32", "Number of words of a block row in kept.")
-    heads = field("u32", "Number of heads, H.")
-    batch = field("u32", "Number of batch elements, Z.")
-    tokens = field("u32", "Number of columns of X.")
+    alpha, panels, head_panels, head_block_rows, bit_words, heads, batch, tokens = PANEL_SIZES.values()
     cluster_tiles = field("u32", "Number of clusters' token tiles that cover the tokens.")
     raster_tiles = field("u32", "Number of token tiles of a raster group, which L2 holds.")
     raster_groups = field("u32", "Number of raster groups.")
 
 
-class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
-    workspace_alignment = 256
-    default_alignment = Alignment(16)
+class Kernel(PreparingKernel):
     sources = (_SOURCE, *SOURCES)
 
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._problem = problem = KernelProblem(desc)
-        prepared = problem.prepared_operands()
-        self._prepasses = PrePasses(prepared, desc.element.itemsize, device)
-        self.workspace_size = self._prepasses.workspace_size
-        self.launches = 1 + len(self._prepasses)
+        self._prepare(self._problem.prepared_operands(), device)
         self._reads = desc.layout.blocks > 0 and desc.reduction > 0  # or the result is zeros
-        self._schedule = schedule = best_schedule(desc, device.multiprocessors)
+        self._schedule = schedule = BlocksWgmmaSpSchedule.of(desc, device.multiprocessors)
         work_tiles = schedule.work_tiles(desc)
         clusters = min(work_tiles, schedule.resident_clusters(device.multiprocessors))
         self._ctas = clusters * schedule.cluster_n
@@ -84,16 +67,13 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             shared_bytes=schedule.shared_bytes(desc.layout.block),
         )
         self._parameters = BlocksWgmmaSpParams(
-            **problem.sizes(PANEL_ROWS),
+            **self._problem.sizes(PANEL_ROWS),
             cluster_tiles=schedule.cluster_tiles(desc),
             raster_tiles=raster_tiles,
             raster_groups=raster_groups,
         )
 
-    def launcher(self, views: Views, workspace: int) -> Launch:
-        if self._ctas == 0:
-            return nothing
-        views, prepasses = self._prepasses.bind(views, workspace)
+    def _parameters_of(self, views: Views, workspace: int) -> BlocksWgmmaSpParams:
         parameters = self._parameters.with_values(
             **self._problem.tables(views["layout"].address),
             metadata=views["metadata"].address,
@@ -101,8 +81,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
             out=views["c"].address,
         )
         put_maps(parameters, self._maps, views)
-        multiply = self._function.bind(self._ctas, parameters, overlapping=True)
-        return launch_in_order(*prepasses, multiply)
+        return parameters
 
     def _maps(self, views: Views) -> bytes:
         """Tensor maps of the values, X, its last tile and the result."""

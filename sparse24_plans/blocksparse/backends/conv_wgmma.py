@@ -14,7 +14,7 @@ from ...plan.operands import Alignment, Views, address_of
 from ...vocab import BlockSparseConvOp, DeviceProperties
 from ..convolution import Axis, BlockSparseConv2dDescriptor
 from ..lookup_tables import addresses, groups, words
-from ..schedules.conv_wgmma import ConvSchedule, conv_workspace, schedule_of
+from ..schedules.conv_wgmma import ConvSchedule, conv_workspace
 from ..wgmma import rows_map
 
 _SOURCE = "blocksparse/conv_wgmma.cu"
@@ -114,7 +114,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        self._schedule = found = schedule_of(desc, device.multiprocessors)
+        self._schedule = found = ConvSchedule.of(desc, device.multiprocessors)
         self._ctas = found.blocks(device.multiprocessors)
         self.workspace_size = conv_workspace(desc)
         self.launches = 2 if self.workspace_size else 1

@@ -90,9 +90,9 @@ class _Matmul(_Work):
             _transposed(_widened(views["a"]), desc.trans_a),
             _transposed(_widened(views["b"]), desc.trans_b),
         )
-        for line in products.lines(desc.layout, tables, transposed=False):
-            sums = products.dense_times_dense(line, left, right, self.multiply, desc.layout.block)
-            c[:, line.places] = finished(sums, desc)
+        for row in products.block_rows(desc.layout, tables, transposed=False):
+            sums = products.dense_times_dense(row, left, right, self.multiply, desc.layout.block)
+            c[:, row.places] = finished(sums, desc)
 
     def _one_sparse(self, views: Views, tables: LookUp) -> None:
         """Compute ``dsd``, or ``dds`` as its transpose: C^T = op(S)^T op(A)^T."""
@@ -115,10 +115,10 @@ class _Matmul(_Work):
                 multiply = partial(products.kept_times_dense, columns=pattern24.positions(codes))
             else:
                 values = pattern24.whole(values, codes)
-        for line in products.lines(desc.layout, tables, transposed=transposed):
-            sums = multiply(line, values, matrix)
-            added = None if bias is None else bias[line.head, line.cells]
-            c[:, line.head, line.cells] = finished(sums, desc, bias=added)
+        for row in products.block_rows(desc.layout, tables, transposed=transposed):
+            sums = multiply(row, values, matrix)
+            added = None if bias is None else bias[row.head, row.cells]
+            c[:, row.head, row.cells] = finished(sums, desc, bias=added)
 
 
 class _Softmax(_Work):
@@ -134,25 +134,25 @@ class _Softmax(_Work):
         result = "y" if forward else "dx"
         out = views[result].bits()
         read = {name: _widened(view) for name, view in views.items() if name not in ("layout", result)}
-        for line in products.lines(desc.layout, tables, transposed=False):
+        for row in products.block_rows(desc.layout, tables, transposed=False):
             if forward:
-                found = softmax.softmax(self._scores(read, line)).probabilities
+                found = softmax.softmax(self._scores(read, row)).probabilities
             else:
-                y, dy = (products.side_by_side(read[name][:, line.places]) for name in ("y", "dy"))
+                y, dy = (products.side_by_side(read[name][:, row.places]) for name in ("y", "dy"))
                 found = softmax.gradient(y, dy, desc.scale)
-            out[:, line.places] = products.in_blocks(encoded(found, desc.element))
+            out[:, row.places] = products.in_blocks(encoded(found, desc.element))
 
-    def _scores(self, read: dict[str, Array], line: products.Line) -> Array:
-        desc, columns_read = self.descriptor, line.cells_across(self.descriptor.layout.block)
-        v = products.side_by_side(read["x"][:, line.places]) * np.float32(desc.scale)
+    def _scores(self, read: dict[str, Array], row: products.BlockRow) -> Array:
+        desc, columns_read = self.descriptor, row.cells_across(self.descriptor.layout.block)
+        v = products.side_by_side(read["x"][:, row.places]) * np.float32(desc.scale)
         if desc.rpe:
-            v = v + read["rpe"][line.head, line.cells][:, columns_read]
+            v = v + read["rpe"][row.head, row.cells][:, columns_read]
         if desc.key_padding_mask is not AttentionMask.NONE:
             v = v + softmax.added(read["key_padding_mask"][:, None, columns_read], desc.key_padding_mask)
         if desc.attn_mask is not AttentionMask.NONE:
-            v = v + softmax.added(read["attn_mask"][line.cells][:, columns_read], desc.attn_mask)
+            v = v + softmax.added(read["attn_mask"][row.cells][:, columns_read], desc.attn_mask)
         if desc.causal:
-            rows = np.arange(line.cells.start, line.cells.stop)
+            rows = np.arange(row.cells.start, row.cells.stop)
             v = np.where(columns_read > rows[:, None], np.float32(-np.inf), v)
         return v
 
@@ -182,26 +182,26 @@ class _Convolution(_Work):
         read = "dy" if transposed else "x"
         pixels = convolution.Pixels(_widened(views[read]), geometry)
         gradient = (desc.height, desc.width) if transposed else None
-        lines = convolution.lines(desc.layout, tables, geometry, gradient)
+        filter_rows = convolution.filter_rows(desc.layout, tables, geometry, gradient)
         if desc.op is BlockSparseConvOp.WGRAD:
             dy, out = _widened(views["dy"]).reshape(desc.reduction, desc.layout.rows), views["dfilter"].bits()
-            for line in lines:
-                sums = convolution.of_filter(line, dy, pixels, self.multiply)
-                out[0, line.places] = finished(sums, desc)
+            for one in filter_rows:
+                sums = convolution.of_filter(one, dy, pixels, self.multiply)
+                out[0, one.places] = finished(sums, desc)
             return
         values, out = _widened(views["filter"])[0], views["dx" if transposed else "y"].bits()
         bias = views["bias"].array() if "bias" in views else None
-        for line in lines:
-            sums = convolution.of_results(line, values, pixels, self.multiply, transposed=transposed)
-            found = finished(sums, desc, bias=None if bias is None else bias[line.cells])
-            _place(geometry, found, line, out)
+        for one in filter_rows:
+            sums = convolution.of_results(one, values, pixels, self.multiply, transposed=transposed)
+            found = finished(sums, desc, bias=None if bias is None else bias[one.cells])
+            _place(geometry, found, one, out)
 
 
-def _place(geometry: Geometry, found: Array, line: convolution.FilterLine, out: Array) -> None:
+def _place(geometry: Geometry, found: Array, one: convolution.FilterRow, out: Array) -> None:
     """Store the results of a phase, as many as exist."""
     h, w = geometry
-    row, column = divmod(line.phase, w.divide)
-    into = out[:, row :: h.divide, column :: w.divide, line.cells]
+    row, column = divmod(one.phase, w.divide)
+    into = out[:, row :: h.divide, column :: w.divide, one.cells]
     made = found.reshape(out.shape[0], h.results, w.results, found.shape[-1])
     into[...] = made[:, : into.shape[1], : into.shape[2]]
 

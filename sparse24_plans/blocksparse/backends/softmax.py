@@ -12,7 +12,7 @@ from ...plan.operands import Alignment, Views
 from ...vocab import BlockSparsePass
 from ..descriptor import BlockSparseSoftmaxDescriptor
 from ..lookup_tables import addresses
-from ..schedules.softmax import SoftmaxSchedule, best_schedule, softmax_teams
+from ..schedules.softmax import SoftmaxSchedule, softmax_teams
 
 _SOURCE = "blocksparse/softmax.cu"
 
@@ -44,7 +44,7 @@ class Kernel(BaseKernel[BlockSparseSoftmaxDescriptor]):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc = self.descriptor
-        schedule = best_schedule(desc, choice.device)
+        schedule = SoftmaxSchedule.of(desc, choice.device)
         self._blocks = schedule.blocks(desc, choice.device.multiprocessors) if desc.layout.blocks else 0
         self.details = (
             f"{softmax_teams(desc)} pieces of rows on {self._blocks * schedule.teams} teams of "

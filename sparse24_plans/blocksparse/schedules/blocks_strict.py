@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...plan.schedule_choice import first_enough
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..lookup_tables import GROUP_COLUMNS, groups
@@ -25,11 +26,10 @@ class BlocksStrictSchedule(NamedTuple):
         rows = min(desc.layout.block, 64)
         if desc.op is BlockSparseOp.SDD:
             return cls(rows, _TOKENS[0])
-        for tokens in _TOKENS:
-            found = cls(rows, tokens)
-            if 2 * desc.n > tokens and 2 * found.ctas(desc) >= multiprocessors:
-                break
-        return found
+        return first_enough(
+            [cls(rows, tokens) for tokens in _TOKENS],
+            lambda one: 2 * desc.n > one.tokens and 2 * one.ctas(desc) >= multiprocessors,
+        )
 
     @property
     def threads(self) -> int:

@@ -1,6 +1,7 @@
 """How ``blocksparse/blocks_wgmma.cu`` is cut for a problem: tiles, clusters, stages.
 
-It is the fastest candidate by models whose constants ``tuning/models`` holds. Bits don't depend on it.
+The chosen schedule is the fastest candidate by cost models, whose constants are in ``tuning/models``. Bits
+don't depend on the choice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...plan.schedule_choice import SHARED_BYTES, constants, fastest
+from ...plan.schedule_choice import SHARED_BYTES, constants, fastest, first_enough
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem
@@ -41,8 +42,6 @@ HELD_CELLS = 128 * 128
 """Cells of a tile for which registers hold the sums of two slices."""
 _MAX_PANELS = 2048
 """The model of ``sdd`` looks at no more row panels than these, to be quick."""
-_RELATIVE_MEANS = (0.97, 1.0, 1.03)
-"""Relative means of the layouts that a schedule of ``sdd`` is judged by."""
 _MIN_SDD_STAGES, _ENOUGH_SDD_STAGES = 3, 4
 """Fewest stages that are tried for ``sdd``, and fewest for which its model adds no cost."""
 
@@ -62,6 +61,24 @@ class BlocksWgmmaSchedule(NamedTuple):
     """Pipeline stages."""
     buffers: int
     """Staging buffers of a warpgroup's results."""
+
+    @classmethod
+    def of(
+        cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int, most_cells: int | None = None
+    ) -> BlocksWgmmaSchedule:
+        """The fastest schedule by the model of the problem's op and block.
+
+        ``most_cells`` bounds rows times tokens of a tile of ``dsd`` or ``dds``. It has the rows of a panel
+        then.
+        """
+        if desc.op is not BlockSparseOp.SDD and desc.layout.block >= NARROW_PANEL_ROWS:
+            tiles = tiles_of_large_blocks(desc, most_cells)
+            return fastest(tiles, lambda tried: large_time(tried, desc, multiprocessors))
+        time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
+        fit, tried = constants(model_of(desc)), schedules_by_density(desc)
+        if most_cells is not None:
+            tried = [one for one in tried if one.rows == PANEL_ROWS and one.rows * one.tokens <= most_cells]
+        return fastest(tried, lambda tried: time(tried, desc, multiprocessors, fit))
 
     @property
     def threads(self) -> int:
@@ -133,23 +150,6 @@ def fitting(rows: int, tokens: int, warpgroups: int, cluster_n: int) -> BlocksWg
     return one._replace(stages=min(room // one.stage_bytes, _MAX_STAGES))
 
 
-def best_schedule(
-    desc: BlockSparseMatmulDescriptor, multiprocessors: int, most_cells: int | None = None
-) -> BlocksWgmmaSchedule:
-    """The fastest schedule by the model of the problem's op and block.
-
-    ``most_cells`` bounds rows times tokens of a tile of ``dsd`` or ``dds``. It has the rows of a panel then.
-    """
-    if desc.op is not BlockSparseOp.SDD and desc.layout.block >= NARROW_PANEL_ROWS:
-        tiles = tiles_of_large_blocks(desc, most_cells)
-        return fastest(tiles, lambda tried: large_time(tried, desc, multiprocessors))
-    time = sdd_time if desc.op is BlockSparseOp.SDD else small_time
-    fit, tried = constants(model_of(desc)), schedules_by_density(desc)
-    if most_cells is not None:
-        tried = [one for one in tried if one.rows == PANEL_ROWS and one.rows * one.tokens <= most_cells]
-    return fastest(tried, lambda tried: time(tried, desc, multiprocessors, fit))
-
-
 def tiles_of_large_blocks(
     desc: BlockSparseMatmulDescriptor, most_cells: int | None = None
 ) -> list[BlocksWgmmaSchedule]:
@@ -180,7 +180,7 @@ def model_of(desc: BlockSparseMatmulDescriptor) -> str:
 def busy_tokens(panels: int, n: int, multiprocessors: int) -> tuple[int, bool]:
     """The widest tile with which enough SMs have work, and whether it is the widest of all."""
     enough = multiprocessors * constants("blocks_tiles")["busy_percent"] // 100
-    tokens = next((one for one in TOKENS if panels * -(-n // one) >= enough), TOKENS[-1])
+    tokens = first_enough(TOKENS, lambda one: panels * -(-n // one) >= enough)
     return tokens, tokens == TOKENS[0]
 
 
@@ -237,7 +237,9 @@ def sdd_loads(
     """Return ``cluster_loads`` for each schedule. The middle axis has the layouts whose times are summed."""
     block = desc.layout.block
     panels = min(panel_count(desc, narrow_panel_rows(block)), _MAX_PANELS)
-    layouts = [_kept_columns(desc.layout, panels, share) for share in _RELATIVE_MEANS]
+    layouts = [
+        _kept_columns(desc.layout, panels, share) for share in constants("blocks_wgmma_sdd")["relative_means"]
+    ]
     return [
         np.stack([cluster_loads(one, columns, block, multiprocessors) for columns in layouts], axis=1)
         for one in tried

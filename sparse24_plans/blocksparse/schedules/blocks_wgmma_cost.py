@@ -15,13 +15,13 @@ from ..kernel_problem import K_MAJOR, KernelProblem
 from ..panels import MOST_DEVIATIONS, PANEL_ROWS, expected_columns, head_panels
 
 MODEL = "packed_blocks"
-"""The name of the cost models, one for each size of a block and order of X behind all pre-passes."""
+"""The name of the cost models, one for each block size and each order of X after all pre-passes."""
 TERMS = ("step", "step_cells", "kept_cells", "l2_bytes", "memory_bytes", "wave")
 """The names of the kinds of work that take time."""
 _STEP_BYTES = 128
 """Bytes of a row of S that a step multiplies."""
 _ELEMENT_BYTES = 2
-"""Bytes of the elements that the costs of a cell are of: tensor cores multiply a byte in the same time."""
+"""Bytes of the elements that costs of cells are fitted for. Other elements cost in proportion to theirs."""
 
 
 def work(
@@ -57,7 +57,7 @@ def cost_model(desc: BlockSparseMatmulDescriptor) -> CostModel:
 
 
 def by_prepared_order(name: str, desc: BlockSparseMatmulDescriptor) -> str:
-    """The name of the model for the problem's blocks, and for X's order behind all pre-passes."""
+    """The name of the model for the problem's blocks, and for X's order after all pre-passes."""
     problem = KernelProblem(desc)
     _, right = problem.majors(problem.prepared_operands(None))
     return by_order_and_block(name, desc, right == K_MAJOR)
@@ -90,11 +90,11 @@ def _columns(desc: BlockSparseMatmulDescriptor, rows: int) -> tuple[float, float
 
 
 def expected_longest_panel(desc: BlockSparseMatmulDescriptor, rows: int) -> float:
-    """Columns that are expected of the longest panel of ``rows`` rows, as that of ``PANEL_ROWS`` is known.
+    """Expected columns of the longest panel of ``rows`` rows, from the known longest panel of ``PANEL_ROWS``.
 
-    If blocks may be kept at random, it is as many deviations longer than the mean. Else one block row makes
-    the known panel long, with which it shares that row: the columns that the known panel lacks are those that
-    its other block rows lack, too.
+    If blocks may be kept at random, both panels exceed their means by as many deviations. Otherwise one
+    long block row is taken to be in both panels, and the known panel's other block rows add columns as at
+    random.
     """
     layout, across = desc.layout, desc.reduction // desc.layout.block
     known, others = min(desc.longest_panel, across), (PANEL_ROWS - max(rows, layout.block)) // layout.block

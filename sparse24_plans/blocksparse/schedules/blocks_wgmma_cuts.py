@@ -16,7 +16,6 @@ from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
 from ..panels import NARROW_PANEL_ROWS, PANEL_ROWS, Slicing, expected_occupancy, panel_block_rows
-from . import blocks_wgmma
 from .blocks_wgmma import HELD_CELLS, TOKENS, BlocksWgmmaSchedule, fitting
 from .blocks_wgmma_cost import cost_model, mean_panel, panel_count, work
 
@@ -34,7 +33,11 @@ EXCHANGE_TERMS = ("exchange_us", "cell_us", "wave_us")
 _MOST_PARTS = 8
 """Most slices into which every panel is cut: CTAs of the largest cluster that every device has."""
 _MOST_WAVES = 4
-"""Most waves of clusters that compute the slices of panels, of which some may be long."""
+"""Most waves of clusters with which cutting every panel is tried: with more, the tiles without a long panel
+keep all SMs busy while the long ones are computed."""
+_BEYOND_LOGARITHM = 0.6
+"""The sum of 1 / rank, less the logarithm of the number of ranks: for tens of them it is Euler's constant and
+half of the last term."""
 NARROW = fitting(NARROW_PANEL_ROWS, TOKENS[-1], 1, 1)
 """The smallest tile. A multiprocessor has two of it."""
 
@@ -93,7 +96,7 @@ class Cut(NamedTuple):
         CTAs without a long panel take more of the others.
         """
         problem, alike = KernelProblem(desc), _of_unknown_panels(desc)
-        whole = blocks_wgmma.best_schedule(desc if has_long_panel(desc) else alike, multiprocessors)
+        whole = BlocksWgmmaSchedule.of(desc if has_long_panel(desc) else alike, multiprocessors)
         if problem.slicing is None:
             return cls(whole)
         one = _with_long_panels(desc, multiprocessors)
@@ -109,13 +112,13 @@ class Cut(NamedTuple):
             return found
         if not invariant:
             return cls(whole)
-        return cls(blocks_wgmma.best_schedule(desc, multiprocessors, HELD_CELLS), IN_TURN)
+        return cls(BlocksWgmmaSchedule.of(desc, multiprocessors, HELD_CELLS), IN_TURN)
 
     def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
-        """The same with tiles of 64 x 64 in place of 128 x 64, where the tables serve them: it is what runs.
+        """Return this cut with tiles of 64 x 64 instead of 128 x 64, if tables and density allow them.
 
-        A multiprocessor has two such CTAs, so more loads are in flight, and a panel has fewer columns: unless
-        most blocks are kept.
+        Two CTAs with such tiles share a multiprocessor, so more loads are in flight, and a narrow panel has
+        fewer columns. If most blocks are kept, the tiles stay as they are.
         """
         layout, wide = desc.layout, (PANEL_ROWS, NARROW.tokens)
         if desc.op is BlockSparseOp.SDD or layout.block == PANEL_ROWS or self.schedule[:2] != wide:
@@ -127,7 +130,7 @@ class Cut(NamedTuple):
         return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
 
     def evenly(self, desc: BlockSparseMatmulDescriptor) -> list[Cut]:
-        """The same tiles with every panel cut into as many slices, if all slices are computed at once.
+        """Cuts with the same tiles and every panel in several slices, if all slices are computed at once.
 
         A cluster computes and adds the slices of a panel. If a panel is known to be longer than those of
         random layouts, for which others would wait at the end, there may be several waves of clusters.
@@ -144,7 +147,7 @@ class Cut(NamedTuple):
 
 
 def clusters_of(parts: int, ctas_per_sm: int) -> int:
-    """Clusters of so many CTAs that run at once on an H200."""
+    """Number of clusters of ``parts`` CTAs that run at once on an H200."""
     return int(constants(EVEN_CLUSTERS)[str(parts)]) * ctas_per_sm
 
 
@@ -172,10 +175,10 @@ def as_run(
 
 
 def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
-    """What is tried beside a cut: for few tokens, or with a long panel, every tile and every way to compute
-    its panels.
+    """The cuts that compete with ``found``.
 
-    Else it is the same tile with every panel cut.
+    For few tokens, or with a long panel, they are every tile with every way to compute its panels. Otherwise
+    they are the tile of ``found`` with every panel cut.
     """
     if desc.n > TOKENS[0] and not _is_uneven(desc):
         is_alike = found.slices in (NO_SLICES, APART)
@@ -195,15 +198,18 @@ def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
 
 
 def _tiles_tried(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaSchedule]:
-    """Tiles that are tried: those of which no smaller one has all tokens."""
+    """The tiles that are tried. Of the widths that hold all tokens, only the smallest is among them."""
     widths = [one for one in TOKENS if one == TOKENS[-1] or one < 2 * desc.n]
     tiles = [tile_of(rows, one) for one in widths for rows in _rows_tried(desc, one)]
     return [one for one in tiles if one.most_work_tiles(desc) < _MOST_CLAIMS]
 
 
 def _rows_tried(desc: BlockSparseMatmulDescriptor, tokens: int) -> tuple[int, ...]:
-    """Rows of the tiles that are tried: of 64 tokens as few as a block has, or 64 and 128 with blocks of 64,
-    whose wider tiles have 128. Those of smaller blocks have both if there are few tokens."""
+    """Rows of the tiles that are tried with this number of tokens.
+
+    Tiles of 64 tokens have 64 rows, or with blocks of 64 also 128. Wider tiles have 128 rows, or for few
+    tokens and blocks below 64 also 64. Blocks of 128 have 128 rows alone.
+    """
     block = desc.layout.block
     if block == PANEL_ROWS:
         return (PANEL_ROWS,)
@@ -247,7 +253,7 @@ def cluster_exchange(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float
 def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
     """Predicted microseconds in which CTAs exchange the sums of slices: in a cluster, or of long panels.
 
-    Those of long panels are the more the wider a tile is, unless few tokens leave most of it empty.
+    The exchange for long panels takes longer with wider tiles, unless few tokens leave most of a tile empty.
     """
     if cut.parts > 1:
         costs = constants(EVEN_SLICES)
@@ -280,7 +286,7 @@ def _with_long_panels(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -
     waves = panel_count(desc) * -(-desc.n // TOKENS[0]) / multiprocessors
     is_large = desc.layout.block >= NARROW_PANEL_ROWS
     narrower = is_large and has_long_panel(desc) and waves < limits["wide_waves"]
-    return blocks_wgmma.best_schedule(alike, multiprocessors, HELD_CELLS if narrower else None)
+    return BlocksWgmmaSchedule.of(alike, multiprocessors, HELD_CELLS if narrower else None)
 
 
 def _of_unknown_panels(desc: BlockSparseMatmulDescriptor) -> BlockSparseMatmulDescriptor:
@@ -302,17 +308,18 @@ def has_long_panel(desc: BlockSparseMatmulDescriptor) -> bool:
 def _pays_to_cut(desc: BlockSparseMatmulDescriptor, slicing: Slicing) -> bool:
     """Whether slices that several CTAs sum take less time than whole panels, of which long ones come first.
 
-    Times are counted in columns of a panel. A CTA has its share of all work, and with slices an exchange for
-    each, of which it ends with one. Whole panels end with the longest one at the earliest. If its length is
-    unknown, it is taken to be that of rows whose blocks follow 1 / rank. A column takes less time in a narrow
-    tile, and an exchange takes still less.
+    Times are counted in columns of a panel. A CTA does its share of all work. With slices it also exchanges
+    sums for each slice, and ends with an exchange. Whole panels end no earlier than the longest one. If the
+    longest length is unknown, it is taken to be that of rows whose blocks follow 1 / rank. Each slice of a
+    panel that is cut has more than half of the columns that a slice may have. A column takes less time in a
+    narrow tile, and an exchange takes still less, by the square root of the width.
     """
     layout, problem = desc.layout, KernelProblem(desc)
     lines, across = problem.head_block_rows, desc.reduction // layout.block
     one = _with_long_panels(desc, REFERENCE_SMS)
     tiles = one.work_tiles(desc) * one.cluster_n
     share = tiles / REFERENCE_SMS * mean_panel(desc, one.rows)
-    of_rank_1 = across * lines * layout.density / (math.log(lines) + 0.6)
+    of_rank_1 = across * lines * layout.density / (math.log(lines) + _BEYOND_LOGARITHM)
     longest = desc.longest_panel or min(across, mean_panel(desc) + of_rank_1)
     exchange = math.sqrt(one.tokens / TOKENS[0]) * constants("blocks_tiles")["exchange_cells"] / layout.block
     cut = max(share * (1 + exchange / slicing.longest), slicing.longest / 2) + exchange

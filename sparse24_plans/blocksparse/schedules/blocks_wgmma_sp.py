@@ -35,6 +35,13 @@ class BlocksWgmmaSpSchedule(NamedTuple):
     buffers: int
     """Staging buffers of a warpgroup's results."""
 
+    @classmethod
+    def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSpSchedule:
+        """The kernel's own choice for a problem. Bits don't depend on it."""
+        tokens, widest = busy_tokens(panel_count(desc), desc.n, multiprocessors)
+        sharing = widest and -(-desc.n // tokens) % 2 == 0  # S's values are loaded from L2 once a cluster
+        return fitting(desc.layout.block, tokens, 2 if sharing else 1)
+
     def shared_bytes(self, block: int) -> int:
         staging = 2 * self.buffers * _STAGING_LINES * _LINE_BYTES
         return (
@@ -96,10 +103,3 @@ def fitting(block: int, tokens: int, cluster_n: int) -> BlocksWgmmaSpSchedule:
     one = BlocksWgmmaSpSchedule(tokens, cluster_n, PANEL_ROWS // block * _SPARSE_STAGES, 0, _BUFFERS)
     stages = min((SHARED_BYTES[1] - one.shared_bytes(block)) // (tokens * _LINE_BYTES), _MAX_STAGES)
     return one._replace(dense_stages=stages)
-
-
-def best_schedule(desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> BlocksWgmmaSpSchedule:
-    """The kernel's own choice for a problem. Bits don't depend on it."""
-    tokens, widest = busy_tokens(panel_count(desc), desc.n, multiprocessors)
-    sharing = widest and -(-desc.n // tokens) % 2 == 0  # S's values are loaded from L2 once a cluster
-    return fitting(desc.layout.block, tokens, 2 if sharing else 1)

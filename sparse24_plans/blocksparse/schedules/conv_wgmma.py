@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...plan.schedule_choice import REFERENCE_SMS, constants
+from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest
 from ...vocab import BlockSparseConvOp
 from ..convolution import BlockSparseConv2dDescriptor
 from ..lookup_tables import groups
@@ -12,11 +12,8 @@ from ..panels import PANEL_ROWS, head_panels
 from .blocks_wgmma import BlocksWgmmaSchedule, busy_tokens, fitting
 
 _WIDEST, _WARPGROUPS, _TILE_ROWS = 256, 2, 64
-_MANY_TILES = 32
-"""Number of tiles from which one more without pixels costs nothing."""
-
-
-_STEP_PIXELS, _MIN_STEPS, _MAX_SPLITS = 64, 8, 32
+_STEP_PIXELS = 64
+"""Pixels that the kernel multiplies in a step."""
 
 
 class ConvSchedule(NamedTuple):
@@ -37,6 +34,31 @@ class ConvSchedule(NamedTuple):
     work_tiles: int
     """Work tiles, one a cluster."""
 
+    @classmethod
+    def of(cls, desc: BlockSparseConv2dDescriptor, multiprocessors: int) -> ConvSchedule:
+        """The kernel's own choice. Bits depend on split-K and its steps alone, which the sizes give."""
+        if desc.op is BlockSparseConvOp.WGRAD:
+            split_k, steps = filter_split_k(desc)
+            cut = fitting(desc.layout.block, _WIDEST, _WARPGROUPS, 1)
+            return cls(cut, 0, 1, 1, split_k, steps, split_k * groups(desc.layout))
+        found = desc.geometry
+        rows, read = desc.layout.rows, desc.channels
+        if desc.op is BlockSparseConvOp.DGRAD:
+            rows, read = read, rows
+        panels, pixels = head_panels(rows), desc.batch * found.pixels
+        tile, wide = busy_tokens(panels * found.phases, pixels, multiprocessors)
+        # Multicast of the filter's values pays if they are a large part of the loaded bytes. It needs pairs
+        # of tiles; where there are many, a further one without pixels costs nothing.
+        tiles = -(-pixels // tile)
+        even = tiles % 2 == 0 or tiles >= constants("conv_tiles")["paired"]
+        sharing = desc.layout.block >= _TILE_ROWS and wide != (desc.layout.block == PANEL_ROWS) and even
+        cut = fitting(PANEL_ROWS, tile, _WARPGROUPS, 2 if sharing else 1)
+        clusters = -(-tiles // cut.cluster_n)
+        nbytes = desc.batch * found.h.size * found.w.size * read * desc.element.itemsize
+        raster_groups = -(-nbytes // constants("blocks_tiles")["group_bytes"])
+        work_tiles = clusters * panels * found.phases
+        return cls(cut, panels, clusters, max(1, -(-clusters // max(raster_groups, 1))), 1, 0, work_tiles)
+
     def blocks(self, multiprocessors: int) -> int:
         """CTAs of the launch."""
         return min(self.work_tiles, self.cut.resident_clusters(multiprocessors)) * self.cut.cluster_n
@@ -47,15 +69,14 @@ def filter_split_k(problem: BlockSparseConv2dDescriptor) -> tuple[int, int]:
     one = problem.layout
     steps, work_tiles = -(-problem.reduction // _STEP_PIXELS), max(groups(one), 1)
     fit = constants("conv_wgrad_split_k")
-    step_us = fit["step"].get(str(one.block), 1.0)
 
     def us(splits: int) -> float:
         waves = -(-splits * work_tiles // REFERENCE_SMS)
         reduce = splits * one.blocks * one.block**2 * 8 / fit["reduce_bandwidth"] if splits > 1 else 0.0
-        return float(waves * (-(-steps // splits) * step_us + fit["tile"]) + reduce)
+        return float(waves * (-(-steps // splits) * fit["step"][str(one.block)] + fit["tile"]) + reduce)
 
-    most = max(1, min(_MAX_SPLITS, steps // _MIN_STEPS))
-    splits = min(range(1, most + 1), key=lambda count: (us(count), count))
+    most = max(1, min(fit["most_splits"], steps // fit["min_steps"]))
+    splits = fastest(range(1, most + 1), lambda counts: [us(one) for one in counts])
     each = -(-steps // splits)
     return max(1, -(-steps // max(each, 1))), each
 
@@ -66,29 +87,3 @@ def conv_workspace(problem: BlockSparseConv2dDescriptor) -> int:
         return 0
     splits, one = filter_split_k(problem)[0], problem.layout
     return 0 if splits == 1 else 4 * splits * one.blocks * one.block**2
-
-
-def schedule_of(desc: BlockSparseConv2dDescriptor, multiprocessors: int) -> ConvSchedule:
-    """The kernel's own choice. Bits depend on split-K and its steps alone, which the sizes give."""
-    if desc.op is BlockSparseConvOp.WGRAD:
-        split_k, steps = filter_split_k(desc)
-        cut = fitting(desc.layout.block, _WIDEST, _WARPGROUPS, 1)
-        return ConvSchedule(cut, 0, 1, 1, split_k, steps, split_k * groups(desc.layout))
-    found = desc.geometry
-    rows, read = desc.layout.rows, desc.channels
-    if desc.op is BlockSparseConvOp.DGRAD:
-        rows, read = read, rows
-    panels, pixels = head_panels(rows), desc.batch * found.pixels
-    tile, wide = busy_tokens(panels * found.phases, pixels, multiprocessors)
-    # Multicast of the filter's values pays if they are a large part of the loaded bytes.
-    tiles = -(-pixels // tile)
-    even = tiles % 2 == 0 or tiles >= _MANY_TILES
-    sharing = desc.layout.block >= _TILE_ROWS and wide != (desc.layout.block == PANEL_ROWS) and even
-    cut = fitting(PANEL_ROWS, tile, _WARPGROUPS, 2 if sharing else 1)
-    clusters = -(-tiles // cut.cluster_n)
-    nbytes = desc.batch * found.h.size * found.w.size * read * desc.element.itemsize
-    raster_groups = -(-nbytes // constants("blocks_tiles")["group_bytes"])
-    work_tiles = clusters * panels * found.phases
-    return ConvSchedule(
-        cut, panels, clusters, max(1, -(-clusters // max(raster_groups, 1))), 1, 0, work_tiles
-    )

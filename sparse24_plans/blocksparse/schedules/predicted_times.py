@@ -19,15 +19,13 @@ from . import blocks_wgmma_cost
 from .blocks_mma import MODEL as FEW_TOKENS_MODEL
 from .blocks_mma import TERMS as FEW_TOKENS_TERMS
 from .blocks_mma import BlocksMmaSchedule
-from .blocks_wgmma import best_schedule, sdd_time
+from .blocks_wgmma import BlocksWgmmaSchedule, sdd_time
 from .blocks_wgmma import model_of as blocks_wgmma_model
 from .blocks_wgmma_cost import by_order_and_block, by_prepared_order, dense_bytes, mean_panel
 from .blocks_wgmma_cuts import Cut, as_run, cut_work, cuts_us
 
 INFLATING, SAMPLED_LIMIT = "inflate_blocks", "sampled_choice"
 """The names of the model of inflating, and of the limit up to which ``sdd`` is multiplied by kept blocks."""
-FEW_TOKENS = {16: 128, 32: 128, 64: 64, 128: 64}
-"""Size of a block -> most tokens that a kernel for few of them is preferred for."""
 _TILE_ROWS, _TILE_TOKENS = 128, 256
 """The tile of a large dense product."""
 _STEP_TERMS = 64
@@ -137,7 +135,7 @@ def _sampled_work(desc: BlockSparseMatmulDescriptor) -> tuple[float, ...]:
     Memory delivers A and B and takes the values. L2 delivers to each work tile the rows of a panel and the
     columns of its blocks.
     """
-    schedule, one = best_schedule(desc, REFERENCE_SMS), desc.layout
+    schedule, one = BlocksWgmmaSchedule.of(desc, REFERENCE_SMS), desc.layout
     (rows,) = sdd_time([schedule], desc, REFERENCE_SMS, constants(blocks_wgmma_model(desc)))
     values = desc.batch * one.blocks * one.block**2 * desc.out_element.itemsize
     columns = one.cols * expected_occupancy(one, schedule.rows // one.block)
@@ -277,9 +275,14 @@ def few_tokens_us(desc: BlockSparseMatmulDescriptor) -> float:
     return FEW.microseconds(desc)
 
 
+def few_tokens(block: int) -> int:
+    """Most tokens that a kernel for few of them is preferred for."""
+    return int(constants("blocks_mma_max_n")[str(block)])
+
+
 def few_tokens_lose(desc: BlockSparseMatmulDescriptor, *, beside_wgmma: bool) -> str | None:
     """The reason why ``dsd`` or ``dds`` is faster by another kernel than one for few tokens, or None."""
-    few = FEW_TOKENS[desc.layout.block]
+    few = few_tokens(desc.layout.block)
     if not 0 < desc.n <= few:
         return f"is preferred for n up to {few} here, not {desc.n}"
     us, other = few_tokens_us(desc), _chosen(desc)

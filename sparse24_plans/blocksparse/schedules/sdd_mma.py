@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...plan.schedule_choice import constants, first_enough
 from ..descriptor import BlockSparseMatmulDescriptor
 
 MOST_TERMS = 64
@@ -22,8 +23,6 @@ _VECTORS = (8, 4, 2, 1)
 """Neighbouring cells of 16 bits that a lane can load together."""
 _RUN_CELLS = 4096
 """Most results of a warp with several blocks. Each lane looks up one of the blocks."""
-_BUSY_WARPS, _ENOUGH_WARPS = 16, 32
-"""Warps per SM: below the first number warps get fewer strips; runs are shortened to reach the second."""
 
 
 class SddMmaSchedule(NamedTuple):
@@ -40,14 +39,21 @@ class SddMmaSchedule(NamedTuple):
 
     @classmethod
     def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> SddMmaSchedule:
-        """The schedule with the most strips, and then the longest runs, that keeps the device busy."""
-        block, words = desc.layout.block, max(-(-desc.n // _WORD_TERMS), 1)
+        """The schedule with the most strips, and then the longest runs, that keeps the device busy.
+
+        Below ``busy`` warps per SM warps get fewer strips, and runs are shortened to reach ``enough``.
+        """
+        block, words, limits = (
+            desc.layout.block,
+            max(-(-desc.n // _WORD_TERMS), 1),
+            constants("sdd_mma_warps"),
+        )
         vector = next(one for one in _VECTORS if desc.n % one == 2 * words % one == 0)
         most = min(block // _STRIP_ROWS, _LEFT_WORDS // (2 * words))
         tried = [cls(one, words, vector, 1) for one in _STRIPS if one <= most]
-        found = next((one for one in tried if one.warps(desc) >= _BUSY_WARPS * multiprocessors), tried[-1])
+        found = first_enough(tried, lambda one: one.warps(desc) >= limits["busy"] * multiprocessors)
         longest = _RUN_CELLS // (found.strips * _STRIP_ROWS * block)
-        enough = found.warps(desc) // (_ENOUGH_WARPS * multiprocessors)
+        enough = found.warps(desc) // (limits["enough"] * multiprocessors)
         return found._replace(run_blocks=max(min(longest, enough), 1))
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...plan.schedule_choice import first_enough
 from ...vocab import BlockSparsePass, DeviceProperties
 from ..descriptor import BlockSparseSoftmaxDescriptor
 
@@ -31,6 +32,18 @@ class SoftmaxSchedule(NamedTuple):
     chunks: int
     """Vectors of 16 bytes that a thread holds, each from another block."""
 
+    @classmethod
+    def of(cls, desc: BlockSparseSoftmaxDescriptor, device: DeviceProperties) -> SoftmaxSchedule:
+        """Registers for as many blocks as a row has on average; the rest of longer rows is read twice."""
+        masks = desc.rpe or desc.causal or desc.key_padding_mask != "none" or desc.attn_mask != "none"
+        fewer = device.compute_capability >= _BLACKWELL or desc.layout.block == 16
+        chunks = _FEWER_CHUNKS if fewer else _CHUNKS
+        if masks:
+            chunks = _CHUNKS_BESIDE_MASKS
+        mean = desc.layout.blocks / max(desc.layout.heads * desc.layout.block_rows, 1)
+        warps = first_enough(_TEAMS, lambda warps: warps * chunks >= mean)
+        return cls(warps, max(_LEAST_WARPS // warps, 1), chunks)
+
     @property
     def threads(self) -> int:
         return _LANES * self.warps * self.teams
@@ -57,15 +70,3 @@ def softmax_teams(desc: BlockSparseSoftmaxDescriptor) -> int:
     one = desc.layout
     rows = _TEAM_BYTES // (one.block * desc.element.itemsize)
     return desc.batch * one.heads * one.rows // rows
-
-
-def best_schedule(desc: BlockSparseSoftmaxDescriptor, device: DeviceProperties) -> SoftmaxSchedule:
-    """Registers for as many blocks as a row has on average; the rest of longer rows is read twice."""
-    masks = desc.rpe or desc.causal or desc.key_padding_mask != "none" or desc.attn_mask != "none"
-    fewer = device.compute_capability >= _BLACKWELL or desc.layout.block == 16
-    chunks = _FEWER_CHUNKS if fewer else _CHUNKS
-    if masks:
-        chunks = _CHUNKS_BESIDE_MASKS
-    mean = desc.layout.blocks / max(desc.layout.heads * desc.layout.block_rows, 1)
-    warps = next((warps for warps in _TEAMS if warps * chunks >= mean), _TEAMS[-1])
-    return SoftmaxSchedule(warps, max(_LEAST_WARPS // warps, 1), chunks)

@@ -17,7 +17,7 @@ from ...plan.operands import Views
 from ..arithmetic.tensor_core import named
 from ..groups import PER_TOKEN, lines_of
 from ..limits import BF16, SPLIT_CTA_ELEMENTS, most_chunk, producers_split
-from ..schedules.f32_split_heuristics import RANGE_TILES, Chunking, Regions, best_chunking, needed_workspace
+from ..schedules.f32_split_heuristics import RANGE_TILES, Chunking, Regions, needed_workspace
 from ..schedules.wgmma_sp import WgmmaSpSchedule
 from ..wgmma import SOURCE, WgmmaKernel, WgmmaSpParams, possible_schedules
 
@@ -119,11 +119,11 @@ class _Chunk(WgmmaKernel):
 
     def _product(self, views: Views, x: TensorView, workspace: int) -> WgmmaSpParams:
         """The parameters of a product. TMA loads ``x``, unless the producers split X."""
-        parameters = self._parameters(views, x, workspace + self._regions.handed)
+        parameters = self._parameters.of(views, x, workspace + self._regions.handed)
         parameters.blocked_sums = workspace + self._regions.groups
         return parameters
 
 
 def _chunking_of(choice: Choice) -> Chunking:
     desc, device, entry, preference, _ = choice
-    return best_chunking(desc, entry, device, preference.whole_m, preference.max_workspace_bytes)
+    return Chunking.of(desc, entry, device, preference.whole_m, preference.max_workspace_bytes)

@@ -7,8 +7,7 @@ from ...device.jit.structs import KernelParams, field, kernel_params
 from ...device.streams import Launch
 from ...plan.kernel import Choice, nothing
 from ...plan.operands import Alignment, Views, address_of, leading_dimension
-from ...vocab import DeviceProperties, GemmOp, MatrixOrder
-from ..descriptor import GemmSparse24Descriptor
+from ...vocab import GemmOp, MatrixOrder
 from ..kernel import (
     GROUPS,
     SCALES,
@@ -20,11 +19,9 @@ from ..kernel import (
     product_defines,
     scale_defines,
 )
-from ..limits import STRICT_SMALL_TILE, most_token_tiles
+from ..schedules.inflate_strict import TILES, InflateStrictSchedule
 
 _SOURCE = "gemm/inflate_strict.cu"
-_TILES = {(128, 128): 256, (128, 32): 128, STRICT_SMALL_TILE: 128}
-"""Outputs x tokens of each tile and its threads, from the largest tile down, as the kernel numbers them."""
 
 
 @kernel_params("gemm/params/inflate_strict.cuh")
@@ -57,19 +54,18 @@ class Kernel(GemmKernel):
     def __init__(self, choice: Choice) -> None:
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
-        tile = _tile_for(desc, device)
-        self._tiles = _work_tiles(desc, tile)
-        self._ctas = self._tiles * desc.batch_count
-        self.details = f"tile {tile[0]}x{tile[1]}, {self._ctas} CTAs"
+        schedule = InflateStrictSchedule.of(desc, device.multiprocessors)
+        self._tiles, self._ctas = schedule.work_tiles(desc), schedule.ctas(desc)
+        self.details = f"tile {schedule.rows}x{schedule.tokens}, {self._ctas} CTAs"
         defines = {
             **product_defines(desc),
             **scale_defines(desc),
             "DGRAD": int(desc.op is GemmOp.DGRAD),
             "GROUPED": int(desc.groups > 0),
             "BATCHED": int(desc.is_batched),
-            "TILE": list(_TILES).index(tile),
+            "TILE": TILES.index(schedule),
         }
-        self._function = load(_SOURCE, "gemm_strict", _TILES[tile], device, defines)
+        self._function = load(_SOURCE, "gemm_strict", schedule.threads, device, defines)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         desc, source, result = self.descriptor, views["source"], views["result"]
@@ -95,20 +91,3 @@ class Kernel(GemmKernel):
                 batches=batch_parameters(desc, views, self._tiles),
             ),
         )
-
-
-def _tile_for(desc: GemmSparse24Descriptor, device: DeviceProperties) -> tuple[int, int]:
-    """The largest tile that n fills by half and that leaves less than half of the SMs idle.
-
-    The choice may depend on n, because no bit of a result depends on the tile.
-    """
-    mean = desc.n // max(1, min(desc.groups, desc.n))
-    for tile in _TILES:
-        ctas = _work_tiles(desc, tile) * desc.batch_count
-        if 2 * mean > tile[1] and 2 * ctas >= device.multiprocessors:
-            return tile
-    return STRICT_SMALL_TILE
-
-
-def _work_tiles(desc: GemmSparse24Descriptor, tile: tuple[int, int]) -> int:
-    return -(-desc.sums // tile[0]) * most_token_tiles(desc, tile[1])

@@ -127,9 +127,7 @@ class Kernel(GemmKernel):
 
 
 def _schedule(choice: Choice) -> MmaSpSchedule:
-    return schedules.schedule_of(
-        choice.descriptor, choice.device, choice.configuration, choice.preference.whole_m
-    )
+    return MmaSpSchedule.of(choice.descriptor, choice.device, choice.configuration, choice.preference.whole_m)
 
 
 def defines(desc: GemmSparse24Descriptor, schedule: MmaSpSchedule) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ...vocab import DeviceProperties, ElementKind, MatrixOrder
 from ..arithmetic.tensor_core import named
 from ..descriptor import GemmSparse24Descriptor
 from ..limits import should_transpose_x, transpose_bytes, wgmma_sp_workspace
-from ..schedules.wgmma_heuristics import allowed_schedules, batched_schedule, best_schedule, candidates
+from ..schedules.wgmma_heuristics import WGMMA_SP
 from ..schedules.wgmma_sp import WgmmaSpSchedule
 from ..wgmma import SOURCE, WgmmaKernel, possible_schedules
 
@@ -47,7 +47,7 @@ class Kernel(WgmmaKernel):
             return nothing
         x = views["source"]
         if self._transpose is None:
-            return self._multiply(self._parameters(views, x, workspace))
+            return self._multiply(self._parameters.of(views, x, workspace))
         at = workspace + self._schedule.workspace_bytes()
         rows = TensorView(at, x.shape, x.element, x.device)
         n, k = x.shape
@@ -57,7 +57,7 @@ class Kernel(WgmmaKernel):
         )
         return launch_in_order(
             self._transpose.bind(matrices, x.address, at, stride),
-            self._multiply(self._parameters({**views, "source": rows}, rows, workspace)),
+            self._multiply(self._parameters.of({**views, "source": rows}, rows, workspace)),
         )
 
     @classmethod
@@ -65,7 +65,7 @@ class Kernel(WgmmaKernel):
         desc, preference = choice.descriptor, choice.preference
         if choice.entry.promoted or desc.is_empty:
             return 0  # promoted kernels hold all sums in registers
-        chunks = {one.k_chunks for one in allowed_schedules(desc, choice.entry, preference.whole_m)}
+        chunks = {one.k_chunks for one in WGMMA_SP.allowed(desc, choice.entry, preference.whole_m)}
         transposed = transpose_bytes(desc) if desc.x_order is MatrixOrder.COLUMN else 0
         return transposed + max(one.workspace_bytes() for one in possible_schedules(choice, chunks))
 
@@ -79,7 +79,7 @@ class Kernel(WgmmaKernel):
 
     @classmethod
     def candidates(cls, descriptor: GemmSparse24Descriptor, device: DeviceProperties) -> list[dict[str, int]]:
-        return candidates(descriptor)
+        return WGMMA_SP.configurations(descriptor)
 
     @classmethod
     def tuning_version(cls, device: DeviceProperties) -> str:
@@ -93,12 +93,12 @@ def _schedule_of(choice: Choice) -> WgmmaSpSchedule:
         most -= wgmma_sp_workspace(desc)
     if desc.is_batched:
         single = _schedule_of(choice._replace(descriptor=desc.one_batch))
-        return batched_schedule(desc, entry, single, most)
+        return WGMMA_SP.best_of_batches(desc, entry, single, most)
     if whole_m is not None or not choice.configuration:  # configurations don't account for whole_m
-        return best_schedule(desc, entry, whole_m, most)
+        return WGMMA_SP.best(desc, entry, whole_m, most)
     schedule = _configured(choice)
     if most is not None and schedule.workspace_bytes() > most:
-        return best_schedule(desc, entry, whole_m, most)
+        return WGMMA_SP.best(desc, entry, whole_m, most)
     return schedule
 
 
@@ -110,7 +110,7 @@ def _configured(choice: Choice) -> WgmmaSpSchedule:
     except TypeError:  # a table's file may name any fields
         pass
     else:
-        if schedule in allowed_schedules(choice.descriptor, entry):
+        if schedule in WGMMA_SP.allowed(choice.descriptor, entry):
             return schedule
     raise UnsupportedError(f"configuration: {entry.name} can't keep its promises with {configuration}")
 

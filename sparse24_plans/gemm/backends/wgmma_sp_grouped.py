@@ -14,7 +14,7 @@ from ...plan.kernel import Choice, nothing
 from ...plan.operands import Views
 from ...vocab import ElementKind
 from ..arithmetic.tensor_core import named
-from ..schedules.grouped import best_schedule
+from ..schedules.grouped import GROUPED
 from ..wgmma import SOURCE, WgmmaKernel
 
 
@@ -26,16 +26,16 @@ class Kernel(WgmmaKernel):
         desc = self.descriptor
         if desc.is_empty:
             return
-        self._load(desc, best_schedule(desc, choice.entry), choice.device, x_bytes=desc.element.itemsize)
+        self._load(desc, GROUPED.best(desc, choice.entry), choice.device, x_bytes=desc.element.itemsize)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self.descriptor.is_empty:
             return nothing
-        return self._multiply(self._parameters(views, views["source"], workspace))
+        return self._multiply(self._parameters.of(views, views["source"], workspace))
 
     @classmethod
     def arithmetic(cls, choice: Choice) -> str | None:
         desc = choice.descriptor
         if desc.element is ElementKind.S8 or desc.is_empty:
             return super().arithmetic(choice)  # the bits don't depend on the schedule
-        return named(desc, str(Arithmetic.hopper(desc.element, best_schedule(desc, choice.entry).split_k)))
+        return named(desc, str(Arithmetic.hopper(desc.element, GROUPED.best(desc, choice.entry).split_k)))

@@ -7,27 +7,27 @@ tile is 64 rows x 64 columns of W. The model knows the problem's shape alone, as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest, invariant_split
+from ...plan.schedule_choice import REFERENCE_SMS, constants, fastest
 from ...vocab import DeviceProperties, ElementKind
 from ...weights.packed_layouts import TILE_M, TILES_32BIT
 from ..arithmetic.bf16_terms import SPLIT_GROUP, SPLIT_SUM, SPLIT_TILE
 from ..descriptor import GemmSparse24Descriptor
 from ..kernel_table import GemmEntry
 from ..limits import SPLIT_CHUNK_BYTES, most_chunk, producers_split, split_bytes
-from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule, widths
+from .schedule_family import Array, Pairs, ScheduleFamily
+from .wgmma_sp import MAX_MEMORY_BOUND_N, Schedules, WgmmaSpSchedule, widths
 
-Array = Any
 _WIDEST, _WIDEST_SPLIT_K, _WIDEST_OF_MANY_ROWS = 128, 112, 16
 """Maximum tokens of a tile, as registers limit them: in general, with split-K, with many rows."""
-_SPLITS = (1, 2, 3, 4, 8)
-"""Split-K that a batch-invariant kernel may have."""
-# (warpgroups, m64 tiles of a warpgroup, CTAs that share X, split-K)
+# The shapes that are tried: (warpgroups, m64 tiles of a warpgroup, CTAs that share X, split-K). The lists
+# name what is compiled and compared, and have only shapes for which registers suffice.
 _OF_FEW = (
     *((*rows, 1, slices) for rows in ((1, 1), (2, 1), (2, 2)) for slices in (1, 2, 3, 4, 8)),
     *((3, 1, 1, slices) for slices in (1, 2, 3, 4)),  # registers don't suffice for 8
@@ -60,7 +60,7 @@ class SplitCostInputs(NamedTuple):
     """Whether clusters share X, split K, or take ranges by stream-K: 1 or 0."""
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[WgmmaSpSchedule, GemmSparse24Descriptor]]) -> SplitCostInputs:
+    def of(cls, pairs: Pairs) -> SplitCostInputs:
         return cls(*np.array([_facts(one, desc) for one, desc in pairs], dtype=np.float64).T)
 
 
@@ -82,34 +82,47 @@ def _facts(one: WgmmaSpSchedule, desc: GemmSparse24Descriptor) -> tuple[float, .
     )
 
 
-def microseconds(work: SplitCostInputs, fit: Mapping[str, float]) -> Array:
-    """Predicted time of one launch of each pair, weights coming from memory."""
-    rows = constants("f32_split_rows")
-    multiply = (fit["tile"] + fit["token"] * work.width) * (rows["any"] + rows["tile"] * work.m_tiles)
-    multiply *= np.where(work.multicasts, fit["multicast"], 1.0)
-    bandwidth = np.minimum(fit["sm_bandwidth"], fit["dram_bandwidth"] / work.busy)
-    load = work.m_tiles * work.weight_bytes / bandwidth
-    stored = work.sums * fit["output"] + fit["pipeline_refill"] * work.splits
-    each = work.k_tiles * np.maximum(multiply, load) + stored
-    launch = fit["launch"] + fit["cluster_launch"] * np.log2(work.cluster)
-    return launch + work.waves * each + fit["fixup_wait"] * work.streams
+@dataclass(frozen=True)
+class F32Split(ScheduleFamily):
+    """Products of float32 in ``terms`` bf16 terms."""
 
+    terms: int
 
-def model_of(terms: int, n: int, family: str = "f32_split") -> str:
-    """The name of the model of a family that serves n tokens and such a number of terms."""
-    return f"{family}_{terms}_{'few' if n <= MAX_MEMORY_BOUND_N else 'many'}"
+    def candidates(
+        self, desc: GemmSparse24Descriptor, split_k: int | None = None, *, first: bool = False
+    ) -> Schedules:
+        """The schedules that are tried. ``first`` leaves out stream-K for few tokens.
 
+        Another set of candidates would choose another split-K, and so change bits.
+        """
+        ranged = not first or desc.n > MAX_MEMORY_BOUND_N
+        tried = _tried_schedules(desc.n, desc.m, desc.k, self.terms)
+        return tuple(one for one in tried if split_k in (None, one.split_k) and (ranged or not one.stream_k))
 
-def predicted(
-    tried: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor, terms: int, family: str = "f32_split"
-) -> Array:
-    """Microseconds of one launch with each schedule."""
-    work = SplitCostInputs.of([(one, desc) for one in tried])
-    return microseconds(work, constants(model_of(terms, desc.n, family)))
+    def model_of(self, desc: GemmSparse24Descriptor, *, first: bool = False) -> str:
+        family = "f32_split_split_k" if first else "f32_split"
+        return f"{family}_{self.terms}_{'few' if desc.n <= MAX_MEMORY_BOUND_N else 'many'}"
+
+    def split_rule(self, element: ElementKind) -> str:
+        return "f32_split_split_k"
+
+    def inputs(self, pairs: Pairs) -> SplitCostInputs:
+        return SplitCostInputs.of(pairs)
+
+    def microseconds(self, work: SplitCostInputs, fit: Mapping[str, float]) -> Array:
+        rows = constants("f32_split_rows")
+        multiply = (fit["tile"] + fit["token"] * work.width) * (rows["any"] + rows["tile"] * work.m_tiles)
+        multiply *= np.where(work.multicasts, fit["multicast"], 1.0)
+        bandwidth = np.minimum(fit["sm_bandwidth"], fit["dram_bandwidth"] / work.busy)
+        load = work.m_tiles * work.weight_bytes / bandwidth
+        stored = work.sums * fit["output"] + fit["pipeline_refill"] * work.splits
+        each = work.k_tiles * np.maximum(multiply, load) + stored
+        launch = fit["launch"] + fit["cluster_launch"] * np.log2(work.cluster)
+        return launch + work.waves * each + fit["fixup_wait"] * work.streams
 
 
 @lru_cache(1024)
-def tried_schedules(n: int, m: int, k: int, terms: int) -> tuple[WgmmaSpSchedule, ...]:
+def _tried_schedules(n: int, m: int, k: int, terms: int) -> Schedules:
     """The schedules that are tried for ``terms`` bf16 terms."""
     found = []
     for warpgroups, m_tiles, cluster_m, split_k in _OF_FEW if n <= MAX_MEMORY_BOUND_N else _OF_MANY:
@@ -165,7 +178,29 @@ class Chunking(NamedTuple):
     tokens: int
 
     @classmethod
+    @lru_cache(4096)
     def of(
+        cls,
+        desc: GemmSparse24Descriptor,
+        row: GemmEntry,
+        device: DeviceProperties,
+        whole_m: int | None = None,
+        max_workspace: int | None = None,
+    ) -> Chunking:
+        """The kernel's schedule of the least predicted time, and its chunks.
+
+        ``whole_m``: M of the weight that W is a part of. ``max_workspace``: bytes that the kernel may ask
+        for. A limit can make chunks smaller, but it changes no split-K, so the bits are those without one.
+        """
+        found, terms = _fastest_chunking(desc, row, whole_m), row.split_terms
+        needed = Regions.of(found.schedule, found.chunk(desc), terms, device).end
+        if max_workspace is None or needed <= max_workspace:
+            return found
+        smaller = _smaller_chunks(desc, row, device, whole_m, max_workspace)
+        return _fastest([one for one, needed in smaller if needed <= max_workspace], desc, terms)
+
+    @classmethod
+    def cut(
         cls,
         schedule: WgmmaSpSchedule,
         desc: GemmSparse24Descriptor,
@@ -186,34 +221,10 @@ class Chunking(NamedTuple):
         return desc.model_copy(update={"n": self.tokens})
 
 
-@lru_cache(4096)
-def best_chunking(
-    desc: GemmSparse24Descriptor,
-    row: GemmEntry,
-    device: DeviceProperties,
-    whole_m: int | None = None,
-    max_workspace: int | None = None,
-) -> Chunking:
-    """The kernel's schedule of the least predicted time, and its chunks.
-
-    ``whole_m``: M of the weight that W is a part of. ``max_workspace``: bytes that the kernel may ask for. A
-    limit can make chunks smaller, but it changes no split-K, so the bits are those without one.
-    """
-    found, terms = _fastest_chunking(desc, row, whole_m), row.split_terms
-    needed = Regions.of(found.schedule, found.chunk(desc), terms, device).end
-    if max_workspace is None or needed <= max_workspace:
-        return found
-    smaller = _smaller_chunks(desc, row, device, whole_m, max_workspace)
-    return fastest(
-        [one for one, needed in smaller if needed <= max_workspace],
-        lambda tried: _microseconds(tried, desc, terms),
-    )
-
-
 def needed_workspace(
     desc: GemmSparse24Descriptor, row: GemmEntry, device: DeviceProperties, whole_m: int | None = None
 ) -> int:
-    """The least ``max_workspace`` with which :func:`best_chunking` finds a schedule.
+    """The least ``max_workspace`` with which :meth:`Chunking.of` finds a schedule.
 
     No tokens count as one token, so that the kernel of one token serves them, too, and reads its layout.
     """
@@ -226,12 +237,10 @@ def needed_workspace(
 @lru_cache(4096)
 def _fastest_chunking(desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None) -> Chunking:
     """The fastest schedule if any workspace were allowed."""
-    most = most_chunk(row.split_terms, desc)
-    allowed = allowed_schedules(desc.model_copy(update={"n": most}), row, whole_m)
-    return fastest(
-        [Chunking.of(one, desc, row.split_terms) for one in allowed],
-        lambda tried: _microseconds(tried, desc, row.split_terms),
-    )
+    terms = row.split_terms
+    whole = desc.model_copy(update={"n": most_chunk(terms, desc)})
+    allowed = F32Split(terms).allowed(whole, row, whole_m)
+    return _fastest([Chunking.cut(one, desc, terms) for one in allowed], desc, terms)
 
 
 def _smaller_chunks(
@@ -248,50 +257,22 @@ def _smaller_chunks(
     terms, found = row.split_terms, []
     whole = desc.model_copy(update={"n": most_chunk(terms, desc)})
     split_k = _fastest_chunking(desc, row, whole_m).schedule.split_k
-    for one in allowed_schedules(whole, row, whole_m):
-        if one.split_k != split_k:
-            continue
+    for one in F32Split(terms).candidates(whole, split_k):
         regions = Regions.of(one, whole, terms, device)
         room = max(0, max_workspace - (regions.end - regions.handed))
-        cut = Chunking.of(one, desc, terms, room)
+        cut = Chunking.cut(one, desc, terms, room)
         if one.stream_k and one.work_tiles(cut.tokens, desc.m) <= one.stream_k:
             continue  # the chunk has too few work tiles for every cluster to have one
         found.append((cut, Regions.of(one, cut.chunk(desc), terms, device).end))
     return found
 
 
-def _microseconds(tried: Sequence[Chunking], desc: GemmSparse24Descriptor, terms: int) -> Array:
-    """Predicted time of all chunks with each schedule."""
-    problem = cache(lambda n: desc.model_copy(update={"n": n}))
-    work = SplitCostInputs.of([(one.schedule, problem(one.tokens)) for one in tried])
-    each = microseconds(work, constants(model_of(terms, desc.n)))
-    return each * [desc.n / one.tokens for one in tried]
+def _fastest(tried: Sequence[Chunking], desc: GemmSparse24Descriptor, terms: int) -> Chunking:
+    """The schedule of which all chunks take the least predicted time."""
+    family, problem = F32Split(terms), cache(lambda n: desc.model_copy(update={"n": n}))
 
+    def times(tried: Sequence[Chunking]) -> Array:
+        pairs = [(one.schedule, problem(one.tokens)) for one in tried]
+        return family.times(pairs, family.model_of(desc)) * [desc.n / one.tokens for one in tried]
 
-def allowed_schedules(
-    desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None
-) -> tuple[WgmmaSpSchedule, ...]:
-    """The schedules with which the kernel keeps its guarantee."""
-    tried = tried_schedules(desc.n, desc.m, desc.k, row.split_terms)
-    if not row.guarantee(desc).batch_invariant:
-        return tried
-    split = invariant_split_k(whole_m or desc.m, desc.k, row.split_terms)
-    return tuple(one for one in tried if one.split_k == split)
-
-
-@lru_cache(4096)
-def invariant_split_k(m: int, k: int, terms: int) -> int:
-    """The split-K of kernels whose bits must not depend on n. It is a function of the weight alone.
-
-    It fixes bits, so its constants are those of their first fit, and no refit moves them. It looks at the
-    schedules of that fit, too, which had no stream-K for few tokens.
-    """
-
-    def times(n: int) -> tuple[float, list[float]]:
-        desc = GemmSparse24Descriptor(n=n, m=m, k=k, element=ElementKind.F32)
-        tried = tried_schedules(n, m, k, terms)
-        found = [one for one in tried if n > MAX_MEMORY_BOUND_N or not one.stream_k]
-        us = dict(zip(found, predicted(found, desc, terms, "f32_split_split_k").tolist(), strict=True))
-        return min(us.values()), [min(us[one] for one in us if one.split_k == split) for split in _SPLITS]
-
-    return invariant_split(_SPLITS, times, **constants("f32_split_split_k"))
+    return fastest(tried, times)

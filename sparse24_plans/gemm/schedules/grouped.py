@@ -4,63 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+
+import numpy as np
 
 from ...plan.kernel import align_up
-from ...plan.schedule_choice import REFERENCE_SMS, fastest
+from ...plan.schedule_choice import REFERENCE_SMS, constants
 from ..descriptor import GemmSparse24Descriptor
 from ..groups import one_group
 from ..kernel_table import GemmEntry
-from .wgmma_cost_model import CostInputs, constants_of, microseconds, model_of
-from .wgmma_heuristics import allowed_schedules
-from .wgmma_sp import MAX_MEMORY_BOUND_N, WgmmaSpSchedule
+from .schedule_family import Array
+from .wgmma_heuristics import WGMMA_SP, WgmmaSp
+from .wgmma_sp import MAX_MEMORY_BOUND_N, Schedules, WgmmaSpSchedule
 
 _SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
-"""Shapes that are tried: warpgroups, m64 tiles of a warpgroup, CTAs of a cluster along M."""
+"""Shapes that are tried: warpgroups, m64 tiles of a warpgroup, CTAs of a cluster along M. All sum K in one
+piece, so that the bits depend on no group's size."""
 _TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 """Tokens of a tile that are tried. Groups are of any size, so no width divides them."""
 _LEAST_TOKENS = 32
-"""Tokens up to which a wider tile takes no more time, since W's bytes take it; popular groups need fewer."""
-_SPREAD = (1.0, 2.0)
-"""Sizes of groups, over the mean size, for which a schedule's times are added: groups are rarely even."""
+"""Fewest tokens of a tile that are tried if there are as many. A narrower tile takes no less time, because
+loading W takes it; a wider one serves popular groups with fewer tiles."""
 
 
-def schedules_for(n: int) -> tuple[WgmmaSpSchedule, ...]:
-    """The schedules of up to n tokens that sum K in one piece, so all give the same bits."""
-    least = min(_LEAST_TOKENS, align_up(n, 8))
-    widths = [tokens for tokens in _TOKENS if least <= tokens < n + 8]
-    tried = (WgmmaSpSchedule(w, r, tokens, cluster) for tokens in widths for w, r, cluster in _SHAPES)
-    return tuple(one for one in tried if one.fits())
+class Grouped(WgmmaSp):
+    """Products of groups of tokens with weights of their own."""
 
+    def allowed(self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None) -> Schedules:
+        return schedules_for(max(desc.n, 1)) + split_schedules(desc, row)
 
-def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> tuple[WgmmaSpSchedule, ...]:
-    """The schedules of few tokens in which CTAs share K, if the kernel's bits may depend on n.
+    def predicted(self, tried: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor) -> Array:
+        """Predicted microseconds for groups of about n / groups tokens.
 
-    Each possible work tile has a cluster. All clusters run at once, since most may have no work.
-    """
-    if desc.n > MAX_MEMORY_BOUND_N or not row.cuts_k_by_n(desc):
-        return ()
-    tried = allowed_schedules(one_group(desc, desc.n), row)
-    return tuple(
-        one
-        for one in tried
-        if one.split_k > 1 and one.most_work_tiles(desc) <= one.resident_clusters(REFERENCE_SMS)
-    )
-
-
-@lru_cache(4096)
-def best_schedule(desc: GemmSparse24Descriptor, row: GemmEntry) -> WgmmaSpSchedule:
-    """The schedule of the least predicted time, for groups of about n / groups tokens.
-
-    The cost model is that of single products: as many groups as can have tokens count as one product with the
-    work tiles of all their weights.
-    """
-    active = max(1, min(desc.groups, desc.n))
-    mean = max(1.0, desc.n / active)
-    sizes = sorted({min(desc.n, max(1, math.ceil(mean * factor))) for factor in _SPREAD})
-
-    def predicted(tried: Sequence[WgmmaSpSchedule]) -> Sequence[float]:
-        total = [0.0] * len(tried)
+        The cost model is that of single products: as many groups as can have tokens count as one product with
+        the work tiles of all their weights.
+        """
+        active = max(1, min(desc.groups, desc.n))
+        mean = max(1.0, desc.n / active)
+        factors = constants("wgmma_sp_grouped")["sizes"]  # sizes whose times are added, over the mean
+        sizes = sorted({min(desc.n, max(1, math.ceil(mean * one))) for one in factors})
+        total = np.zeros(len(tried))
         for size in sizes:
             group = one_group(desc, size)
             of_rows = {
@@ -68,11 +50,33 @@ def best_schedule(desc: GemmSparse24Descriptor, row: GemmEntry) -> WgmmaSpSchedu
                 for rows in {_cluster_rows(one) for one in tried}
             }
             pairs = [(one, of_rows[_cluster_rows(one)]) for one in tried]
-            times = microseconds(CostInputs(pairs), constants_of(model_of(pairs[0][1])))
-            total = [sum(pair) for pair in zip(total, times.tolist(), strict=True)]
+            total += self.times(pairs, self.model_of(pairs[0][1]))
         return total
 
-    return fastest(schedules_for(max(desc.n, 1)) + split_schedules(desc, row), predicted)
+
+GROUPED = Grouped()
+
+
+def schedules_for(n: int) -> Schedules:
+    """The schedules of up to n tokens that sum K in one piece, so all give the same bits."""
+    least = min(_LEAST_TOKENS, align_up(n, 8))
+    widths = [tokens for tokens in _TOKENS if least <= tokens < n + 8]
+    tried = (WgmmaSpSchedule(w, r, tokens, cluster) for tokens in widths for w, r, cluster in _SHAPES)
+    return tuple(one for one in tried if one.fits())
+
+
+def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> Schedules:
+    """The schedules of few tokens in which CTAs share K, if the kernel's bits may depend on n.
+
+    Each possible work tile has a cluster. All clusters run at once, since most may have no work.
+    """
+    if desc.n > MAX_MEMORY_BOUND_N or not row.cuts_k_by_n(desc):
+        return ()
+    return tuple(
+        one
+        for one in WGMMA_SP.allowed(one_group(desc, desc.n), row)
+        if one.split_k > 1 and one.most_work_tiles(desc) <= one.resident_clusters(REFERENCE_SMS)
+    )
 
 
 def _cluster_rows(schedule: WgmmaSpSchedule) -> int:

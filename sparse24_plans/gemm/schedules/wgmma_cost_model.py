@@ -9,11 +9,9 @@ pairs.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -99,8 +97,9 @@ class CostConstants:
 CLASS_LIMITS = (MAX_MEMORY_BOUND_N, 512)
 """Maximum n of each class of problems that has constants of its own; the last class has no maximum."""
 CLASSES = ("few", "some", "many")
-_NARROW_MULTICAST = 192
-"""Multicast costs tiles in full that are narrower than the widest by at least these tokens."""
+_NARROWER = WIDEST - MAX_MEMORY_BOUND_N
+"""Tokens by which a tile is narrower than the widest if it has the fewest of a product that multicast serves:
+multicast costs such a tile in full, and wider ones linearly less."""
 
 
 class CostInputs:
@@ -169,33 +168,6 @@ def _facts_of_problem(desc: GemmSparse24Descriptor) -> tuple[float, ...]:
     return desc.n, desc.m, desc.outputs, desc.k, desc.element.itemsize, desc.out_element.itemsize, weight
 
 
-def predicted(
-    schedules: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor, family: str = "wgmma_sp"
-) -> Array:
-    """Microseconds of one launch with each schedule, weights coming from memory."""
-    return microseconds(CostInputs([(one, desc) for one in schedules]), constants_of(model_of(desc, family)))
-
-
-def predicted_of_all(
-    schedules: Sequence[Sequence[WgmmaSpSchedule]], problems: Sequence[GemmSparse24Descriptor], family: str
-) -> list[Array]:
-    """Microseconds of each problem with each of its schedules. Problems that share constants are one call."""
-    found: list[Array] = []
-    both = zip(schedules, problems, strict=True)
-    for model, some in groupby(both, lambda one: model_of(one[1], family)):
-        tried, descs = zip(*some, strict=True)
-        pairs = [(one, desc) for each, desc in zip(tried, descs, strict=True) for one in each]
-        ends = np.cumsum([len(each) for each in tried])
-        found += np.split(microseconds(CostInputs(pairs), constants_of(model)), ends[:-1])
-    return found
-
-
-def model_of(desc: GemmSparse24Descriptor, family: str = "wgmma_sp") -> str:
-    """The name of the model of a family whose constants serve such a problem."""
-    kind = f"{8 * desc.element.itemsize}bit" if desc.quantization is None else "quantized"
-    return f"{family}_{kind}_{CLASSES[bisect_left(CLASS_LIMITS, desc.n)]}"
-
-
 @cache
 def constants_of(model: str) -> CostConstants:
     return CostConstants(**constants(model))
@@ -232,7 +204,7 @@ def _slowdown(work: CostInputs, fit: CostConstants) -> Array:
     """Time of a step, relative to that of a single CTA that takes whole work tiles."""
     streams = work.stream_k > 0
     multicast = np.where(streams, fit.multicast_stream_k, fit.multicast) - 1
-    narrow = np.minimum((WIDEST - work.tile_n) / _NARROW_MULTICAST, 1.0)
+    narrow = np.minimum((WIDEST - work.tile_n) / _NARROWER, 1.0)
     multicast = multicast * (fit.multicast_widest + (1 - fit.multicast_widest) * narrow)
     three = np.where(streams & (work.warpgroups == 3), fit.three_warpgroups_stream_k, 1.0)
     longer = np.where(work.cluster_m > 1, 1 + multicast, 1.0) * three

@@ -29,6 +29,8 @@ _LINE_BYTES = 128
 
 MAX_MEMORY_BOUND_N, WIDEST = 64, 256
 """Most tokens that one CTA computes at the pace of memory, and most tokens of a tile."""
+# Two bounds of the candidates. Like the lists of shapes below they say what is compared, not what wins. The
+# choice of split-K compares the same candidates, so another bound may mean other bits.
 _MORE_TILES = 5
 """Number of token tiles beyond the fewest that are tried."""
 _FEW_OUTPUTS = 2048
@@ -315,6 +317,9 @@ class WgmmaSpSchedule(NamedTuple):
         return self._replace(ctas_per_sm=1).resident_clusters(multiprocessors)
 
 
+Schedules = tuple[WgmmaSpSchedule, ...]
+
+
 def _width(tokens: int) -> int:
     """The narrowest instruction for ``tokens`` tokens. Beyond 32, integers have multiples of 16 alone."""
     return align_up(tokens, 8 if tokens <= 32 else 16)
@@ -341,6 +346,7 @@ def widths(n: int, widest: int = WIDEST, m: int = 0) -> tuple[int, ...]:
 
 # The shapes that are tried: (warpgroups, m64 tiles of a warpgroup, CTAs along M, split-K, CTAs per SM).
 # They were the fastest somewhere by more than a few percent, among all that were measured on random shapes.
+# The lists are code because they name what is compiled; the data files say which shape wins where.
 _OF_FEW = (
     (1, 1, 1, 1, 1),
     (1, 1, 1, 2, 1),
@@ -382,7 +388,7 @@ _OF_SOME = (
     *((1, 1, 1, 3, 1), (2, 1, 1, 3, 1), (1, 1, 1, 4, 1), (2, 1, 1, 4, 1)),
 )
 _MANY = 2048
-"""Tokens beyond which there are CTAs enough without split-K."""
+"""Tokens beyond which there are CTAs enough without split-K, so that no schedule with it is tried."""
 
 
 # The shapes that stream-K is tried with: (warpgroups, m64 tiles of a warpgroup, CTAs along M).
@@ -390,20 +396,17 @@ _STREAM_K_SHAPES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 1, 2))
 
 
 @lru_cache(4096)
-def _fitting(
-    every_width: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]
-) -> tuple[WgmmaSpSchedule, ...]:
+def _fitting(every_width: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]) -> Schedules:
     """The schedules that fit of these shapes, which are all fields but the tokens, in order."""
     tried = (WgmmaSpSchedule(w, r, tokens, *rest) for tokens in every_width for w, r, *rest in shapes)
     return tuple(one for one in tried if one.fits())
 
 
-def _stream_k_schedules(
-    n: int, m: int, k_chunks: int = 1, min_idle: float | None = None
-) -> tuple[WgmmaSpSchedule, ...]:
+def _stream_k_schedules(n: int, m: int, k_chunks: int = 1, min_idle: float | None = None) -> Schedules:
     """Stream-K schedules, where every cluster has a work tile and enough of the last wave would be idle."""
-    least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
-    least = least if k_chunks == 1 else 0.0
+    least = 0.0
+    if k_chunks == 1:
+        least = constants("wgmma_sp_stream_k")["min_idle"] if min_idle is None else min_idle
     shapes = tuple((w, r, c, 1, 1, k_chunks, REFERENCE_SMS // c) for w, r, c in _STREAM_K_SHAPES)
 
     def pays(one: WgmmaSpSchedule) -> bool:
@@ -414,13 +417,11 @@ def _stream_k_schedules(
 
 
 @lru_cache(1024)
-def schedules_for(
-    n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False
-) -> tuple[WgmmaSpSchedule, ...]:
+def schedules_for(n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False) -> Schedules:
     """The schedules that are tried for n tokens; with m, also those that depend on the outputs.
 
     ``min_idle`` is the fraction of a last wave that must be idle for stream-K; None takes the fitted one.
-    ``quantized``: W is.
+    ``quantized``: whether W is quantized.
     """
     few = _OF_FEW_QUANTIZED if quantized else _OF_FEW
     shapes = few if n <= MAX_MEMORY_BOUND_N else _OF_SOME if n <= _MANY else _OF_MANY
@@ -433,7 +434,7 @@ def schedules_for(
 @lru_cache(1024)
 def schedules_in(
     slices: int, n: int, m: int = 0, min_idle: float | None = None, quantized: bool = False
-) -> tuple[WgmmaSpSchedule, ...]:
+) -> Schedules:
     """Schedules that sum K in ``slices`` slices, along a cluster or in chunks: the bits are the same."""
     tried = [one for one in schedules_for(n, m, min_idle, quantized) if one.split_k == slices]
     if slices > 1:
@@ -446,14 +447,14 @@ def schedules_in(
 
 
 @lru_cache(4096)
-def _narrow_in(slices: int, n: int) -> tuple[WgmmaSpSchedule, ...]:
+def _narrow_in(slices: int, n: int) -> Schedules:
     """Narrow schedules that sum K in chunks, and those that sum it along a cluster."""
     narrow = narrow_schedules(n)
     in_chunks = (one._replace(k_chunks=slices) for one in narrow)
     return *in_chunks, *(one._replace(split_k=slices) for one in narrow if one.warpgroups == 1)
 
 
-def narrow_schedules(n: int) -> tuple[WgmmaSpSchedule, ...]:
+def narrow_schedules(n: int) -> Schedules:
     """Schedules whose threads have registers for their sums twice."""
     found = []
     for tokens in widths(n, 2 * _SUMS_TWICE):

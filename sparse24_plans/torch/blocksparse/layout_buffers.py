@@ -83,7 +83,7 @@ class Layout(nn.Module):
     persistent : bool
         Whether the bitmap is in the state_dict.
     device : optional
-        Where the tables are.
+        Device of the tables.
 
     A state_dict has the bool tensor ``bitmap``. Loading another mask replaces the layout's; it must keep as
     many blocks.

@@ -100,7 +100,7 @@ class Softmax(_Benched):
     Parameters
     ----------
     layout, block, bench
-        As in MatMul. The layout is that of the scores. ``time_y`` is None.
+        Arguments of MatMul. The layout is that of the scores. ``time_y`` is None.
     causal : bool
         Whether cells whose column is beyond their row are dropped.
     """

@@ -306,7 +306,7 @@ class VariableSparsityConfig(SparsityConfig):
     global_block_indices, global_block_end_indices : sequences of int
         The global blocks; with ends, each pair is a range. Indices beyond the scores are left out.
     attention, horizontal_global_attention
-        As in FixedSparsityConfig.
+        Arguments of FixedSparsityConfig.
     """
 
     num_random_blocks: int = 0
@@ -344,7 +344,7 @@ class BigBirdSparsityConfig(SparsityConfig):
     Parameters
     ----------
     num_random_blocks, seed
-        As in VariableSparsityConfig. A unidirectional row draws from the blocks up to its own.
+        Arguments of VariableSparsityConfig. A unidirectional row draws from the blocks up to its own.
     num_sliding_window_blocks : int
         Blocks of the window round a row's own.
     num_global_blocks : int
