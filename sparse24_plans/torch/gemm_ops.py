@@ -189,11 +189,11 @@ def autocast_of(op: ProductOp) -> Callable[..., tuple[tuple[Any, ...], dict[str,
     """An autocast rule for an op: x, weight and bias come in one dtype."""
 
     def rule(wanted: torch.dtype, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = op.named(*args, **kwargs)
-        scales = call.get("scales")
-        scale_dtype = call.get("scale_dtype") if scales is None else scales.dtype
+        given = op.named(*args, **kwargs)
+        scales = given.get("scales")
+        scale_dtype = given.get("scale_dtype") if scales is None else scales.dtype
         of_one = in_one_dtype(
-            wanted, call["x"], call["weight"], call.get("meta"), call.get("bias"), scale_dtype
+            wanted, given["x"], given["weight"], given.get("meta"), given.get("bias"), scale_dtype
         )
         cast = dict(zip(("x", "weight", "bias"), of_one, strict=True))
         return tuple(cast.get(name, one) for name, one in zip(op.names, args, strict=False)), kwargs
