@@ -18,9 +18,9 @@ from sparse24_plans.bench.gemm import rounded
 from sparse24_plans.bench.record import Lists, Record, Step, sources_of
 from sparse24_plans.bench.steady import Work
 from sparse24_plans.errors import UnsupportedError
+from sparse24_plans.prepare.descriptor import QuantizeSparse24Descriptor
 from sparse24_plans.prepare.plan import QuantizeSparse24Plan
-from sparse24_plans.torch.elements import element_of
-from sparse24_plans.torch.plan_cache import select
+from sparse24_plans.torch.elements import element_of, plan_device
 from sparse24_plans.torch.quantized_linear import Sparse24QuantizedLinear
 from sparse24_plans.tuning.timing import copies_beyond_l2
 
@@ -108,5 +108,6 @@ def _us(calls: Calls, device: torch.device, options: Any) -> float:
 
 def _quantizing(layer: Sparse24QuantizedLinear, x: Tensor) -> Any:
     """The plan of the pass that quantizes x."""
-    elements = {"element": element_of(x.dtype, "x"), "out_element": element_of(layer.weight_dtype, "dtype")}
-    return select(QuantizeSparse24Plan, x, m=x.shape[0], k=x.shape[1], static_scale=False, **elements)
+    (m, k), out = x.shape, element_of(layer.weight_dtype, "dtype")
+    desc = QuantizeSparse24Descriptor(m=m, k=k, element=element_of(x.dtype, "x"), out_element=out)
+    return QuantizeSparse24Plan.select(desc, device=plan_device(x))

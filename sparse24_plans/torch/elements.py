@@ -116,11 +116,6 @@ def allocation(
     return empty
 
 
-def stream_argument(tensor: torch.Tensor) -> int | None:
-    """PyTorch's current stream as an argument of ``plan.run``."""
-    return current_stream(tensor.device.index) if tensor.is_cuda else None
-
-
 def in_dtype(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The result rounded to nearest, ties to even, and clamped to the range of an integer dtype."""
     if result.dtype == dtype:

@@ -1,85 +1,59 @@
 """The op ``fp8_linear``: a product with a 2:4 weight whose result is fp8, for delayed scaling.
 
 ``scale_y`` multiplies the result before its rounding, and ``amax`` is raised to the largest magnitude before
-it. The scale of the next step can then be computed without another pass over the result.
+it. The scale of the next step can then be computed without another pass over the result. ``out_dtype`` is
+``float8_e4m3fn`` (default) or ``float8_e5m2``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidProblemError
-from .gemm_call import Call, check_devices, fake_result
-from .gemm_dispatch import CheckedProduct, about, aligned
-from .library import define
-from .plan_cache import plans
+from .gemm_call import Call, Kind, Operands, flat, scale_kind
+from .product_op import ProductOp
 
 
-class Fp8(NamedTuple):
-    """The operands and options of a product with an fp8 result, in the order of the op's arguments."""
+@dataclass(frozen=True, eq=False)
+class Fp8(Kind):
+    """A product whose result is fp8."""
 
-    x: Tensor
-    weight: Tensor
-    meta: Tensor | None
-    scale_x: Tensor | None = None
-    scale_w: Tensor | None = None
     scale_y: Tensor | None = None
     """float32, one element."""
     amax: Tensor | None = None
     """float32, one element, which is written."""
-    bias: Tensor | None = None
-    m: int | None = None
-    activation: str = "none"
-    out_dtype: torch.dtype | None = None
-    """``float8_e4m3fn`` (default) or ``float8_e5m2``."""
-    preference: str = ""
 
-    @property
-    def product(self) -> Call:
-        """All but ``scale_y`` and ``amax``. Raises InvalidProblemError for these two."""
-        for name in ("scale_y", "amax"):
-            one = getattr(self, name)
+    def own_operands(self) -> Operands:
+        return {"scale_y": self.scale_y, "amax": self.amax}
+
+    def weight_count(self, call: Call) -> Any:
+        for name, one in self.own_operands().items():
             if one is not None and (one.dtype != torch.float32 or one.numel() != 1):
                 raise InvalidProblemError(
                     f"{name}: expected one torch.float32, got {one.dtype} {list(one.shape)}"
                 )
-        check_devices(self, "scale_y", "amax")
-        return Call(
-            self.x,
-            self.weight,
-            self.meta,
-            bias=self.bias,
-            scale_x=self.scale_x,
-            scale_w=self.scale_w,
-            m=self.m,
-            activation=self.activation,
-            out_dtype=self.out_dtype or torch.float8_e4m3fn,
-            preference=self.preference,
-        )
+        return super().weight_count(call)
+
+    def fields(self, call: Call) -> dict[str, Any]:
+        more = {"scale_y": scale_kind(self.scale_y), "amax": self.amax is not None}
+        return {**super().fields(call), **more}
+
+    def operands(self, call: Call) -> dict[str, Tensor | None]:
+        return {**super().operands(call), "scale_y": flat(self.scale_y), "amax": flat(self.amax)}
 
 
-def _fp8_linear(*args: Any, **kwargs: Any) -> Tensor:
-    given = Fp8(*args, **kwargs)
-    form = (Fp8, *(about(one) if isinstance(one, Tensor) else one for one in given))
-    found = plans.get(form)
-    if found is None:
-        found = plans.keep(form, CheckedProduct(given.product, None, given.scale_y, given.amax))
-    others = given.bias, given.scale_x, given.scale_w, given.scale_y, given.amax
-    y: Tensor | None = found.run(given.x, given.weight, given.meta, others, None)
-    return _fp8_linear(aligned(given.x, found.column_major), *given[1:]) if y is None else y
+def _with_fp8_result(call: Call) -> Call:
+    return call if call.out_dtype is not None else call._replace(out_dtype=torch.float8_e4m3fn)
 
 
-def _fake_fp8_linear(*args: Any, **kwargs: Any) -> Tensor:
-    return fake_result(Fp8(*args, **kwargs).product)
-
-
-define(
+ProductOp(
     "fp8_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scale_x=None, Tensor? scale_w=None, "
     "Tensor? scale_y=None, Tensor(a!)? amax=None, Tensor? bias=None, SymInt? m=None, "
     'str activation="none", ScalarType? out_dtype=None, str preference="") -> Tensor',
-    _fp8_linear,
-    _fake_fp8_linear,
-)
+    Fp8,
+    _with_fp8_result,
+).define()

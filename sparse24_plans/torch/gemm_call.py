@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +13,63 @@ from ..arithmetic.elements import addends_of, results_of, sources_of
 from ..errors import InvalidProblemError
 from ..gemm.descriptor import GemmSparse24Descriptor
 from ..gemm.plan import GemmSparse24Plan
-from ..vocab import ElementKind, GemmOp, ScaleKind
+from ..vocab import ElementKind, GemmOp, MatrixOrder, ScaleKind
 from ..weights.packed_layouts import Quantization
 from .activations import epilogue_of
 from .elements import DTYPE_OF, STORED_OF, element_of, weight_sizes
 from .plan_cache import descriptor, preference_of
+
+Operands = Mapping[str, Tensor | None]
+"""Operands by the names and in the order of GemmSparse24Args. None stands for one that is absent."""
+
+
+class Kind:
+    """What tells the products of one op from those of another. This class is the kind of plain products."""
+
+    stacked = ""
+    """The descriptor's field that counts the weights that are stacked in one; "" for a single weight."""
+
+    def own_operands(self) -> Operands:
+        """Operands that no other kind has."""
+        return {}
+
+    def weight_count(self, call: Call) -> Any:
+        """The number of stacked weights. Raises InvalidProblemError for a wrong x or a wrong own operand."""
+        if call.x.dim() < 1:
+            raise InvalidProblemError("x: expected at least one dimension, got a scalar")
+        return 1
+
+    def outer(self, call: Call) -> tuple[Any, ...]:
+        """All sizes of the result but its width."""
+        return tuple(call.x.shape[:-1])
+
+    def fields(self, call: Call) -> dict[str, Any]:
+        """The descriptor's fields that depend on the rows and on own operands."""
+        return {
+            "n": math.prod(call.x.shape[:-1]),
+            "x_order": MatrixOrder.COLUMN if is_column_major(call) else MatrixOrder.ROW,
+            "y_order": MatrixOrder.COLUMN if call.transposed else MatrixOrder.ROW,
+        }
+
+    def operands(self, call: Call) -> dict[str, Tensor | None]:
+        """All operands but the weight and y, as kernels take them."""
+        return {
+            "x": call.x if is_column_major(call) else _rows(call.x),
+            "bias": call.bias,
+            "scale_x": flat(call.scale_x),
+            "scale_w": flat(call.scale_w),
+            "c": None if call.residual is None else _rows(call.residual),
+        }
+
+
+PLAIN = Kind()
 
 
 class Call(NamedTuple):
     """The operands and options of a product.
 
     Inductor keeps generated code on disk that passes the options by position (:class:`ProductSite`), so a new
-    option goes to the end.
+    option goes to the end of them, before ``kind``.
     """
 
     x: Tensor
@@ -50,43 +96,68 @@ class Call(NamedTuple):
     """Columns of a quantized weight that share a scale; 0: the whole row."""
     scale_dtype: torch.dtype | None = None
     """The dtype of the scales in a quantized weight that is packed; None for every other weight."""
+    kind: Kind = PLAIN
 
 
 OPERANDS = ("x", "weight", "meta", "scales", "bias", "scale_x", "scale_w", "residual")
 """The fields of a call that are tensors; they come first."""
+OWN_OPERANDS = ("offsets", "experts", "scale_y", "amax", "y_weights")
+"""Operands of single kinds of products. They follow the others in a launch, in this order."""
 
 # The problem of a call ----------------------------------------------------------------------------
 
 
-def sizes(call: Call) -> tuple[int, int]:
-    """M and K. Raises InvalidProblemError if the weight and x don't fit together."""
-    if call.x.dim() < 1:
-        raise InvalidProblemError("x: expected at least one dimension, got a scalar")
-    width = call.x.shape[-1]
-    m, k = call.m, call.k
-    if call.meta is None:
+def sizes(call: Call) -> tuple[Any, Any, Any]:
+    """The number of stacked weights, M of each, and K.
+
+    Raises InvalidProblemError if the operands don't fit together.
+    """
+    weights, stacked = call.kind.weight_count(call), call.kind.stacked
+    width, m, k = call.x.shape[-1], call.m, call.k
+    if call.meta is None or stacked:
         m, k = (width if m is None else m, k) if call.dgrad else (m, width if k is None else k)
     by = quantization_of(call)
-    m, k = weight_sizes(call.weight, call.meta, m, k, by)
-    wanted, name = (m, "M") if call.dgrad else (k, "K")
+    rows, k = weight_sizes(call.weight, call.meta, m, k, by)
+    wanted, name = (rows, "M") if call.dgrad else (k, "K")
     if width != wanted:
         raise InvalidProblemError(
             f"x: expected [..., {wanted}], the weight's {name}, got {list(call.x.shape)}"
         )
-    if call.bias is not None and tuple(call.bias.shape) != (m,):
-        raise InvalidProblemError(f"bias: expected [{m}], got {list(call.bias.shape)}")
+    if rows % weights:
+        raise InvalidProblemError(
+            f"weight: expected rows in {weights} {stacked} of one size, got {rows} rows"
+        )
+    m = rows // weights
+    _check_shapes(call, [[weights, m], [m]] if stacked == "batches" else [[rows]], m)
+    _check_dtypes(call.x.dtype, call.weight.dtype, None if by is None else DTYPE_OF[by.scale_element])
+    for name, count in (("scale_x", math.prod(call.x.shape[:-1])), ("scale_w", rows)):
+        if (scale := getattr(call, name)) is not None:
+            _check_scale(scale, count, name)
+    shared = {
+        name: getattr(call, name) for name in ("weight", "bias", "scale_x", "scale_w", "scales", "residual")
+    }
+    for name, one in {**shared, **call.kind.own_operands()}.items():
+        if one is not None and one.device != call.x.device:
+            raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {one.device}")
+    return weights, m, k
+
+
+def _check_shapes(call: Call, bias: list[list[Any]], m: Any) -> None:
+    """Raise InvalidProblemError unless ``bias`` has the bias's shape, and the residual has the result's."""
+    if call.bias is not None and list(call.bias.shape) not in bias:
+        raise InvalidProblemError(
+            f"bias: expected {' or '.join(map(str, bias))}, got {list(call.bias.shape)}"
+        )
     if call.residual is not None and call.residual.shape != (whole := (*call.x.shape[:-1], m)):
         raise InvalidProblemError(f"residual: expected {list(whole)}, got {list(call.residual.shape)}")
-    check_operands(call, by, math.prod(call.x.shape[:-1]), m, "residual")
-    return m, k
 
 
-def quantization_of(call: Any) -> Quantization | None:
+def quantization_of(call: Call) -> Quantization | None:
     """How a call's weight is quantized; None if it isn't. Raises InvalidProblemError for the weight's dtype.
 
     The scales in a packed weight come with no tensor; ``scale_dtype`` is their dtype then.
     """
-    dtype = getattr(call, "scale_dtype", None) if call.scales is None else call.scales.dtype
+    dtype = call.scale_dtype if call.scales is None else call.scales.dtype
     if dtype is None:
         return None
     weight = call.weight.dtype
@@ -94,19 +165,6 @@ def quantization_of(call: Any) -> Quantization | None:
         known = ", ".join(map(str, STORED_OF))
         raise InvalidProblemError(f"weight: expected values of {known}, got {weight}")
     return Quantization(STORED_OF[weight], call.group, element_of(dtype, "scales"))
-
-
-def check_operands(call: Any, by: Quantization | None, x_rows: int, rows: int, *own: str) -> None:
-    """Raise InvalidProblemError unless a call's dtypes, scales and devices fit together.
-
-    ``x_rows`` and ``rows`` are those of X and of W, of all groups or batches. ``own`` names the operands that
-    not every call has.
-    """
-    _check_dtypes(call.x.dtype, call.weight.dtype, None if by is None else DTYPE_OF[by.scale_element])
-    for name, count in (("scale_x", x_rows), ("scale_w", rows)):
-        if (scale := getattr(call, name)) is not None:
-            _check_scale(scale, count, name)
-    check_devices(call, "weight", "bias", "scale_x", "scale_w", "scales", *own)
 
 
 def _check_dtypes(x: torch.dtype, weight: torch.dtype, scales: torch.dtype | None) -> None:
@@ -121,14 +179,6 @@ def _check_dtypes(x: torch.dtype, weight: torch.dtype, scales: torch.dtype | Non
         raise InvalidProblemError(f"x: expected torch.float16 or torch.bfloat16, got {x}")
     if scales not in (x, torch.float32):
         raise InvalidProblemError(f"scales: expected {x} or torch.float32, got {scales}")
-
-
-def check_devices(call: Any, *names: str) -> None:
-    """Raise InvalidProblemError unless the operands of these names that are given lie where ``x`` does."""
-    for name in names:
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.device != call.x.device:
-            raise InvalidProblemError(f"{name}: expected a tensor on {call.x.device}, got {tensor.device}")
 
 
 def _check_scale(scale: Tensor, rows: int, argument: str) -> None:
@@ -146,24 +196,27 @@ def scale_kind(scale: Tensor | None) -> ScaleKind | None:
     return ScaleKind.TENSOR if scale.numel() == 1 else ScaleKind.ROW
 
 
-def describe(call: Call, n: int, m: int, k: int, **more: Any) -> GemmSparse24Descriptor:
-    """The descriptor of the product, with ``more`` fields. Raises InvalidProblemError naming the field."""
-    fields = fields_of(call)
+def describe(call: Call, weights: int, m: int, k: int, **rows: Any) -> GemmSparse24Descriptor:
+    """The descriptor of the product. ``rows`` are the fields that its kind gives.
+
+    Raises InvalidProblemError naming the field.
+    """
+    fields = _fields_of(call)
     found: GemmSparse24Descriptor = descriptor(
         GemmSparse24Plan,
-        n=n,
         m=m,
         k=k,
         op=GemmOp.DGRAD if call.dgrad else GemmOp.FORWARD,
-        beta=beta_of(call.residual, call.beta),
-        c_element=residual_element(call.residual, fields),
+        beta=_beta_of(call.residual, call.beta),
+        c_element=_residual_element(call.residual if call.beta else None, fields),
+        **({call.kind.stacked: weights} if call.kind.stacked else {}),
         **fields,
-        **more,
+        **rows,
     )
     return found
 
 
-def fields_of(call: Any) -> dict[str, Any]:
+def _fields_of(call: Call) -> dict[str, Any]:
     """The descriptor's fields of elements, epilogue and scales. Raises InvalidProblemError naming one."""
     by = quantization_of(call)
     x_element = element_of(call.x.dtype, "x")
@@ -179,7 +232,7 @@ def fields_of(call: Any) -> dict[str, Any]:
     }
 
 
-def beta_of(residual: Tensor | None, beta: float) -> float | None:
+def _beta_of(residual: Tensor | None, beta: float) -> float | None:
     """The descriptor's ``beta``; None without a residual, which a ``beta`` of 0 leaves out, too.
 
     Raises InvalidProblemError for a factor without the residual that it would multiply.
@@ -189,7 +242,7 @@ def beta_of(residual: Tensor | None, beta: float) -> float | None:
     return None if residual is None or beta == 0 else beta
 
 
-def residual_element(residual: Tensor | None, fields: dict[str, Any]) -> ElementKind | None:
+def _residual_element(residual: Tensor | None, fields: dict[str, Any]) -> ElementKind | None:
     """The descriptor's ``c_element``; None without a residual. Raises InvalidProblemError for its dtype."""
     if residual is None:
         return None
@@ -203,10 +256,40 @@ def residual_element(residual: Tensor | None, fields: dict[str, Any]) -> Element
 def fake_result(call: Call) -> Tensor:
     """The result's shape, dtype and strides, without a value; ``x`` may have symbolic sizes."""
     preference_of(call.preference)
-    m, k = sizes(call)
-    desc = describe(call, 1, 16, 8)  # any sizes do for the dtypes; x may have symbols
+    _, m, k = sizes(call)
+    desc = describe(call, 1, 16, 8, n=1)  # any sizes do for the dtypes; x may have symbols
     outputs = m // 2 if desc.epilogue.is_gated else m
-    shape = (*call.x.shape[:-1], k if call.dgrad else outputs)
+    shape = (*call.kind.outer(call), k if call.dgrad else outputs)
     if call.transposed:
         shape = shape[::-1]
     return call.x.new_empty(shape, dtype=DTYPE_OF[desc.out_element])
+
+
+# Operands as kernels take them --------------------------------------------------------------------
+
+
+def is_column_major(call: Call) -> bool:
+    """Whether kernels read x column-major, as it is. A GPU needs columns of whole 16 bytes."""
+    x = call.x
+    if not call.transposed or x.dim() != 2 or x.shape[0] < 2 or x.stride(1) == 1 or x.stride(0) != 1:
+        return False
+    return not x.is_cuda or x.shape[0] * x.element_size() % 16 == 0
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [n, width] with contiguous rows: a view, or a copy where no view can be."""
+    width = x.shape[-1]
+    n = x.numel() // width if width else math.prod(x.shape[:-1])
+    if not x.numel():  # strides without an element mean nothing
+        return x.new_empty(n, width)
+    try:
+        rows = x.view(n, width)
+    except RuntimeError:
+        return x.contiguous().view(n, width)
+    if (n > 1 and rows.stride(0) < width) or (width > 1 and rows.stride(1) != 1):
+        return x.contiguous().view(n, width)
+    return rows
+
+
+def flat(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.reshape(-1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailableError, InvalidProblemError, MisalignedOperandError, UnsupportedError
-from ..gemm.args import DgradSparse24Args, GemmSparse24Args
 from ..gemm.plan import GemmSparse24Plan
-from ..plan.launches import Caller
-from ..vocab import FP8, ElementKind, MatrixOrder
-from . import packed_weight_cache
-from .elements import DTYPE_OF, allocation, element_of, plan_device
-from .gemm_call import OPERANDS, Call, describe, scale_kind, sizes
-from .plan_cache import CheckedCall, PlanCache, Refusal, plans, preference_of
+from .elements import DTYPE_OF, allocation, plan_device
+from .gemm_call import OPERANDS, Call, Operands, describe, is_column_major, sizes
+from .packed_weight_cache import PlanWeights
+from .plan_cache import CheckedCall, Refusal, find, plans, preference_of
 
 # Checked calls ------------------------------------------------------------------------------------
 
@@ -26,102 +22,75 @@ from .plan_cache import CheckedCall, PlanCache, Refusal, plans, preference_of
 class CheckedProduct(CheckedCall):
     """The plan of one form of a product's operands."""
 
-    def __init__(
-        self, call: Call, out: Tensor | None, scale_y: Tensor | None = None, amax: Tensor | None = None
-    ) -> None:
-        """``scale_y`` and ``amax`` are those of a product whose result is fp8."""
-        x = call.x
-        m, k = sizes(call)
-        shape = x.shape[:-1]
-        self._copied, self._residual_copied = False, False
-        if call.residual is not None and _rows(call.residual) is None:
-            self._residual_copied, call = True, call._replace(residual=call.residual.contiguous())
-        self.column_major = call.transposed and _is_column_major(x)
-        rows = x if self.column_major else _rows(x)
-        if rows is None:
-            self._copied, rows = True, _rows(x.contiguous())
-        assert rows is not None
-        self._desc = desc = describe(
-            call,
-            rows.shape[0],
-            m,
-            k,
-            x_order=MatrixOrder.COLUMN if self.column_major else MatrixOrder.ROW,
-            y_order=MatrixOrder.COLUMN if call.transposed else MatrixOrder.ROW,
-            scale_y=scale_kind(scale_y),
-            amax=amax is not None,
+    def __init__(self, call: Call, out: Tensor | None = None) -> None:
+        weights, m, k = sizes(call)
+        desc = describe(call, weights, m, k, **call.kind.fields(call))
+        plan: Any = GemmSparse24Plan
+        plan = plan.select(desc, preference=preference_of(call.preference), device=plan_device(call.x))
+        self.plan, self.column_major = plan, is_column_major(call)
+        whole = (*call.kind.outer(call), desc.outputs)
+        self._empty = allocation(
+            whole[::-1] if call.transposed else whole, DTYPE_OF[desc.out_element], call.x.device
         )
-        plan = GemmSparse24Plan.select(desc, preference=preference_of(call.preference), device=plan_device(x))
-        self.plan, self._m, self._k = plan, desc.m, desc.k
-        whole = (*shape, desc.outputs)
-        self.shape = tuple(whole[::-1] if call.transposed else whole)
-        self._dtype, self._device = DTYPE_OF[desc.out_element], x.device
-        self._empty = allocation(self.shape, self._dtype, self._device)
         self._has_scales = call.scales is not None
-        self._fits = packed_weight_cache.fits(plan, call.weight, call.meta)
-        self._check_out(out)
-        super().__init__(plan, self._first_caller(call, rows, out, scale_y, amax), x.device)
+        self._weights = PlanWeights(plan, weights * m, k)
+        self._fits = self._weights.fit(call.weight, call.meta)
+        y = self._empty()
+        if out is not None:
+            _check_out(out, y)
+            y = out
+        operands = call.kind.operands(call)
+        self._changes = _changes(call, operands)
+        super().__init__(plan, self._first_caller(call, operands, y, may_copy=out is None), call.x.device)
+        if all(change is _unchanged for change in self._changes):
+            self._changes = []
         self.alignment = self._caller.alignment("dy" if call.dgrad else "x")
         """The address of x must be a multiple of this number of bytes."""
 
-    def _check_out(self, out: Tensor | None) -> None:
-        if out is None:
-            return
-        if tuple(out.shape) != self.shape or out.dtype != self._dtype or out.device != self._device:
-            raise InvalidProblemError(
-                f"out: expected {self._dtype} {list(self.shape)} on {self._device}, got {out.dtype} "
-                f"{list(out.shape)} on {out.device}"
-            )
-        if not out.is_contiguous():
-            raise InvalidProblemError(f"out: expected a contiguous tensor, got strides {out.stride()}")
-
-    def _first_caller(
-        self, call: Call, rows: Tensor, out: Tensor | None, scale_y: Tensor | None, amax: Tensor | None
-    ) -> Caller:
+    def _first_caller(self, call: Call, operands: Operands, y: Tensor, *, may_copy: bool) -> Any:
         """The plan's caller, for which the first call's tensors are checked in full."""
-        y = self._empty() if out is None else out
-        y = y.t() if call.transposed else y.view(rows.shape[0], self._desc.outputs)
-        args = partial(_args, call, self._weight(call), y, scale_y, amax)
+        read = self._weights.unconverted if self._fits else self._weights.converted
+        weight = read(call.weight, call.meta, call.scales)
+        others = {name: one for name, one in operands.items() if one is not None}
+        x = others.pop("x")
+        if not call.kind.stacked:
+            y = y.t() if call.transposed else y.view(x.shape[0], y.shape[-1])
+        args = self.plan.args_type(self.plan.descriptor)
         try:
-            return self.plan.caller(args(rows))
+            return self.plan.caller(args(weight, x, y, **others))
         except MisalignedOperandError as error:
-            if self._copied or out is not None or error.argument.split()[0] not in ("x", "dy"):
+            is_copied = self._changes[0] is not _unchanged
+            if is_copied or not may_copy or error.argument.split()[0] not in ("x", "dy"):
                 raise
-        self._copied = True
-        return self.plan.caller(args(aligned(rows, self.column_major)))
-
-    def _weight(self, call: Call) -> Any:
-        if self._fits:
-            return packed_weight_cache.unconverted(
-                self.plan, call.weight, call.meta, self._m, self._k, call.scales
-            )
-        return packed_weight_cache.converted(self.plan, call.weight, call.meta, self._m, self._k, call.scales)
+        self._changes[0] = partial(aligned, column_major=self.column_major)
+        return self.plan.caller(args(weight, self._changes[0](x), y, **others))
 
     def run(
         self,
         x: Tensor,
         weight: Tensor,
         meta: Tensor | None,
-        others: tuple[Tensor | None, ...],
+        others: Sequence[Tensor | None],
         out: Tensor | None,
     ) -> Tensor | None:
         """The result, in ``out`` or in new memory; None if x must be copied to an aligned address first.
 
-        ``others`` are a quantized weight's scales, the bias, scales of x and W, and the residual. Every call
-        runs this, so it is written for speed.
+        ``others`` are a quantized weight's scales, the bias, scales of x and W, the residual, and the own
+        operands of the call's kind. Every call runs this, so it is written for speed.
         """
-        if self._copied:
-            x = aligned(x, self.column_major)
+        if self._changes:
+            given = [one for one in (x, *others) if one is not None]
+            x, *others = [change(one) for change, one in zip(self._changes, given, strict=True)]
         source = x.data_ptr()
         if source % self.alignment:
             return None
         y = self._empty() if out is None else out
         scales = None
         if self._has_scales:
-            scales, *others = others  # type: ignore[assignment]
+            scales, *others = others
         places: tuple[int, ...]
         if not self._fits:
-            packed = packed_weight_cache.converted(self.plan, weight, meta, self._m, self._k, scales)
+            packed = self._weights.converted(weight, meta, scales)
             places = (*[view.address for view in packed.buffers], source, y.data_ptr())
         elif meta is None:
             places = (weight.data_ptr(), source, y.data_ptr())
@@ -129,44 +98,46 @@ class CheckedProduct(CheckedCall):
             places = (weight.data_ptr(), meta.data_ptr(), scales.data_ptr(), source, y.data_ptr())
         else:
             places = (weight.data_ptr(), meta.data_ptr(), source, y.data_ptr())
-        if self._residual_copied:
-            others = *others[:-1], others[-1].contiguous()  # type: ignore[union-attr]
         for other in others:
             if other is not None:
                 places += (other.data_ptr(),)
         self._launch(places)
         return y
 
-    def with_aligned_x(self, call: tuple[Any, ...]) -> Call:
-        """The call with a copy of x."""
-        return Call(aligned(call[0], self.column_major), *call[1:])
+
+def _check_out(out: Tensor, wanted: Tensor) -> None:
+    """Raise InvalidProblemError unless ``out`` is like the result that is ``wanted``."""
+    if out.shape != wanted.shape or out.dtype != wanted.dtype or out.device != wanted.device:
+        raise InvalidProblemError(
+            f"out: expected {wanted.dtype} {list(wanted.shape)} on {wanted.device}, got {out.dtype} "
+            f"{list(out.shape)} on {out.device}"
+        )
+    if not out.is_contiguous():
+        raise InvalidProblemError(f"out: expected a contiguous tensor, got strides {out.stride()}")
 
 
-def _args(
-    call: Call, weight: Any, y: Tensor, scale_y: Tensor | None, amax: Tensor | None, rows: Tensor
-) -> Any:
-    """The plan's operands: ``rows`` of x, or of dy, and the result ``y`` as a matrix."""
-    if call.dgrad:
-        return DgradSparse24Args(weight, rows, y)
-    scales = {"scale_x": call.scale_x, "scale_w": call.scale_w, "scale_y": scale_y, "amax": amax}
-    given = {name: one.reshape(-1) for name, one in scales.items() if one is not None}
-    c = None if call.residual is None else _rows(call.residual)
-    return GemmSparse24Args(weight, rows, y, bias=call.bias, c=c, **given)
+def _changes(call: Call, operands: Operands) -> list[Callable[[Tensor], Any]]:
+    """Functions that make what the kernel reads: of x first, then of each given operand but the weight.
+
+    The kernel reads ``operands``. An operand that lies elsewhere than the given tensor is a copy, which every
+    call makes. An operand that is None is left out.
+    """
+    given = {"x": call.x, "scales": call.scales, "bias": call.bias, "scale_x": call.scale_x}
+    given |= {"scale_w": call.scale_w, "c": call.residual, **call.kind.own_operands()}
+    changes: list[Callable[[Tensor], Any]] = []
+    for name, one in given.items():
+        if one is not None:
+            read = operands.get(name, call.scales if name == "scales" else None)
+            stays = read is not None and one.data_ptr() == read.data_ptr()
+            changes.append(_unchanged if stays else _absent if read is None else Tensor.contiguous)
+    return changes
 
 
-def _rows(x: Tensor) -> Tensor | None:
-    """x as [n, width] with contiguous rows, without a copy; None if only a copy can be."""
-    width = x.shape[-1]
-    n = x.numel() // width if width else math.prod(x.shape[:-1])
-    if not x.numel():  # strides without an element mean nothing
-        return x.new_empty(n, width)
-    try:
-        rows = x.view(n, width)
-    except RuntimeError:  # the leading dimensions have no common stride
-        return None
-    if (n > 1 and rows.stride(0) < width) or (width > 1 and rows.stride(1) != 1):
-        return None
-    return rows
+def _absent(_: Tensor) -> None: ...
+
+
+def _unchanged(given: Tensor) -> Tensor:
+    return given
 
 
 def aligned(x: Tensor, column_major: bool = False) -> Tensor:
@@ -174,13 +145,6 @@ def aligned(x: Tensor, column_major: bool = False) -> Tensor:
     if column_major:
         return aligned(x.t()).t()
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _is_column_major(x: Tensor) -> bool:
-    """Whether kernels read the matrix column-major, as it is. A GPU needs columns of whole 16 bytes."""
-    if x.dim() != 2 or x.shape[0] < 2 or x.stride(1) == 1 or x.stride(0) != 1:
-        return False
-    return not x.is_cuda or x.shape[0] * x.element_size() % 16 == 0
 
 
 def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
@@ -194,13 +158,13 @@ def run(call: tuple[Any, ...], out: Tensor | None = None) -> Tensor:
         return y
     if out is not None:
         raise MisalignedOperandError("x", found.alignment, call[0].data_ptr())
-    return run(found.with_aligned_x(call))
+    return run((aligned(call[0], found.column_major), *call[1:]))
 
 
 def checked(call: tuple[Any, ...], out: Tensor | None = None) -> Any:
     """The CheckedProduct of a call, or its Refusal. Raises what :func:`run` raises."""
     form = _form(*call) if out is None else (*_form(*call), about(out))
-    found = plans.get(form)
+    found = find(form)
     return plans.keep(form, CheckedProduct(Call(*call), out)) if found is None else found
 
 
@@ -243,15 +207,6 @@ def about(tensor: Tensor) -> tuple[Any, ...]:
 # The ops ------------------------------------------------------------------------------------------
 
 
-def product_of(call: Callable[..., Call]) -> Callable[..., Tensor]:
-    """The kernel of an op whose arguments ``call`` turns into a Call."""
-
-    def product(*args: Any, **kwargs: Any) -> Tensor:
-        return run(call(*args, **kwargs))
-
-    return product
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -271,43 +226,12 @@ def linear(
     """
     added = residual if beta else None
     call = (
-        x,
-        weight,
-        meta,
-        None,
-        bias,
-        None,
-        None,
-        added,
-        m,
-        k,
-        False,
-        activation,
-        out_dtype,
-        preference,
-        False,
-        beta,
-    )
-    found = plans.get(_form(*call))
+        x, weight, meta, None, bias, None, None, added,
+        m, k, False, activation, out_dtype, preference, False, beta,
+    )  # fmt: skip
+    found = find(_form(*call))
     y = None if found is None else found.run(x, weight, meta, (bias, added), None)
     return run(call) if y is None else y
-
-
-def linear_call(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None = None,
-    bias: Tensor | None = None,
-    m: int | None = None,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-    residual: Tensor | None = None,
-    beta: float = 1.0,
-) -> Call:
-    added = residual if beta else None
-    options = None, False, activation, out_dtype, preference, False, beta
-    return Call(x, weight, meta, None, bias, None, None, added, m, *options)
 
 
 def linear_out_call(
@@ -320,78 +244,12 @@ def linear_out_call(
     activation: str = "none",
     preference: str = "",
 ) -> Call:
-    return linear_call(x, weight, meta, bias, m, activation, out.dtype, preference)
+    options = None, False, activation, out.dtype, preference
+    return Call(x, weight, meta, None, bias, None, None, None, m, *options)
 
 
 def linear_out(x: Tensor, weight: Tensor, meta: Any, bias: Any, out: Tensor, *options: Any) -> None:
     run(linear_out_call(x, weight, meta, bias, out, *options), out)
-
-
-def scaled_call(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    scale_x: Tensor | None = None,
-    scale_w: Tensor | None = None,
-    bias: Tensor | None = None,
-    m: int | None = None,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-    residual: Tensor | None = None,
-) -> Call:
-    """Raises InvalidProblemError for elements that have no scales."""
-    if element_of(weight.dtype, "weight") not in (ElementKind.S8, *FP8):
-        raise InvalidProblemError(f"weight: expected int8, float8_e4m3fn or float8_e5m2, got {weight.dtype}")
-    options = None, False, activation, out_dtype, preference
-    return Call(x, weight, meta, None, bias, scale_x, scale_w, residual, m, *options)
-
-
-def weight_only_call(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor | None,
-    scales: Tensor | None,
-    bias: Tensor | None = None,
-    group: int = 0,
-    activation: str = "none",
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-    m: int | None = None,
-    scale_dtype: torch.dtype | None = None,
-    residual: Tensor | None = None,
-) -> Call:
-    """Raises InvalidProblemError for a weight that is neither canonical nor packed."""
-    is_packed = scale_dtype is not None
-    if (scales is None) != is_packed or (meta is None) != is_packed:
-        raise InvalidProblemError(
-            "scales: expected meta and scales of stored values, or scale_dtype alone of a packed weight, got "
-            f"meta {_named(meta)}, scales {_named(scales)} and scale_dtype {scale_dtype}"
-        )
-    options = m, None, False, activation, out_dtype, preference, False, 1.0, group, scale_dtype
-    return Call(x, weight, meta, scales, bias, None, None, residual, *options)
-
-
-def _named(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def weight_only_dgrad_call(
-    dy: Tensor, values: Tensor, meta: Tensor, scales: Tensor, group: int = 0, preference: str = ""
-) -> Call:
-    return Call(dy, values, meta, scales, dgrad=True, preference=preference, group=group)
-
-
-def dgrad_call(
-    dy: Tensor,
-    weight: Tensor,
-    meta: Tensor | None = None,
-    m: int | None = None,
-    k: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    preference: str = "",
-) -> Call:
-    return Call(dy, weight, meta, m=m, k=k, dgrad=True, out_dtype=out_dtype, preference=preference)
 
 
 def mm(
@@ -407,10 +265,10 @@ def mm(
     if not may_transpose:
         return run(call)
     form = _form(*call)
-    found = plans.get(form)
+    found = find(form)
     if found is None:
         try:
-            found = CheckedProduct(call, None)
+            found = CheckedProduct(call)
         except (UnsupportedError, BackendUnavailableError) as error:
             found = Refusal(error)
         plans.keep(form, found)
@@ -444,7 +302,7 @@ class ProductSite:
     constructor's parameters therefore needs another class name.
     """
 
-    __slots__ = ("_checked", "_has_meta", "_moves", "_operands", "_options")
+    __slots__ = ("_has_meta", "_moves", "_operands", "_options")
 
     def __init__(self, operands: str, x_moves: bool, *options: Any) -> None:
         """``operands`` names the fields of a Call that are tensors here; ``options`` are all other fields.
@@ -454,21 +312,20 @@ class ProductSite:
         self._operands, self._options = tuple(operands.split()), options
         self._has_meta = "meta" in self._operands
         self._moves = x_moves
-        self._checked = PlanCache()
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Tensor, out: Tensor) -> None:
         """Write the product to ``out``. Raises what the op raises."""
-        form = (x.shape, x.stride()) if self._moves else None
-        found = self._checked.get(form)
+        form = (self, x.shape, x.stride()) if self._moves else self
+        found = find(form)
         if found is None:
-            found = self._checked.keep(form, checked(self._call((x, weight, *others)), out))
+            found = plans.keep(form, checked(self._call(x, weight, *others), out))
         if self._has_meta:
             done = found.run(x, weight, others[0], others[1:], out)
         else:
             done = found.run(x, weight, None, others, out)
         if done is None:
-            run(found.with_aligned_x(self._call((x, weight, *others))), out)
+            run(self._call(aligned(x, found.column_major), weight, *others), out)
 
-    def _call(self, operands: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    def _call(self, *operands: Tensor) -> tuple[Any, ...]:
         given = dict(zip(self._operands, operands, strict=True))
         return (*(given.get(name) for name in OPERANDS), *self._options)

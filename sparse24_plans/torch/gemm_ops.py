@@ -14,20 +14,14 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidProblemError, UnsupportedError
+from ..vocab import FP8, ElementKind
 from . import activations, gemm_dispatch
+from .elements import element_of
 from .gemm_call import Call, fake_result
-from .gemm_dispatch import (
-    dgrad_call,
-    linear_call,
-    linear_out_call,
-    mm_call,
-    product_of,
-    scaled_call,
-    weight_only_call,
-    weight_only_dgrad_call,
-)
+from .gemm_dispatch import linear_out_call, mm_call
 from .library import define
 from .prepare_ops import kept_values
+from .product_op import ProductOp
 
 _ops: Any = torch.ops.sparse24
 
@@ -38,11 +32,8 @@ def _fake_linear_out(x: Tensor, weight: Tensor, meta: Any, bias: Any, out: Tenso
         raise InvalidProblemError(f"out: expected {list(wanted.shape)}, got {list(out.shape)}")
 
 
-def _fake_of(call: Callable[..., Call]) -> Callable[..., Tensor]:
-    def fake(*args: Any, **kwargs: Any) -> Tensor:
-        return fake_result(call(*args, **kwargs))
-
-    return fake
+def _fake_mm(*args: Any, **kwargs: Any) -> Tensor:
+    return fake_result(mm_call(*args, **kwargs))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -194,51 +185,27 @@ def in_one_dtype(
     return autocast_tensor(x, dtype), weight, autocast_tensor(bias, dtype)
 
 
-def stacked_autocast(kind: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    """An autocast rule for an op whose arguments are the fields of ``kind``, Grouped or Batched."""
+def autocast_of(op: ProductOp) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """An autocast rule for an op: x, weight and bias come in one dtype."""
 
     def rule(wanted: torch.dtype, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = kind(*args, **kwargs)
-        scales = None if call.scales is None else call.scales.dtype
-        x, weight, bias = in_one_dtype(wanted, call.x, call.weight, call.meta, call.bias, scales)
-        return tuple(call._replace(x=x, weight=weight, bias=bias)), {}
+        given = op.named(*args, **kwargs)
+        scales = given.get("scales")
+        scale_dtype = given.get("scale_dtype") if scales is None else scales.dtype
+        of_one = in_one_dtype(
+            wanted, given["x"], given["weight"], given.get("meta"), given.get("bias"), scale_dtype
+        )
+        cast = dict(zip(("x", "weight", "bias"), of_one, strict=True))
+        return tuple(cast.get(name, one) for name, one in zip(op.names, args, strict=False)), kwargs
 
     return rule
 
 
-def _linear_autocast(
-    wanted: torch.dtype,
-    x: Tensor,
-    weight: Tensor,
-    meta: Any = None,
-    bias: Any = None,
-    *args: Any,
-    **kwargs: Any,
+def _linear_out_autocast(
+    wanted: torch.dtype, x: Tensor, weight: Tensor, meta: Any, bias: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x, weight, bias = in_one_dtype(wanted, x, weight, meta, bias)
     return (x, weight, meta, bias, *args), kwargs
-
-
-def _weight_only_autocast(
-    wanted: torch.dtype,
-    x: Tensor,
-    weight: Tensor,
-    meta: Any,
-    scales: Any,
-    bias: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    packed = weight_only_call(x, weight, meta, scales, bias, *args, **kwargs).scale_dtype
-    x, _, bias = in_one_dtype(wanted, x, weight, meta, bias, packed if scales is None else scales.dtype)
-    return (x, weight, meta, scales, bias, *args), kwargs
-
-
-def _dgrad_autocast(
-    wanted: torch.dtype, dy: Tensor, weight: Tensor, meta: Any = None, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    dy, weight, _ = in_one_dtype(wanted, dy, weight, meta)
-    return (dy, weight, meta, *args), kwargs
 
 
 def _mm_autocast(
@@ -248,64 +215,91 @@ def _mm_autocast(
     return (weight, meta, b, *args), kwargs
 
 
+def _scaled(call: Call) -> Call:
+    """Raise InvalidProblemError for elements that have no scales."""
+    if element_of(call.weight.dtype, "weight") not in (ElementKind.S8, *FP8):
+        raise InvalidProblemError(
+            f"weight: expected int8, float8_e4m3fn or float8_e5m2, got {call.weight.dtype}"
+        )
+    return call
+
+
+def _weight_only(call: Call) -> Call:
+    """Raise InvalidProblemError for a weight that is neither canonical nor packed."""
+    is_packed = call.scale_dtype is not None
+    if (call.scales is None) != is_packed or (call.meta is None) != is_packed:
+        raise InvalidProblemError(
+            "scales: expected meta and scales of stored values, or scale_dtype alone of a packed weight, got "
+            f"meta {_named(call.meta)}, scales {_named(call.scales)} and scale_dtype {call.scale_dtype}"
+        )
+    return call
+
+
+def _named(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
 _OPTIONS = 'str activation="none", ScalarType? out_dtype=None, str preference=""'
 
-define(
+LINEAR = ProductOp(
     "linear(Tensor x, Tensor weight, Tensor? meta=None, Tensor? bias=None, SymInt? m=None, "
-    f"{_OPTIONS}, Tensor? residual=None, float beta=1.0) -> Tensor",
+    f"{_OPTIONS}, Tensor? residual=None, float beta=1.0) -> Tensor"
+)
+SCALED_LINEAR = ProductOp(
+    "scaled_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scale_x=None, Tensor? scale_w=None, "
+    f"Tensor? bias=None, SymInt? m=None, {_OPTIONS}, Tensor? residual=None) -> Tensor",
+    completed=_scaled,
+)
+WEIGHT_ONLY_LINEAR = ProductOp(
+    "weight_only_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scales, Tensor? bias=None, "
+    f"int group=0, {_OPTIONS}, SymInt? m=None, ScalarType? scale_dtype=None, Tensor? residual=None) "
+    "-> Tensor",
+    completed=_weight_only,
+)
+_WEIGHT_ONLY_DGRAD = ProductOp(
+    "weight_only_dgrad(Tensor dy, Tensor values, Tensor meta, Tensor scales, int group=0, "
+    'str preference="") -> Tensor',
+    dgrad=True,
+)
+_DGRAD = ProductOp(
+    "dgrad(Tensor dy, Tensor weight, Tensor? meta=None, SymInt? m=None, SymInt? k=None, "
+    'ScalarType? out_dtype=None, str preference="") -> Tensor',
+    dgrad=True,
+)
+
+LINEAR.define(
     gemm_dispatch.linear,
-    _fake_of(linear_call),
     backward=_linear_backward,
     setup_context=_linear_context,
-    autocast=_linear_autocast,
-    call=linear_call,
+    autocast=autocast_of(LINEAR),
+    call=LINEAR.call,
 )
 define(
     "linear_out(Tensor x, Tensor weight, Tensor? meta, Tensor? bias, Tensor(a!) out, SymInt? m=None, "
     'str activation="none", str preference="") -> ()',
     gemm_dispatch.linear_out,
     _fake_linear_out,
-    autocast=_linear_autocast,
+    autocast=_linear_out_autocast,
 )
-define(
-    "scaled_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scale_x=None, Tensor? scale_w=None, "
-    f"Tensor? bias=None, SymInt? m=None, {_OPTIONS}, Tensor? residual=None) -> Tensor",
-    product_of(scaled_call),
-    _fake_of(scaled_call),
-    call=scaled_call,
-)
-define(
-    "weight_only_linear(Tensor x, Tensor weight, Tensor? meta, Tensor? scales, Tensor? bias=None, "
-    f"int group=0, {_OPTIONS}, SymInt? m=None, ScalarType? scale_dtype=None, Tensor? residual=None) "
-    "-> Tensor",
-    product_of(weight_only_call),
-    _fake_of(weight_only_call),
+SCALED_LINEAR.define(call=SCALED_LINEAR.call)
+WEIGHT_ONLY_LINEAR.define(
     backward=_weight_only_backward,
     setup_context=_weight_only_context,
-    autocast=_weight_only_autocast,
-    call=weight_only_call,
+    autocast=autocast_of(WEIGHT_ONLY_LINEAR),
+    call=WEIGHT_ONLY_LINEAR.call,
 )
-define(
-    "weight_only_dgrad(Tensor dy, Tensor values, Tensor meta, Tensor scales, int group=0, "
-    'str preference="") -> Tensor',
-    product_of(weight_only_dgrad_call),
-    _fake_of(weight_only_dgrad_call),
-)
-define(
-    "dgrad(Tensor dy, Tensor weight, Tensor? meta=None, SymInt? m=None, SymInt? k=None, "
-    'ScalarType? out_dtype=None, str preference="") -> Tensor',
-    product_of(dgrad_call),
-    _fake_of(dgrad_call),
+_WEIGHT_ONLY_DGRAD.define()
+_DGRAD.define(
     backward=_dgrad_backward,
     setup_context=_dgrad_context,
-    autocast=_dgrad_autocast,
-    call=dgrad_call,
+    autocast=autocast_of(_DGRAD),
+    call=_DGRAD.call,
 )
 define(
     "mm(Tensor weight, Tensor? meta, Tensor b, SymInt? m=None, ScalarType? out_dtype=None, "
     'str preference="", bool may_transpose=False) -> Tensor',
     gemm_dispatch.mm,
-    _fake_of(mm_call),
+    _fake_mm,
     backward=_mm_backward,
     setup_context=_mm_context,
     autocast=_mm_autocast,

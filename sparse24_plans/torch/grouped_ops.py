@@ -6,82 +6,68 @@ canonical and quantized. The groups are given by offsets, or by the experts that
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidProblemError
-from ..gemm.descriptor import GemmSparse24Descriptor
-from ..gemm.plan import GemmSparse24Plan
 from ..vocab import GroupTokens
-from . import stacked
-from .elements import DTYPE_OF, weight_sizes
-from .gemm_call import check_operands, fields_of, quantization_of
-from .gemm_ops import stacked_autocast
-from .library import define
-from .plan_cache import descriptor, preference_of
-
-_OPTIONS = (
-    "Tensor? bias=None, Tensor? scale_x=None, Tensor? scale_w=None, SymInt? m=None, "
-    'str activation="none", ScalarType? out_dtype=None, str preference="", Tensor? scales=None, int group=0'
-)
+from .gemm_call import Call, Kind, Operands
+from .gemm_ops import autocast_of
+from .product_op import ProductOp
 
 
-class Grouped(NamedTuple):
-    """The operands and options of ``grouped_mm``, in the order of the op's arguments."""
+class _Groups(Kind):
+    """Rows of a matrix x in groups."""
 
-    x: Tensor
-    """X [N, K], with the rows of each group one after the other."""
-    weight: Tensor
-    meta: Tensor | None
+    stacked = "groups"
+
+    def weight_count(self, call: Call) -> Any:
+        if call.x.dim() != 2:
+            raise InvalidProblemError(f"x: expected a matrix [N, K], got {list(call.x.shape)}")
+        return self.groups_of(call.x)
+
+    def groups_of(self, x: Tensor) -> int:
+        """G. Raises InvalidProblemError for an x or operands that don't fit together."""
+        raise NotImplementedError
+
+    def operands(self, call: Call) -> dict[str, Tensor | None]:
+        own = {name: None if one is None else one.contiguous() for name, one in self.own_operands().items()}
+        return {**super().operands(call), "x": call.x.contiguous(), **own}
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped(_Groups):
+    """The groups of ``grouped_mm``: x is [N, K], with the rows of each group one after the other."""
+
     offsets: Tensor
     """int32 [G + 1]: group g has the rows from offsets[g] to below offsets[g + 1].
 
     It is a 0 and the ``offs`` of ``torch._grouped_mm``.
     """
-    bias: Tensor | None = None
-    scale_x: Tensor | None = None
-    scale_w: Tensor | None = None
-    m: int | None = None
-    activation: str = "none"
-    out_dtype: torch.dtype | None = None
-    preference: str = ""
-    scales: Tensor | None = None
-    """Scales of a quantized weight's groups of columns."""
-    group: int = 0
-    """Columns of a quantized weight that share a scale; 0: the whole row."""
 
-    @property
-    def group_count(self) -> int:
-        """G. Raises InvalidProblemError for other offsets."""
+    def own_operands(self) -> Operands:
+        return {"offsets": self.offsets}
+
+    def groups_of(self, x: Tensor) -> int:
         offsets = self.offsets
         if offsets.dim() != 1 or offsets.shape[0] < 2 or offsets.dtype != torch.int32:
             raise InvalidProblemError(
                 "offsets: expected torch.int32 [G + 1] with G from 1, "
                 f"got {offsets.dtype} {list(offsets.shape)}"
             )
-        groups: int = offsets.shape[0] - 1
-        return groups
+        return offsets.shape[0] - 1
 
-    @property
-    def routing(self) -> dict[str, Any]:
-        """The fields of the descriptor that say which rows a group has."""
-        return {"n": self.x.shape[0]}
-
-    @property
-    def rows(self) -> Any:
-        """Rows of the result."""
-        return self.x.shape[0]
+    def fields(self, call: Call) -> dict[str, Any]:
+        return {"n": call.x.shape[0]}
 
 
-class Chosen(NamedTuple):
-    """The operands and options of ``experts_mm``, in the order of the op's arguments."""
+@dataclass(frozen=True, eq=False)
+class Chosen(_Groups):
+    """The groups of ``experts_mm``: x is [T, K] with ``gather``, else the rows of the sorted choices."""
 
-    x: Tensor
-    """X [T, K] with ``gather``, else the rows of the sorted choices [T * top_k, K]."""
-    weight: Tensor
-    meta: Tensor | None
     experts: Tensor
     """int32 [T, top_k]: the groups that each of T rows chose. Any other number is no group."""
     groups: int
@@ -91,19 +77,11 @@ class Chosen(NamedTuple):
     gather: bool = False
     add_up: bool = False
     """Whether a row of the result [T, M] is the sum of its choices' results. Else results are sorted."""
-    bias: Tensor | None = None
-    scale_x: Tensor | None = None
-    scale_w: Tensor | None = None
-    m: int | None = None
-    activation: str = "none"
-    out_dtype: torch.dtype | None = None
-    preference: str = ""
-    scales: Tensor | None = None
-    group: int = 0
 
-    @property
-    def group_count(self) -> int:
-        """G. Raises InvalidProblemError for other experts, or rows of x that don't fit them."""
+    def own_operands(self) -> Operands:
+        return {"experts": self.experts, "y_weights": self.y_weights}
+
+    def groups_of(self, x: Tensor) -> int:
         experts, weights = self.experts, self.y_weights
         if self.groups < 1:
             raise InvalidProblemError(f"groups: expected a number of experts from 1, got {self.groups}")
@@ -112,8 +90,8 @@ class Chosen(NamedTuple):
                 f"experts: expected torch.int32 [T, top_k], got {experts.dtype} {list(experts.shape)}"
             )
         rows = experts.shape[0] if self.gather else experts.shape[0] * experts.shape[1]
-        if self.x.shape[0] != rows:
-            raise InvalidProblemError(f"x: expected {rows} rows, got {self.x.shape[0]}")
+        if x.shape[0] != rows:
+            raise InvalidProblemError(f"x: expected {rows} rows, got {x.shape[0]}")
         if weights is None:
             return self.groups
         if not self.add_up:
@@ -125,9 +103,11 @@ class Chosen(NamedTuple):
             )
         return self.groups
 
-    @property
-    def routing(self) -> dict[str, Any]:
-        """The fields of the descriptor that say which rows a group has."""
+    def outer(self, call: Call) -> tuple[Any, ...]:
+        rows, top_k = self.experts.shape
+        return (rows if self.add_up else rows * top_k,)
+
+    def fields(self, call: Call) -> dict[str, Any]:
         rows, top_k = self.experts.shape
         return {
             "n": rows * top_k,
@@ -137,79 +117,20 @@ class Chosen(NamedTuple):
             "y_rows": rows if self.add_up else None,
         }
 
-    @property
-    def rows(self) -> Any:
-        """Rows of the result."""
-        rows, top_k = self.experts.shape
-        return rows if self.add_up else rows * top_k
 
-
-_Call = Grouped | Chosen
-
-
-def _sizes(call: _Call) -> tuple[int, int, int]:
-    """G, the rows of all weights, and K. Raises InvalidProblemError if the operands don't fit together."""
-    x = call.x
-    if x.dim() != 2:
-        raise InvalidProblemError(f"x: expected a matrix [N, K], got {list(x.shape)}")
-    groups = call.group_count
-    by = quantization_of(call)
-    rows, k = weight_sizes(call.weight, call.meta, call.m, x.shape[1], by)
-    if rows % groups:
-        raise InvalidProblemError(f"weight: expected rows in {groups} groups of one size, got {rows} rows")
-    if call.bias is not None and tuple(call.bias.shape) != (rows,):
-        raise InvalidProblemError(f"bias: expected [{rows}], got {list(call.bias.shape)}")
-    own = ("offsets",) if isinstance(call, Grouped) else ("experts", "y_weights")
-    check_operands(call, by, x.shape[0], rows, *own)
-    return groups, rows, k
-
-
-def _describe(call: _Call, groups: int, rows: int, k: int, routing: dict[str, Any]) -> GemmSparse24Descriptor:
-    fields = {**fields_of(call), **routing}
-    found: GemmSparse24Descriptor = descriptor(
-        GemmSparse24Plan, m=rows // groups, k=k, groups=groups, **fields
-    )
-    return found
-
-
-def _operands(call: _Call) -> stacked.Operands:
-    scale_x, scale_w = (None if s is None else s.reshape(-1) for s in (call.scale_x, call.scale_w))
-    common = {"x": call.x.contiguous(), "bias": call.bias, "scale_x": scale_x, "scale_w": scale_w}
-    if isinstance(call, Grouped):
-        return stacked.given(**common, offsets=call.offsets)
-    weights = None if call.y_weights is None else call.y_weights.contiguous()
-    return stacked.given(**common, experts=call.experts.contiguous(), y_weights=weights)
-
-
-def _checked(call: _Call) -> stacked.CheckedStacked:
-    groups, rows, k = _sizes(call)
-    desc = _describe(call, groups, rows, k, call.routing)
-    return stacked.CheckedStacked(call, desc, (rows, k), _operands(call))
-
-
-def _fake(call: _Call) -> Tensor:
-    preference_of(call.preference)
-    groups, rows, _ = _sizes(call)
-    desc = _describe(call, 1, 16, 8, {"n": 1})  # any sizes do for the dtypes; x may have symbols
-    outputs = rows // groups // (2 if desc.epilogue.is_gated else 1)
-    return call.x.new_empty((call.rows, outputs), dtype=DTYPE_OF[desc.out_element])
-
-
-def _define(kind: type[Grouped] | type[Chosen], schema: str) -> None:
-    """Define the op whose arguments are the fields of ``kind``."""
-
-    def product(*args: Any, **kwargs: Any) -> Tensor:
-        return stacked.run(kind(*args, **kwargs), _operands, _checked)
-
-    def fake(*args: Any, **kwargs: Any) -> Tensor:
-        return _fake(kind(*args, **kwargs))
-
-    define(f"{schema}, {_OPTIONS}) -> Tensor", product, fake, autocast=stacked_autocast(kind))
-
-
-_define(Grouped, "grouped_mm(Tensor x, Tensor weight, Tensor? meta, Tensor offsets")
-_define(
-    Chosen,
-    "experts_mm(Tensor x, Tensor weight, Tensor? meta, Tensor experts, int groups, Tensor? y_weights=None, "
-    "bool gather=False, bool add_up=False",
+_OPTIONS = (
+    "Tensor? bias=None, Tensor? scale_x=None, Tensor? scale_w=None, SymInt? m=None, "
+    'str activation="none", ScalarType? out_dtype=None, str preference="", Tensor? scales=None, int group=0'
 )
+_OPS = (
+    ProductOp(
+        f"grouped_mm(Tensor x, Tensor weight, Tensor? meta, Tensor offsets, {_OPTIONS}) -> Tensor", Grouped
+    ),
+    ProductOp(
+        "experts_mm(Tensor x, Tensor weight, Tensor? meta, Tensor experts, int groups, "
+        f"Tensor? y_weights=None, bool gather=False, bool add_up=False, {_OPTIONS}) -> Tensor",
+        Chosen,
+    ),
+)
+for _op in _OPS:
+    _op.define(autocast=autocast_of(_op))

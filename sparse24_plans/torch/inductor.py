@@ -80,7 +80,7 @@ def _product(op: Any, call: Call) -> Any:
         convert_shape_to_inductor(result.stride()),
     )
     moves = any(_moves(operands[name]) for name in ("x", "scale_x") if name in operands)
-    return ir.TensorBox.create(_Product(layout, operands, moves, call[len(OPERANDS) :]))
+    return ir.TensorBox.create(_Product(layout, operands, moves, call[len(OPERANDS) : -1]))
 
 
 def _is_symbolic(size: Any) -> bool:

@@ -11,12 +11,11 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from ..device.install import lock_across_forks
 from ..plan.launches import Caller
 from ..plan.preference import PlanPreference
-from .elements import plan_device, stream_getter
+from .elements import stream_getter
 
 MOST_FORMS = 4096
 """Forms that a cache keeps: a server's numbers of tokens, times the shapes of its model's layers."""
@@ -41,7 +40,24 @@ class PlanCache(dict[Any, Any]):
 
 
 plans = PlanCache()
-"""The cache of every op. A key begins with the plan's class, or with the shape of a product's x."""
+"""The cache of every op."""
+find = plans.get
+"""Gives the entry of a form, or None. It is bound once, because every call of an op looks for one."""
+
+
+_OPTIONS = frozenset({type(None), bool, int, float, str, torch.dtype})
+"""The types of an op's arguments that are no tensors."""
+
+
+def form_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The form of a call of an op with these arguments."""
+    return (
+        op,
+        *[
+            one if type(one) in _OPTIONS else (one.shape, one.stride(), one.dtype, one.get_device())
+            for one in args
+        ],
+    )
 
 
 class CheckedCall:
@@ -54,11 +70,11 @@ class CheckedCall:
 
     def _launch(self, addresses: tuple[int, ...]) -> None:
         """``addresses`` are in the order of the caller's operands."""
-        space = 0
         if self._workspace:
             scratch = torch.empty(self._workspace, dtype=torch.uint8, device=self._device)
-            space = scratch.data_ptr()
-        self._caller.launch(addresses, space, self._stream())
+            self._caller.launch(addresses, scratch.data_ptr(), self._stream())
+        else:
+            self._caller.launch(addresses, 0, self._stream())
 
 
 class Refusal:
@@ -85,13 +101,3 @@ def descriptor(plan: Any, **fields: Any) -> Any:
 def preference_of(text: str) -> PlanPreference | None:
     """The preference that the JSON ``text`` says; None for "". Raises InvalidProblemError."""
     return PlanPreference.model_validate_json(text) if text else None
-
-
-def select(plan: Any, tensor: Tensor, **fields: Any) -> Any:
-    """The plan of a problem on the tensor's device."""
-    form = (plan, tensor.device, *fields.values())
-    found = plans.get(form)
-    if found is None:
-        chosen = plan.select(descriptor(plan, **fields), device=plan_device(tensor))
-        found = plans.keep(form, chosen)
-    return found

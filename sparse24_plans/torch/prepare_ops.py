@@ -5,32 +5,35 @@ Each but ``pack_quantized`` runs a plan of ``prepare`` on PyTorch's memory and c
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..device.tensors import TensorView
 from ..errors import InvalidProblemError
-from ..prepare import args as prepare_args
+from ..plan.operands import Operand, Role
 from ..prepare import plan as prepare_plans
 from ..vocab import ElementKind, MaskLayout
 from ..weights.packed_layouts import Quantization, layout_of, quantized_tiles
 from ..weights.packing_quantized import pack_quantized
 from .elements import (
+    DTYPE_OF,
     STORED_OF,
+    allocation,
     canonical_weight,
     element_of,
     meta_view,
     packed_weight,
+    plan_device,
     quantized_weight,
-    stream_argument,
     tensor_of,
     weight_sizes,
 )
 from .library import define
 from .packed_weight_cache import cupy_on_torch_stream
-from .plan_cache import CheckedCall, descriptor, plans, select
+from .plan_cache import CheckedCall, descriptor, find, form_of, plans
 
 _ops: Any = torch.ops.sparse24
 
@@ -38,39 +41,150 @@ _ops: Any = torch.ops.sparse24
 # Problems -----------------------------------------------------------------------------------------
 
 
-def _matrix_fields(dense: Tensor) -> dict[str, Any]:
-    """m, k and element of a matrix. Raises InvalidProblemError."""
+class _Problem(NamedTuple):
+    """What an op prepares."""
+
+    plan: Any
+    """The class of the plan."""
+    fields: dict[str, Any]
+    """All of the descriptor's fields. Sizes may be symbols while a graph is traced."""
+    read: dict[str, Tensor]
+    """The operands that are read, by the names that a Caller has for them."""
+
+    def results(self) -> dict[str, tuple[tuple[Any, ...], torch.dtype]]:
+        """Shape and dtype of each result. Raises InvalidProblemError for wrong fields, if all are known."""
+        if all(value is None or isinstance(value, (int, str)) for value in self.fields.values()):
+            desc = descriptor(self.plan, **self.fields)
+        else:
+            kind = self.plan.descriptor_type
+            desc = kind.__new__(kind)  # validation refuses symbols, but shapes of operands may have them
+            desc.__dict__.update(self.fields)
+        made = [one for one in desc.operands() if one.role is Role.OUT]
+        return {one.argument: self._result(one) for one in made if not one.optional or one.name != "mask"}
+
+    def _result(self, operand: Operand) -> tuple[tuple[Any, ...], torch.dtype]:
+        if operand.argument == "packed":  # tiles have the dtype of the values
+            (*tiles, nbytes), dtype = operand.shape, self.read["weight.values"].dtype
+            return (*tiles, nbytes // dtype.itemsize), dtype
+        return operand.shape, torch.int16 if operand.element is ElementKind.U16 else DTYPE_OF[operand.element]
+
+
+def _matrix(plan: Any, dense: Tensor, read: dict[str, Tensor] | None = None, **fields: Any) -> _Problem:
+    """The problem of a matrix, read with the operands of ``read``. Raises InvalidProblemError."""
     if dense.dim() != 2:
         raise InvalidProblemError(f"dense: expected a matrix [M, K], got {list(dense.shape)}")
-    m, k = dense.shape
-    return {"m": m, "k": k, "element": element_of(dense.dtype, "dense")}
+    sizes = dict(zip(("m", "k"), dense.shape, strict=True))
+    element = element_of(dense.dtype, "dense")
+    return _Problem(plan, {**sizes, "element": element, **fields}, {"dense": dense, **(read or {})})
 
 
-def _ranked_fields(dense: Tensor, scores: Tensor | None) -> dict[str, Any]:
-    """The fields of a matrix with scores. Raises InvalidProblemError if their shapes or devices differ."""
-    fields = _matrix_fields(dense)
+def _ranked(plan: Any, dense: Tensor, scores: Tensor | None = None) -> _Problem:
+    """The problem of a matrix, with scores or without. Raises InvalidProblemError for other scores."""
+    problem = _matrix(plan, dense, scores=None)
     if scores is None:
-        return fields
+        return problem
     if scores.shape != dense.shape or scores.device != dense.device:
         raise InvalidProblemError(
             f"scores: expected {list(dense.shape)} on {dense.device}, got {list(scores.shape)} "
             f"on {scores.device}"
         )
-    return {**fields, "scores": element_of(scores.dtype, "scores")}
+    return _matrix(plan, dense, {"scores": scores}, scores=element_of(scores.dtype, "scores"))
 
 
-def _mask_fields(dense: Tensor, mask: Tensor) -> dict[str, Any]:
+def _canonical(plan: Any, values: Tensor, meta: Tensor, **fields: Any) -> _Problem:
+    m, k = weight_sizes(values, meta, None, None)
+    element = element_of(values.dtype, "values")
+    return _Problem(
+        plan,
+        {"m": m, "k": k, "element": element, **fields},
+        {"weight.values": values, "weight.metadata": meta},
+    )
+
+
+def _pack(values: Tensor, meta: Tensor) -> _Problem:
+    problem = _canonical(prepare_plans.PackSparse24Plan, values, meta, direction="pack")
+    layout_of(problem.fields["element"])  # raises UnsupportedError for an element that isn't packed
+    return problem
+
+
+def _unpack(packed: Tensor, m: int, k: int) -> _Problem:
+    weight_sizes(packed, None, m, k)
+    fields = {"m": m, "k": k, "element": element_of(packed.dtype, "packed"), "direction": "unpack"}
+    return _Problem(prepare_plans.PackSparse24Plan, fields, {"packed": packed})
+
+
+def _tile_prune(dense: Tensor, rule: str = "greedy_magnitude") -> _Problem:
+    return _matrix(prepare_plans.TilePruneSparse24Plan, dense, rule=rule)
+
+
+def _apply_mask(dense: Tensor, mask: Tensor) -> _Problem:
     layout = MaskLayout.TILES if mask.dim() == 3 else MaskLayout.ROWS
-    return {**_matrix_fields(dense), "layout": layout}
+    return _matrix(prepare_plans.MaskSparse24Plan, dense, {"mask": mask}, layout=layout)
 
 
-def _check(plan: Any, fields: dict[str, Any]) -> None:
-    """Raise what the op itself would raise, if all sizes are known."""
-    if all(isinstance(value, (int, str)) for value in fields.values()):
-        descriptor(plan, **fields)
+# Running ------------------------------------------------------------------------------------------
 
 
-# Results without values ---------------------------------------------------------------------------
+class _Prepared(CheckedCall):
+    """The plan of one form of a problem's operands."""
+
+    def __init__(self, problem: _Problem) -> None:
+        read = {name: one.contiguous() for name, one in problem.read.items()}
+        first = next(iter(read.values()))
+        makers = {name: allocation(*one, first.device) for name, one in problem.results().items()}
+        desc = descriptor(problem.plan, **problem.fields)
+        self._plan = problem.plan.select(desc, device=plan_device(first))
+        self._names, self._makers = (*read, *makers), tuple(makers.values())
+        self._reports = "status" in makers
+        args = self._args(*read.values(), *[make() for make in self._makers])
+        super().__init__(self._plan, self._plan.caller(args), first.device)
+        self._order = tuple(map(self._names.index, self._caller.operands))
+
+    def _args(self, *operands: Tensor) -> Any:
+        """The plan's arguments."""
+        desc, given = self._plan.descriptor, dict[str, Any](zip(self._names, operands, strict=True))
+        if "weight.values" in given:
+            given["weight"] = canonical_weight(given.pop("weight.values"), given.pop("weight.metadata"))
+            if "packed" in given:
+                given["packed"] = given["packed"].view(torch.uint8)
+        elif "packed" in given:
+            given["packed"] = packed_weight(given["packed"], desc.m, desc.k)
+        for name in ("metadata", "metadata_t"):
+            if name in given:
+                given[name] = meta_view(given[name])
+        return self._plan.args_type(desc)(**given)
+
+    def run(self, read: list[Tensor]) -> Any:
+        """The result, or a tuple of several. Waits and raises what was found, if the plan reports it."""
+        made = [make() for make in self._makers]
+        operands = [one.contiguous() for one in read] + made
+        self._launch(tuple([operands[at].data_ptr() for at in self._order]))
+        if self._reports:
+            stream = self._stream() if self._device.type == "cuda" else None
+            self._plan.check(self._args(*operands), stream=stream)
+            made.pop()
+        return made[0] if len(made) == 1 else tuple(made)
+
+
+def _define(schema: str, problem: Callable[..., _Problem], **gradients: Any) -> None:
+    """Register an op whose arguments ``problem`` turns into a problem."""
+
+    def kernel(*args: Any) -> Any:
+        form = form_of(problem, args)
+        found = find(form)
+        if found is None:
+            found = plans.keep(form, _Prepared(problem(*args)))
+        return found.run([one for one in args if isinstance(one, Tensor)])
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        asked = problem(*args, **kwargs)
+        like, wanted = next(iter(asked.read.values())), asked.results()
+        made = [
+            like.new_empty(shape, dtype=dtype) for name, (shape, dtype) in wanted.items() if name != "status"
+        ]
+        return tuple(made) if len(made) > 1 else made[0]
+
+    define(schema, kernel, fake, **gradients)
 
 
 def empty_canonical(like: Tensor, m: Any, k: Any) -> tuple[Tensor, Tensor]:
@@ -78,75 +192,7 @@ def empty_canonical(like: Tensor, m: Any, k: Any) -> tuple[Tensor, Tensor]:
     return like.new_empty((m, k // 2)), like.new_empty((m, k // 8), dtype=torch.int16)
 
 
-def _empty_packed(values: Tensor, m: Any, k: Any) -> Tensor:
-    """A packed weight [m, k], uninitialised. Raises UnsupportedError for elements that aren't packed."""
-    down, across, nbytes = layout_of(element_of(values.dtype, "values")).packed_shape(m, k)
-    return values.new_empty((down, across, nbytes // values.element_size()))
-
-
-def _empty_tiles(dense: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The results of tile_prune, uninitialised."""
-    m, k = dense.shape
-    mask = dense.new_empty((m // 8, k // 8, 8), dtype=torch.uint8)
-    return (*empty_canonical(dense, m, k), *empty_canonical(dense, k, m), mask)
-
-
-def _empty_dense(dense: Tensor) -> Tensor:
-    return torch.empty_like(dense, memory_format=torch.contiguous_format)
-
-
-def _run(plan: Any, args: Any, tensor: Tensor, *, check: bool = False) -> None:
-    """Run on PyTorch's current stream of the tensor's device. ``check`` waits and raises what was found."""
-    stream = stream_argument(tensor)
-    plan.run(args, stream=stream)
-    if check:
-        plan.check(args, stream=stream)
-
-
-def _prune(dense: Tensor, scores: Tensor | None = None) -> Tensor:
-    plan = select(prepare_plans.PruneSparse24Plan, dense, **_ranked_fields(dense, scores))
-    pruned = _empty_dense(dense)
-    ranks = None if scores is None else scores.contiguous()
-    _run(plan, prepare_args.PruneSparse24Args(dense.contiguous(), pruned, None, ranks), dense)
-    return pruned
-
-
-def _compress(dense: Tensor) -> tuple[Tensor, Tensor]:
-    plan = select(prepare_plans.CompressSparse24Plan, dense, **_matrix_fields(dense))
-    values, meta = empty_canonical(dense, *dense.shape)
-    status = torch.empty(8, dtype=torch.uint8, device=dense.device)
-    args = prepare_args.CompressSparse24Args(dense.contiguous(), values, meta_view(meta), status)
-    _run(plan, args, dense, check=True)
-    return values, meta
-
-
-def _prune_compress(dense: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    plan = select(prepare_plans.PruneCompressSparse24Plan, dense, **_ranked_fields(dense, scores))
-    values, meta = empty_canonical(dense, *dense.shape)
-    ranks = None if scores is None else scores.contiguous()
-    args = prepare_args.PruneCompressSparse24Args(dense.contiguous(), values, meta_view(meta), ranks)
-    _run(plan, args, dense)
-    return values, meta
-
-
-def _decompress(values: Tensor, meta: Tensor) -> Tensor:
-    m, k = weight_sizes(values, meta, None, None)
-    element = element_of(values.dtype, "values")
-    plan = select(prepare_plans.DecompressSparse24Plan, values, m=m, k=k, element=element)
-    dense = values.new_empty((m, k))
-    weight = canonical_weight(values.contiguous(), meta.contiguous())
-    _run(plan, prepare_args.DecompressSparse24Args(weight, dense), values)
-    return dense
-
-
-def _pack(values: Tensor, meta: Tensor) -> Tensor:
-    m, k = weight_sizes(values, meta, None, None)
-    packed = _empty_packed(values, m, k)
-    element = element_of(values.dtype, "values")
-    plan = select(prepare_plans.PackSparse24Plan, values, m=m, k=k, element=element)
-    weight = canonical_weight(values.contiguous(), meta.contiguous())
-    _run(plan, prepare_args.PackSparse24Args(weight, TensorView.of(packed.view(torch.uint8))), values)
-    return packed
+# Quantized weights and rows -----------------------------------------------------------------------
 
 
 def _pack_quantized(values: Tensor, meta: Tensor, scales: Tensor, group: int = 0) -> Tensor:
@@ -166,33 +212,8 @@ def _quantized_sizes(values: Tensor, meta: Tensor, scales: Tensor, group: int) -
     return quantized_tiles(by).packed_shape(*weight_sizes(values, meta, None, None, by))
 
 
-def _unpack(packed: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
-    weight_sizes(packed, None, m, k)
-    element = element_of(packed.dtype, "packed")
-    plan = select(prepare_plans.PackSparse24Plan, packed, m=m, k=k, element=element, direction="unpack")
-    values, meta = empty_canonical(packed, m, k)
-    status = torch.empty(8, dtype=torch.uint8, device=packed.device)
-    weight = packed_weight(packed.contiguous(), m, k)
-    _run(plan, prepare_args.UnpackSparse24Args(weight, values, meta_view(meta), status), packed, check=True)
-    return values, meta
-
-
-def _tile_prune(dense: Tensor, rule: str = "greedy_magnitude") -> tuple[Tensor, ...]:
-    plan = select(prepare_plans.TilePruneSparse24Plan, dense, **_matrix_fields(dense), rule=rule)
-    results = _empty_tiles(dense)
-    values, meta, values_t, meta_t, mask = results
-    args = prepare_args.TilePruneSparse24Args(
-        dense.contiguous(), values, meta_view(meta), values_t, meta_view(meta_t), mask
-    )
-    _run(plan, args, dense)
-    return results
-
-
-def _apply_mask(dense: Tensor, mask: Tensor) -> Tensor:
-    plan = select(prepare_plans.MaskSparse24Plan, dense, **_mask_fields(dense, mask))
-    masked = _empty_dense(dense)
-    _run(plan, prepare_args.MaskSparse24Args(dense.contiguous(), mask.contiguous(), masked), dense)
-    return masked
+def _fake_pack_quantized(values: Tensor, meta: Tensor, scales: Tensor, group: int = 0) -> Tensor:
+    return values.new_empty(_quantized_sizes(values, meta, scales, group))
 
 
 class _Quantize(CheckedCall):
@@ -202,10 +223,11 @@ class _Quantize(CheckedCall):
         m, k = rows.shape
         elements = {"element": element_of(rows.dtype, "x"), "out_element": element_of(dtype, "dtype")}
         fields = {"m": m, "k": k, **elements, "static_scale": scale is not None}
-        plan = select(prepare_plans.QuantizeSparse24Plan, rows, **fields)
+        kind: Any = prepare_plans.QuantizeSparse24Plan
+        plan = kind.select(descriptor(kind, **fields), device=plan_device(rows))
         self._columns, self._dtype, self._pads = columns, dtype, columns > k
         quantized, scales = self._made(rows, scale)
-        args = prepare_args.QuantizeSparse24Args(rows, quantized[:, :k], scales.reshape(-1))
+        args = plan.args_type(plan.descriptor)(rows, quantized[:, :k], scales.reshape(-1))
         super().__init__(plan, plan.caller(args), rows.device)
 
     def _made(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -231,7 +253,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None, columns: 
     if (k > 1 and rows.stride(1) != 1) or rows.stride(0) < k:
         rows = rows.contiguous()
     form = (_Quantize, rows.shape, rows.stride(), rows.dtype, rows.device, dtype, scale is None, columns)
-    found = plans.get(form)
+    found = find(form)
     if found is None:
         found = plans.keep(form, _Quantize(rows, dtype, scale, columns))
     made: tuple[Tensor, Tensor] = found.run(x, rows, scale)
@@ -273,43 +295,6 @@ def kept_values(dense: Tensor, meta: Tensor) -> Tensor:
     codes = meta.contiguous().view(torch.uint8).to(torch.int64)
     positions = torch.stack([codes & 3, codes >> 2 & 3], dim=-1)
     return dense.reshape(m, k // 4, 4).gather(2, positions).reshape(m, k // 2)
-
-
-def _fake_prune(dense: Tensor, scores: Tensor | None = None) -> Tensor:
-    _check(prepare_plans.PruneSparse24Plan, _ranked_fields(dense, scores))
-    return _empty_dense(dense)
-
-
-def _fake_compress(dense: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    _check(prepare_plans.PruneCompressSparse24Plan, _ranked_fields(dense, scores))
-    return empty_canonical(dense, *dense.shape)
-
-
-def _fake_decompress(values: Tensor, meta: Tensor) -> Tensor:
-    return values.new_empty(weight_sizes(values, meta, None, None))
-
-
-def _fake_pack(values: Tensor, meta: Tensor) -> Tensor:
-    return _empty_packed(values, *weight_sizes(values, meta, None, None))
-
-
-def _fake_pack_quantized(values: Tensor, meta: Tensor, scales: Tensor, group: int = 0) -> Tensor:
-    return values.new_empty(_quantized_sizes(values, meta, scales, group))
-
-
-def _fake_unpack(packed: Tensor, m: int, k: int) -> tuple[Tensor, Tensor]:
-    weight_sizes(packed, None, m, k)
-    return empty_canonical(packed, m, k)
-
-
-def _fake_tile_prune(dense: Tensor, rule: str = "greedy_magnitude") -> tuple[Tensor, ...]:
-    _check(prepare_plans.TilePruneSparse24Plan, {**_matrix_fields(dense), "rule": rule})
-    return _empty_tiles(dense)
-
-
-def _fake_apply_mask(dense: Tensor, mask: Tensor) -> Tensor:
-    _check(prepare_plans.MaskSparse24Plan, _mask_fields(dense, mask))
-    return _empty_dense(dense)
 
 
 def _prune_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -361,52 +346,46 @@ def _mask_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _ops.apply_mask(grad.contiguous(), mask), None
 
 
-define(
+_compressing = {"backward": _compress_backward, "setup_context": _compress_context}
+
+_define(
     "prune(Tensor dense, Tensor? scores=None) -> Tensor",
-    _prune,
-    _fake_prune,
+    partial(_ranked, prepare_plans.PruneSparse24Plan),
     backward=_prune_backward,
     setup_context=_prune_context,
 )
-define(
+_define(
     "compress(Tensor dense) -> (Tensor, Tensor)",
-    _compress,
-    _fake_compress,
-    backward=_compress_backward,
-    setup_context=_compress_context,
+    partial(_matrix, prepare_plans.CompressSparse24Plan),
+    **_compressing,
 )
-define(
+_define(
     "prune_compress(Tensor dense, Tensor? scores=None) -> (Tensor, Tensor)",
-    _prune_compress,
-    _fake_compress,
-    backward=_compress_backward,
-    setup_context=_compress_context,
+    partial(_ranked, prepare_plans.PruneCompressSparse24Plan),
+    **_compressing,
 )
-define(
+_define(
     "decompress(Tensor values, Tensor meta) -> Tensor",
-    _decompress,
-    _fake_decompress,
+    partial(_canonical, prepare_plans.DecompressSparse24Plan),
     backward=_decompress_backward,
     setup_context=_save_second,
 )
-define("pack(Tensor values, Tensor meta) -> Tensor", _pack, _fake_pack)
+_define("pack(Tensor values, Tensor meta) -> Tensor", _pack)
 define(
     "pack_quantized(Tensor values, Tensor meta, Tensor scales, int group=0) -> Tensor",
     _pack_quantized,
     _fake_pack_quantized,
 )
-define("unpack(Tensor packed, SymInt m, SymInt k) -> (Tensor, Tensor)", _unpack, _fake_unpack)
-define(
+_define("unpack(Tensor packed, SymInt m, SymInt k) -> (Tensor, Tensor)", _unpack)
+_define(
     'tile_prune(Tensor dense, str rule="greedy_magnitude") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
     _tile_prune,
-    _fake_tile_prune,
     backward=_tile_backward,
     setup_context=_tile_context,
 )
-define(
+_define(
     "apply_mask(Tensor dense, Tensor mask) -> Tensor",
     _apply_mask,
-    _fake_apply_mask,
     backward=_mask_backward,
     setup_context=_save_second,
 )

@@ -12,7 +12,7 @@ from ..errors import InvalidProblemError, UnsupportedError
 from ..vocab import ElementKind, ScaleKind
 from ..weights import quantize as quantize_weights
 from .elements import DTYPE_OF, element_of
-from .gemm_dispatch import run, scaled_call
+from .gemm_ops import SCALED_LINEAR
 from .layer_state import VALUES_KEY, words_of
 from .library import only_dispatches
 from .linear import DTYPES, Sparse24Linear
@@ -213,7 +213,7 @@ class Sparse24QuantizedLinear(Sparse24Linear):
             rows, self._weight, meta, scale, self.weight_scale, bias, m, activation,
             out_dtype or x.dtype, wishes, residual,
         )  # fmt: skip
-        y: Tensor = run(scaled_call(*given)) if alone else _ops.scaled_linear(*given)
+        y: Tensor = SCALED_LINEAR.kernel(*given) if alone else _ops.scaled_linear(*given)
         return y
 
     def _quantized(self, x: Tensor, alone: bool = False) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ..weights.packed_layouts import QUANTIZED_LAYOUTS, Quantization, stored_wid
 from ..weights.packing_quantized import unpack_quantized
 from ..weights.quantized_weight import GROUPS, STORED, Sparse24QuantizedWeight
 from .elements import DTYPE_OF, STORED_OF, canonical_weight, element_of, packed_weight, tensor_of
-from .gemm_dispatch import run, weight_only_call
+from .gemm_ops import WEIGHT_ONLY_LINEAR
 from .layer_state import VALUES_KEY, words_of
 from .library import autocasts, only_dispatches
 from .linear import Sparse24Linear
@@ -289,7 +289,7 @@ class Sparse24WeightOnlyLinear(Sparse24Linear):
         given = x, weight, meta, scales, bias, self.group, activation, out_dtype, wishes, *packed, residual
         # The dispatcher would take as long as everything else that the host does.
         if not torch.compiler.is_compiling() and only_dispatches(x, weight, bias, residual):
-            return run(weight_only_call(*given))
+            return WEIGHT_ONLY_LINEAR.kernel(*given)
         y: Tensor = _ops.weight_only_linear(*given)
         return y
 

@@ -15,7 +15,7 @@ from torch._inductor import config, lowering
 from torch._inductor import utils as inductor_utils
 
 import sparse24_plans.torch as door
-from sparse24_plans.torch import Sparse24Linear, gemm_dispatch, library
+from sparse24_plans.torch import Sparse24Linear, gemm_dispatch, gemm_ops, library, plan_cache
 from sparse24_plans.torch.gemm_dispatch import ProductSite
 
 from .cases import DEVICE, S, integers, randn, weight
@@ -151,18 +151,18 @@ def test_an_unaligned_x_is_copied(monkeypatch):
     )
     site = ProductSite("x weight meta", False, None, None, False, "none", None, "", False)
     site(x, values, meta, out=out)
-    (form,) = site._checked.values()
+    form = plan_cache.plans[site]
     monkeypatch.setattr(form, "alignment", 2 * (x.data_ptr() & -x.data_ptr()))
     wanted = S.linear(x.clone(), values, meta)
     out.zero_()
     copies: list[torch.Tensor] = []
 
-    def aligned(call: tuple) -> gemm_dispatch.Call:
+    def aligned(x: torch.Tensor, column_major: bool) -> torch.Tensor:
         monkeypatch.setattr(form, "alignment", 1)
-        copies.append(call[0].clone())
-        return gemm_dispatch.Call(copies[-1], *call[1:])
+        copies.append(x.clone())
+        return copies[-1]
 
-    monkeypatch.setattr(form, "with_aligned_x", aligned)
+    monkeypatch.setattr(gemm_dispatch, "aligned", aligned)
     site(x, values, meta, out=out)
     assert len(copies) == 1
     assert torch.equal(out, wanted)
@@ -245,7 +245,7 @@ def test_unknown_inductor_internals_leave_the_op(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sparse24_plans.torch.inductor", None)  # its import fails
     monkeypatch.delattr(door, "inductor", raising=False)
     before = dict(lowering.lowerings)
-    fake = library._announced(S.linear.default, gemm_dispatch.linear_call, lambda x: x)
+    fake = library._announced(S.linear.default, gemm_ops.LINEAR.call, lambda x: x)
     with caplog.at_level(logging.WARNING, logger="sparse24_plans.compile"):
         assert (fake(1), fake(2)) == (1, 2)
     assert len(caplog.records) == 1

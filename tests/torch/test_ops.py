@@ -194,6 +194,14 @@ def test_scales_of_tensors_and_of_rows(dtype, rows_x, rows_w):
     close(y, wanted + bias.double())
 
 
+def test_scales_of_rows_may_lie_in_another_order():
+    values, meta = S.prune_compress(integers(96, 64))
+    x, scale = integers(2, 3, 64), randn(3, 2).abs().t()
+    wanted = S.scaled_linear(x, values, meta, scale.contiguous(), out_dtype=torch.float32)
+    for _ in range(2):
+        assert torch.equal(S.scaled_linear(x, values, meta, scale, out_dtype=torch.float32), wanted)
+
+
 def test_scaled_linear_refuses_what_has_no_scales():
     values, meta, _ = weight()
     with pytest.raises(InvalidProblemError, match="weight: expected int8, float8_e4m3fn or float8_e5m2"):

@@ -51,4 +51,4 @@ def test_all_ops_use_one_cache():
     layout = blocksparse.Layout([[1]], 16)
     blocksparse.matmul(randn(1, 1, 16, 16), randn(1, 1, 16, 8), layout, "dsd")
     kinds = [type(entry).__name__ for entry in plan_cache.plans.values()]
-    assert {"CheckedProduct", "DecompressSparse24Plan", "_CheckedProblem"} <= set(kinds)
+    assert {"CheckedProduct", "_Prepared", "_CheckedProblem"} <= set(kinds)
