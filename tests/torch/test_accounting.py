@@ -239,7 +239,7 @@ def test_square_weight_that_was_compressed_along_its_outputs_is_refused(gpt2, tm
         to_sparse24(model)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(
-        InvalidProblemError, match=r"c_proj\.weight: expected .* along its inputs.* \[in, out\]"
+        InvalidProblemError, match=r"c_proj\.weight: expected groups of four along the inputs.* \[in, out\]"
     ):
         load_sparse24(model, tmp_path / "ours")
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

@@ -99,7 +99,7 @@ X, INDEX, WEIGHTS = randn(4, 128), torch.zeros(4, 3, dtype=torch.int64), torch.z
         ((X[:3], INDEX, WEIGHTS), r"top_k_index: expected int32 or int64 \[3, top_k\], got .* \[4, 3\]"),
         ((X, INDEX[:3], WEIGHTS[:3]), r"top_k_index: expected .* \[4, top_k\], got torch.int64 \[3, 3\]"),
         ((X, INDEX[:, 0], WEIGHTS[:, 0]), r"top_k_index: expected .* \[4, top_k\], got torch.int64 \[4\]"),
-        ((X, INDEX[:, :0], WEIGHTS[:, :0]), r"top_k_index: expected an expert or more .* \[4, 0\]"),
+        ((X, INDEX[:, :0], WEIGHTS[:, :0]), r"top_k_index: expected at least 1 expert a token.* \[4, 0\]"),
         ((X, WEIGHTS, INDEX), r"top_k_index: expected .*, got torch.float32"),
         ((X, INDEX > 0, WEIGHTS), r"top_k_index: expected .*, got torch.bool"),
         ((X, INDEX, WEIGHTS[:, :2]), r"top_k_weights: expected floating point \[4, 3\], got .* \[4, 2\]"),
