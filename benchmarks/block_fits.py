@@ -59,7 +59,7 @@ WAY_STEPS = 6000
 """Steps of a descent to the constants of a way."""
 ALIKE = 0.002
 """Mean loss within which shares count as equal for unknown layouts; the smallest share is taken then."""
-LEAST_PAIRS = 8
+MIN_PAIRS = 8
 """Problems of a kind from which a limit is fitted."""
 SIZES = [f"{rows}x{tokens}" for rows, tokens in blocks_wgmma.SIZES]
 PACKED_BOUNDS = {
@@ -152,7 +152,7 @@ def best_share(
     def lost(most: float) -> Array:
         return np.where(ratio > most, inflated, kept) / np.minimum(inflated, kept)
 
-    tried = (np.arange(16, 33) / 20).tolist() if len(ratio) >= LEAST_PAIRS else [given]
+    tried = (np.arange(16, 33) / 20).tolist() if len(ratio) >= MIN_PAIRS else [given]
     losses = [float(np.log(lost(most)).mean()) for most in tried]
     best = next(most for most, loss in zip(tried, losses, strict=True) if loss <= min(losses) + alike)
     return best, lost(best)
@@ -213,7 +213,7 @@ def short_sums_entry(gpu: str) -> Constants:
             for desc, row in measured
             if desc.layout.block == block
         ]
-        if len(pairs) < LEAST_PAIRS:
+        if len(pairs) < MIN_PAIRS:
             continue
         most, lost = best_limit(pairs, range(0, max(n for n, _ in pairs) + 8, 8))
         found["most_terms"][str(block)] = most

@@ -30,7 +30,7 @@ TOKENS = (1, 8, 64, 512, 4096)
 _RANDOM = 8
 """Number of random layers, each with some random numbers of tokens."""
 _OF_RANDOM = 3
-_MOST_BYTES = 8 << 30
+_MAX_BYTES = 8 << 30
 """Bytes of a random layer's dense weights."""
 _ROUTINGS, _ROUNDS = 8, 4
 """Inputs that the launches cycle through, and the number of cycles in a graph."""
@@ -63,7 +63,7 @@ def drawn(seed: int) -> Iterator[tuple[Layer, tuple[int, ...]]]:
         while True:
             experts = int(2 ** rng.uniform(2, 8.01))
             hidden, features = 64 * int(2 ** rng.uniform(4, 7)), 64 * int(2 ** rng.uniform(3, 8))
-            if experts * 6 * hidden * features < _MOST_BYTES:
+            if experts * 6 * hidden * features < _MAX_BYTES:
                 break
         tokens = {int(2 ** rng.uniform(0, 12)) for _ in range(_OF_RANDOM)}
         yield (

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 WEIGHTS = "Llama-3.1-8B"
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 TOKENS = (1, 16, 512)
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 
 
 def built(plans: Path, folder: Path, driver: str) -> Path:
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.size:
         record = json.loads(options.out.read_text())
         with tempfile.TemporaryDirectory() as scratch:
-            record["folders"].append(exported(MOST_TOKENS, Path(scratch) / "plans", "h200"))
+            record["folders"].append(exported(MAX_TOKENS, Path(scratch) / "plans", "h200"))
         save(record, options.out)
         return
     about: dict[str, Any] = {"schema": SCHEMA, **machine()}

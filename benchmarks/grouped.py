@@ -42,7 +42,7 @@ SPREADS = ("even", "zipf")
 ELEMENTS = (ElementKind.BF16, ElementKind.FP8_E4M3)
 _RANDOM = 24
 """Number of random cells of each element."""
-_MOST_BYTES = 16 << 30
+_MAX_BYTES = 16 << 30
 """Bytes of a random layer's dense weights."""
 _WORST_ERROR = {ElementKind.BF16: 5e-3, ElementKind.FP8_E4M3: 5e-3}
 _SAMPLED = 64
@@ -64,7 +64,7 @@ def drawn(seed: int, element: ElementKind) -> Iterator[tuple[Layer, int, str]]:
         while True:
             groups = int(2 ** rng.uniform(0, 9.01))
             m, k = 64 * int(2 ** rng.uniform(2, 8)), 64 * int(2 ** rng.uniform(2, 7))
-            if groups * m * k * element.itemsize < _MOST_BYTES:
+            if groups * m * k * element.itemsize < _MAX_BYTES:
                 break
         yield Layer("random", groups, m, k, element), int(2 ** rng.uniform(0, 14)), rng.choice(SPREADS)
 

@@ -25,7 +25,7 @@ from sparse24_plans.vocab import ElementKind
 from . import check, gpus, kinds
 
 _SAY_EVERY_S = 15.0
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 """Consecutive failed steps that end a run: the device has probably gone."""
 
 
@@ -51,7 +51,7 @@ def measure(
             except (Sparse24Error, MemoryError, RuntimeError) as error:
                 failed, in_a_row = failed + 1, in_a_row + 1
                 print(f"{step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                if in_a_row == _MOST_FAILURES:
+                if in_a_row == _MAX_FAILURES:
                     raise
                 return {}
             in_a_row = 0

@@ -25,7 +25,7 @@ from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import schedules_by_density, tiles_of_large_blocks
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import APART, LONG_FIRST, Cut, others
 from sparse24_plans.blocksparse.schedules.predicted_times import both_us, few_tokens
-from sparse24_plans.blocksparse.schedules.sdd_mma import MOST_TERMS
+from sparse24_plans.blocksparse.schedules.sdd_mma import MAX_TERMS
 from sparse24_plans.device.devices import cuda_properties
 from sparse24_plans.plan.kernel import align_up
 from sparse24_plans.plan.schedule_choice import REFERENCE_SMS
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 NEAR = 1.5
 """Two ways are compared where neither is predicted to take more than this multiple of the other's time."""
 CELLS_OF_A_ROUND = 48
-MOST_CELLS = 1 << 27
+MAX_CELLS = 1 << 27
 """Cells of a matrix for packed operands, whose tables the host makes quickly."""
 
 
@@ -80,7 +80,7 @@ def measure_blocks(seed: int, end: float) -> Iterator[Row]:
         problem = blocks.Problem(cell)
         contenders = [problem.dense()]
         backends = {"inflate": "inflate_cublas"}
-        if cell.op is BlockSparseOp.SDD and cell.n <= MOST_TERMS:
+        if cell.op is BlockSparseOp.SDD and cell.n <= MAX_TERMS:
             backends["mma"] = "blocks_mma"
         contenders += [forced(problem, name, backend) for name, backend in backends.items()]
         for schedule in schedules_by_density(problem.desc):
@@ -147,7 +147,7 @@ def large_block_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
             trans_b=rng.random() < 0.3,
             seed=rng.randrange(2**31),
         )
-        if m * k <= MOST_CELLS and cell.bitmap().any():
+        if m * k <= MAX_CELLS and cell.bitmap().any():
             yield cell
 
 
@@ -216,7 +216,7 @@ def packed_cells(seed: int) -> Iterator[random_blocks.Cell]:
     """The cells of a seed and of those that follow, every third with its blocks round the diagonal."""
     for one in itertools.count(seed):
         for number, cell in enumerate(random_blocks.drawn(one)):
-            if cell.op is not BlockSparseOp.SDD and cell.m * cell.k <= MOST_CELLS:
+            if cell.op is not BlockSparseOp.SDD and cell.m * cell.k <= MAX_CELLS:
                 yield replace(cell, pattern="banded") if number % 3 == 0 else cell
 
 
@@ -256,7 +256,7 @@ def uneven_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
             packed=True,
             seed=rng.randrange(2**31),
         )
-        if m * k <= MOST_CELLS and cell.bitmap().any():
+        if m * k <= MAX_CELLS and cell.bitmap().any():
             yield cell
 
 
@@ -294,7 +294,7 @@ def measure_dense(seed: int, end: float) -> Iterator[Row]:
         cell = random_blocks.Cell(
             op=BlockSparseOp.DSD, m=m, k=k, n=n, block=128, density=0.01, pattern="random"
         )
-        if m * k <= MOST_CELLS:
+        if m * k <= MAX_CELLS:
             us = time_alone([blocks.Problem(cell).dense()])["dense"].us
             yield {"m": m, "k": k, "n": n, "element": "bf16", "us": round(us, 2)}
             free_memory()

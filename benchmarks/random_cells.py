@@ -38,7 +38,7 @@ MATRICES = {
 """Number of random matrices of each element, in the order of the record. Dense float32 takes long."""
 _TOKENS = 5
 """Values of n for a matrix."""
-_MOST_TOKENS_LOG2 = 13.0
+_MAX_TOKENS_LOG2 = 13.0
 _RAGGED, _WITH_ALL = 4, 5
 """One matrix of this number is ragged, or measured with all schedules."""
 _FASTEST = 3
@@ -72,7 +72,7 @@ def _drawn_of(element: ElementKind, seed: int) -> Iterator[Drawn]:
     for number in range(MATRICES[element]):
         ragged = number % _RAGGED == 0
         name, m, k = _ragged(rng) if ragged else next(models)
-        tokens = tuple(sorted(int(2 ** rng.uniform(0, _MOST_TOKENS_LOG2)) for _ in range(_TOKENS)))
+        tokens = tuple(sorted(int(2 ** rng.uniform(0, _MAX_TOKENS_LOG2)) for _ in range(_TOKENS)))
         with_all = element is ElementKind.BF16 and number % _WITH_ALL == 0
         yield Drawn(name, m, k, element, tokens, with_all)
 

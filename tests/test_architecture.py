@@ -23,7 +23,7 @@ MODULES = {
     for path in sorted(Path(folder, name) for name in names)
     if path.suffix == ".py"
 }
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 60
+MAX_LINES, MAX_LINES_OF_A_FUNCTION = 500, 60
 
 
 every_module = pytest.mark.parametrize("folder", sorted({os.path.dirname(module) for module in MODULES}))
@@ -96,14 +96,14 @@ def test_no_module_reaches_into_anothers_private_names(folder):
 @every_module
 def test_no_module_and_no_function_is_long(folder):
     for module in modules_in(folder):
-        assert len(MODULES[module].read_text().splitlines()) <= MOST_LINES, module
+        assert len(MODULES[module].read_text().splitlines()) <= MAX_LINES, module
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
         lengths = {
             node.name: node.end_lineno - node.lineno + 1
             for node in nodes(module)
             if isinstance(node, functions)
         }
-        long = {name: lines for name, lines in lengths.items() if lines > MOST_LINES_OF_A_FUNCTION}
+        long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES_OF_A_FUNCTION}
         assert long == {}, module
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-_LEAST_AHEAD, _MOST_AHEAD, _CELLS_AHEAD = 4, 16, 1 << 14
+_MIN_AHEAD, _MAX_AHEAD, _CELLS_AHEAD = 4, 16, 1 << 14
 """Steps of a chain that are checked together, and most results of all of them: they stay in the cache."""
 _LONGEST_WAIT = 32
 """Most times that a chain's steps are checked one by one before they are checked together again."""
@@ -46,8 +46,8 @@ def fma_chain(steps: int, factors: Callable[[slice], tuple[Array, Array]], acc: 
     together. A sum halfway between two float32 is soon followed by others: the next steps are then checked
     one by one, for longer each time that happens.
     """
-    width = min(_CELLS_AHEAD // max(acc.size, 1), _MOST_AHEAD)
-    width = width if width >= _LEAST_AHEAD else 1
+    width = min(_CELLS_AHEAD // max(acc.size, 1), _MAX_AHEAD)
+    width = width if width >= _MIN_AHEAD else 1
     one_by_one, wait = 0, 1
     for begin in range(0, steps, width):
         a, b = factors(slice(begin, min(begin + width, steps)))

@@ -38,7 +38,7 @@ _IN_BURSTS = {
     "wgmma_sp_invariant": PlanPreference(prefer_backend="wgmma_sp", require=_INVARIANT),
 }
 """Contenders that are timed in bursts beside ``auto``."""
-_MOST_TOKENS = {"inflate_strict": 256, "mma_sp": 256}
+_MAX_TOKENS = {"inflate_strict": 256, "mma_sp": 256}
 """Past these tokens selection never chooses the backend, and it would take most of a record's time."""
 _WORST_ERROR = {"f32": 1e-5, "f16": 1e-3, "bf16": 5e-3, "s8": 1e-6, "fp8_e4m3": 5e-3, "fp8_e5m2": 5e-3}
 """Relative error above which a time is not recorded: the result is wrong."""
@@ -188,7 +188,7 @@ def measured(matrix: Matrix, n: int, backends: Sequence[str], sources: set[str])
     beside = cell.peer("dense_us", alone.get("dense"))
     beside |= cell.peer("cusparselt_us", alone.get("cusparselt") if cell.peer_is_tuned() else None)
     for name, preference in _IN_BURSTS.items():
-        if n <= _MOST_TOKENS.get(name, n) and (not backends or preference.prefer_backend in backends):
+        if n <= _MAX_TOKENS.get(name, n) and (not backends or preference.prefer_backend in backends):
             cell.enter(name, preference)
     times = {name: alone[one.name] for name, one in cell.contenders.items() if one.name in alone}
     others = [one for name, one in cell.contenders.items() if name not in times]

@@ -16,8 +16,8 @@ from ..vocab import (
     Integer,
     OpCategory,
 )
+from ..vocab.fields import INT32_MAX
 from .descriptor import FLOATS, BlockSparseDescriptor, LayoutLike
-from .shape import MOST
 
 
 def _pair(given: Any) -> Any:
@@ -25,8 +25,8 @@ def _pair(given: Any) -> Any:
     return tuple(given) if isinstance(given, (tuple, list)) else (given, given)
 
 
-_Size = Annotated[int, Integer(least=1, most=MOST)]
-_Padding = Annotated[int, Integer(most=MOST)]
+_Size = Annotated[int, Integer(least=1, most=INT32_MAX)]
+_Padding = Annotated[int, Integer(most=INT32_MAX)]
 Sizes = Annotated[tuple[_Size, _Size], BeforeValidator(_pair)]
 Paddings = Annotated[tuple[_Padding, _Padding], BeforeValidator(_pair)]
 PairLike = SupportsIndex | tuple[SupportsIndex, SupportsIndex]

@@ -23,11 +23,12 @@ from ..vocab import (
     Integer,
     OpCategory,
 )
-from .dropout import MOST_DROPOUT
+from ..vocab.fields import INT32_MAX
+from .dropout import MAX_DROPOUT
 from .layout import BlockSparseLayout
 from .lookup_tables import length, longest_panel
 from .packed import BlocksPacking, TablesPacking
-from .shape import MOST, BlockSparseShape
+from .shape import BlockSparseShape
 
 HALVES = (ElementKind.F16, ElementKind.BF16)
 """Floating-point elements of 16 bits."""
@@ -45,7 +46,7 @@ def _shape_of(given: Any) -> Any:
     return given.shape if type(given) is BlockSparseLayout else given
 
 
-Count = Annotated[int, Integer(most=MOST)]
+Count = Annotated[int, Integer(most=INT32_MAX)]
 LayoutLike = BlockSparseShape | BlockSparseLayout
 
 
@@ -412,7 +413,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
 
     category: ClassVar[OpCategory] = OpCategory.ATTENTION
 
-    head_size: Annotated[int, Integer(least=1, most=MOST)]
+    head_size: Annotated[int, Integer(least=1, most=INT32_MAX)]
     op: BlockSparsePass = BlockSparsePass.FORWARD
     kv_heads: Count = Field(default_factory=lambda data: data["layout"].heads)
     scale: Factor = Field(default_factory=lambda data: float(data["head_size"]) ** -0.5)
@@ -440,7 +441,7 @@ class BlockSparseAttentionDescriptor(BlockSparseDescriptor):
     @model_validator(mode="after")
     def _consistent(self) -> BlockSparseAttentionDescriptor:
         self._expect("element", FLOATS)
-        if not 0 <= self.dropout <= MOST_DROPOUT:
+        if not 0 <= self.dropout <= MAX_DROPOUT:
             raise ValueError(f"dropout: expected a probability from 0 to 1 - 2^-16, got {self.dropout}")
         heads = self.layout.heads
         if heads % self.kv_heads if self.kv_heads else heads:

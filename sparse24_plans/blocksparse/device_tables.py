@@ -16,9 +16,9 @@ from .shape import BlockSparseShape
 
 SOURCE = "blocksparse/tables.cu"
 _THREADS = 512
-_MOST_CTAS = 128
+_MAX_CTAS = 128
 """Most CTAs, unless there are more heads: each counts the blocks of all heads."""
-_MOST_SHARED_BYTES = 96 << 10
+_MAX_SHARED_BYTES = 96 << 10
 """Most shared-memory bytes of a CTA, which every device from compute capability 8.0 on has."""
 
 
@@ -85,7 +85,7 @@ def shared_bytes(shape: BlockSparseShape) -> int:
 def _ctas(shape: BlockSparseShape) -> int:
     """CTAs of the launch: a head has as many as its lines keep busy, a warp each, within the most."""
     lines = max(shape.block_rows, shape.block_cols)
-    return shape.heads * max(1, min(-(-lines // (_THREADS // 32)), _MOST_CTAS // max(shape.heads, 1)))
+    return shape.heads * max(1, min(-(-lines // (_THREADS // 32)), _MAX_CTAS // max(shape.heads, 1)))
 
 
 class TableKernel:
@@ -97,9 +97,9 @@ class TableKernel:
     def __init__(self, shape: BlockSparseShape, device: DeviceProperties) -> None:
         if shape.block < NARROW_PANEL_ROWS:
             raise UnsupportedError(f"bitmap: expected blocks of 64 or 128, got {shape.block}; call update")
-        if (needed := shared_bytes(shape)) > _MOST_SHARED_BYTES:
+        if (needed := shared_bytes(shape)) > _MAX_SHARED_BYTES:
             raise UnsupportedError(
-                f"bitmap: expected at most {_MOST_SHARED_BYTES} bytes of counts, got {needed} for {shape}; "
+                f"bitmap: expected at most {_MAX_SHARED_BYTES} bytes of counts, got {needed} for {shape}; "
                 "call update"
             )
         self._ctas, self._function = _ctas(shape), _function(panel_block_rows(shape), device)
@@ -142,4 +142,4 @@ def table_kernel(shape: BlockSparseShape, device: DeviceProperties) -> TableKern
 
 @lru_cache(maxsize=1024)
 def _function(panel_lines: int, device: DeviceProperties) -> Function:
-    return load(SOURCE, "fill_tables", _THREADS, device, {"PANEL_LINES": panel_lines}, _MOST_SHARED_BYTES)
+    return load(SOURCE, "fill_tables", _THREADS, device, {"PANEL_LINES": panel_lines}, _MAX_SHARED_BYTES)

@@ -24,7 +24,7 @@ _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _STEPS = 1 << 16
 """Number of values of a cell's bits."""
-MOST_DROPOUT = 1 - 1 / _STEPS
+MAX_DROPOUT = 1 - 1 / _STEPS
 """Largest probability whose bound has 16 bits."""
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from ..device.tensors import HOST, TensorView, wrong
 from ..errors import FormatError, InvalidProblemError, refusing, shown
 from ..vocab import integer
-from .shape import BLOCK_SIZES, MOST, BlockSparseShape
+from ..vocab.fields import INT32_MAX
+from .shape import BLOCK_SIZES, BlockSparseShape
 
 Array = np.ndarray[Any, Any]
 
@@ -186,7 +187,7 @@ class BlockSparseLayout:
         if not isinstance(shape, (tuple, list)) or len(shape) != 3:
             raise wrong("shape", "(heads, rows, cols)", shape)
         heads = integer(shape[0])
-        if heads is None or not 0 <= heads <= MOST:
+        if heads is None or not 0 <= heads <= INT32_MAX:
             raise wrong("shape", "heads from 0 to 2^31 - 1", shape[0])
         rows, cols = (
             _blocks_along(name, size, block) for name, size in zip(("rows", "cols"), shape[1:], strict=True)
@@ -282,7 +283,7 @@ class BlockSparseLayout:
             if header["format"] != _JSON_FORMAT:
                 raise ValueError(f"format {shown(header['format'])}")
             sizes = header["bitmap_shape"]
-            if len(sizes) != 3 or any(type(size) is not int or not 0 <= size <= MOST for size in sizes):
+            if len(sizes) != 3 or any(type(size) is not int or not 0 <= size <= INT32_MAX for size in sizes):
                 raise ValueError(f"bitmap_shape {shown(sizes)}")
             bits = np.frombuffer(base64.b64decode(header["bitmap"], validate=True), np.uint8)
             cells = sizes[0] * sizes[1] * sizes[2]
@@ -327,7 +328,7 @@ def _blocks_along(argument: str, cells: object, block: object) -> int:
     count, size = integer(cells), integer(block)
     if size not in BLOCK_SIZES:
         raise wrong("block", "16, 32, 64 or 128", block)
-    if count is None or not 0 <= count <= MOST or count % size:
+    if count is None or not 0 <= count <= INT32_MAX or count % size:
         raise wrong(argument, f"a multiple of block {size} below 2^31", cells)
     return count // size
 

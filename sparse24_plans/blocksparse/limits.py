@@ -9,6 +9,7 @@ from ..plan.kernel import align_up
 from ..plan.kernel_table import grid_limit_refusal
 from ..plan.schedule_choice import constants
 from ..vocab import INT64_MAX, BlockSparseConvOp, BlockSparseOp, BlockSparsePass, ElementKind
+from ..vocab.fields import INT32_MAX
 from .convolution import BlockSparseConv2dDescriptor
 from .descriptor import (
     BlockSparseAttentionDescriptor,
@@ -20,20 +21,18 @@ from .schedules.blocks_mma import BlocksMmaSchedule, block_rows
 from .schedules.blocks_strict import BlocksStrictSchedule
 from .schedules.conv_wgmma import filter_split_k
 from .schedules.predicted_times import dense_wins, few_tokens_lose, sampled_loses
-from .schedules.sdd_mma import MOST_TERMS, SddMmaSchedule
+from .schedules.sdd_mma import MAX_TERMS, SddMmaSchedule
 from .schedules.softmax import softmax_teams
 
-_MOST = 2**31
-"""Bound of a tensor map's coordinates and of the kernels' counters."""
-_LEAST_SCALE, _MOST_SCALE = 2.0**-120, 2.0**120
+_MIN_SCALE, _MAX_SCALE = 2.0**-120, 2.0**120
 """Range of scales that remain normal numbers when multiplied by log2(e)."""
 ATTENTION_COUNTER_BYTES = 4
 """Workspace bytes of the counter of claimed work tiles of one launch of attention."""
-MOST_PASSES = 3
+MAX_PASSES = 3
 """Most passes of attention's gradients over the kept blocks, each with a counter."""
-LEAST_STREAMED_ROWS = 32
+MIN_STREAMED_ROWS = 32
 """Least rows of a streamed tile of attention's gradients."""
-_MOST_HEAD, _HEAD_STEP = 256, 8
+_MAX_HEAD, _HEAD_STEP = 256, 8
 """Largest head size of attention, and what divides head sizes: TMA reads rows in multiples of 16 bytes."""
 _STEP_OF_8_BITS = 32
 _SMALLEST_TILE = 64
@@ -47,8 +46,8 @@ _INTEGER_TERMS = 2**17
 def _beyond(counts: dict[str, int]) -> str | None:
     """The reason why the kernels cannot count that far, or None."""
     for what, count in counts.items():
-        if count >= _MOST:
-            return f"{count} {what} exceed the kernel's limit, {_MOST - 1}"
+        if count > INT32_MAX:  # a tensor map's coordinates and counters are int32
+            return f"{count} {what} exceed the kernel's limit, {INT32_MAX}"
     return None
 
 
@@ -80,10 +79,10 @@ def sdd_mma(problem: BlockSparseMatmulDescriptor) -> str | None:
 
 
 def sdd_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
-    if problem.n > MOST_TERMS:
-        return f"serves sums of up to {MOST_TERMS} products, not {problem.n}"
+    if problem.n > MAX_TERMS:
+        return f"serves sums of up to {MAX_TERMS} products, not {problem.n}"
     # No other schedule has more warps than the one for a device that is never busy.
-    return _beyond({"warps": SddMmaSchedule.of(problem, _MOST).warps(problem)})
+    return _beyond({"warps": SddMmaSchedule.of(problem, INT32_MAX).warps(problem)})
 
 
 def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> str | None:
@@ -155,15 +154,15 @@ def attention(op: BlockSparsePass, problem: BlockSparseAttentionDescriptor) -> s
         return f"serves op {op}, not {problem.op}"
     if one.block < _SMALLEST_TILE:
         return f"serves blocks of 64 and 128, not {one.block}"
-    if problem.head_size % _HEAD_STEP or problem.head_size > _MOST_HEAD:
-        return f"serves head_size up to {_MOST_HEAD} in multiples of {_HEAD_STEP}, not {problem.head_size}"
-    if not _LEAST_SCALE <= abs(problem.scale) <= _MOST_SCALE:
+    if problem.head_size % _HEAD_STEP or problem.head_size > _MAX_HEAD:
+        return f"serves head_size up to {_MAX_HEAD} in multiples of {_HEAD_STEP}, not {problem.head_size}"
+    if not _MIN_SCALE <= abs(problem.scale) <= _MAX_SCALE:
         return f"serves scales from 2^-120 to 2^120, got {problem.scale}"
     matrices = problem.batch * one.heads
     counts = {"block rows": matrices * one.block_rows}
     if op is BlockSparsePass.BACKWARD:
         counts["block columns"] = matrices * one.block_cols
-        counts["tiles of kept blocks"] = one.blocks * one.block // LEAST_STREAMED_ROWS
+        counts["tiles of kept blocks"] = one.blocks * one.block // MIN_STREAMED_ROWS
     return _beyond(counts)
 
 
@@ -174,7 +173,7 @@ def rows_of_queries(problem: BlockSparseAttentionDescriptor) -> int:
 
 def backward_workspace(problem: BlockSparseAttentionDescriptor) -> int:
     """Workspace bytes: two float32 for each row of Q, and the counters behind them."""
-    return 8 * rows_of_queries(problem) + MOST_PASSES * ATTENTION_COUNTER_BYTES
+    return 8 * rows_of_queries(problem) + MAX_PASSES * ATTENTION_COUNTER_BYTES
 
 
 def score_gradient_bytes(problem: BlockSparseAttentionDescriptor) -> int:
@@ -183,7 +182,7 @@ def score_gradient_bytes(problem: BlockSparseAttentionDescriptor) -> int:
     return problem.batch * one.blocks * one.block**2 * problem.element.itemsize
 
 
-_MOST_CORNER, _MOST_OFFSET, _MOST_STRIDE = 127, 255, 8
+_MAX_CORNER, _MAX_OFFSET, _MAX_STRIDE = 127, 255, 8
 """Limits of TMA's im2col mode."""
 _BEYOND_PIXELS = 1 << 12
 """Pixels that tiles may count past the last one."""
@@ -194,10 +193,10 @@ def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
     if problem.op is BlockSparseConvOp.WGRAD and one.block < _SMALLEST_TILE:
         return f"serves op wgrad with blocks of 64 and 128, not {one.block}"
     for name, axis in (("height", found.h), ("width", found.w)):
-        if axis.stride > _MOST_STRIDE:
-            return f"serves strides up to {_MOST_STRIDE}, got {axis.stride}"
-        if max(axis.most_offset, 2 * abs(axis.lower), 2 * abs(axis.upper)) > _MOST_OFFSET:
-            return f"serves kernels of up to {_MOST_OFFSET} pixels, {_MOST_CORNER} beyond the {name}"
+        if axis.stride > _MAX_STRIDE:
+            return f"serves strides up to {_MAX_STRIDE}, got {axis.stride}"
+        if max(axis.most_offset, 2 * abs(axis.lower), 2 * abs(axis.upper)) > _MAX_OFFSET:
+            return f"serves kernels of up to {_MAX_OFFSET} pixels, {_MAX_CORNER} beyond the {name}"
     pixels = problem.batch * max(found.pixels * found.phases, problem.height * problem.width)
     parts = filter_split_k(problem)[0] if problem.op is BlockSparseConvOp.WGRAD else 1
     coordinates = {"rows of values": parts * one.blocks * one.block}
@@ -209,8 +208,8 @@ def conv_wgmma(problem: BlockSparseConv2dDescriptor) -> str | None:
 def cublas(problem: BlockSparseMatmulDescriptor) -> str | None:
     one, product = problem.layout, KernelProblem(problem)
     largest = max(product.product_tokens, one.rows, one.cols, problem.batch * one.heads)
-    if largest >= _MOST:
-        return f"size {largest} exceeds cuBLAS's limit {_MOST - 1}"
+    if largest > INT32_MAX:
+        return f"size {largest} exceeds cuBLAS's limit {INT32_MAX}"
     if (needed := sum(_inflated_bytes(product))) > INT64_MAX:
         return f"a dense matrix and its copies of {needed} bytes exceed every memory"
     return _transposes(product.aligned_operands) or beyond_alpha(problem.alpha)

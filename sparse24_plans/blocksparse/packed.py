@@ -10,9 +10,10 @@ from ..device.tensors import HOST, Device, TensorView, wrong
 from ..errors import InvalidProblemError
 from ..plan.operands import Forms, Packing, Part, Views
 from ..vocab import BLOCKS_LAYOUT, DENSE_BLOCKS_LAYOUT, ElementKind, element_kind, integer
+from ..vocab.fields import INT32_MAX
 from ..weights.weight import Packed, restored_buffers
 from .lookup_tables import length, view_of
-from .shape import MOST, BlockSparseShape
+from .shape import BlockSparseShape
 
 _PARTS = {BLOCKS_LAYOUT: ("values", "tables"), DENSE_BLOCKS_LAYOUT: ("dense",)}
 """The callers' names of the buffers of each layout."""
@@ -42,7 +43,7 @@ class PackedBlocks(Packed):
         if type(self.shape) is not BlockSparseShape:
             raise wrong("shape", "a BlockSparseShape", self.shape)
         batch = integer(self.batch)
-        if batch is None or not 0 <= batch <= MOST:
+        if batch is None or not 0 <= batch <= INT32_MAX:
             raise wrong("batch", "an integer from 0 to 2^31 - 1", self.batch)
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "element", element_kind(self.element))

@@ -23,16 +23,16 @@ NARROW_PANEL_ROWS = 64
 FEW_BLOCK_ROWS = 2
 """Most block rows of a panel for which kernels read the bits of each."""
 # The three numbers below say where sums are cut: they define bits, as a format does, and no fit moves them.
-_LEAST_SLICE_CELLS = 512
+_MIN_SLICE_CELLS = 512
 """Cells of k that a slice may always have: an exchange of its sums takes as long as multiplying hundreds."""
 _UNCUT_CELLS = 640
 """Cells of k by which a panel may be longer than a slice without being cut, for the same reason."""
-MOST_DEVIATIONS = 3.0
+MAX_DEVIATIONS = 3.0
 """Standard deviations beyond the mean of random panels up to which no panel is cut."""
 SLICE_FIELDS = 5
 """Integers of a slice in the tables: the panel; the first of its kept columns, and how many; the slice's
 index in the panel + (the panel's slices << 16); the number of slices of earlier panels that have several."""
-MOST_SLICES = 1 << 15
+MAX_SLICES = 1 << 15
 """Bound of the slices of a panel."""
 
 
@@ -77,8 +77,8 @@ def expected_columns(shape: BlockSparseShape, across: int, lines: int) -> tuple[
 def _longest(shape: BlockSparseShape, across: int, lines: int) -> int:
     """The most columns that are expected of a panel of ``lines`` block rows, if blocks are kept at random."""
     mean, deviation = expected_columns(shape, across, lines)
-    expected = math.ceil(round(mean + MOST_DEVIATIONS * deviation, 6))
-    return max(_LEAST_SLICE_CELLS // shape.block, expected, -(-across // (MOST_SLICES - 1)))
+    expected = math.ceil(round(mean + MAX_DEVIATIONS * deviation, 6))
+    return max(_MIN_SLICE_CELLS // shape.block, expected, -(-across // (MAX_SLICES - 1)))
 
 
 def slices_of(lengths: Array, longest: int, uncut: int) -> Array:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, SupportsIndex
 from pydantic import model_validator
 
 from ..vocab import Integer, Model
+from ..vocab.fields import INT32_MAX
 
 BLOCK_SIZES = (16, 32, 64, 128)
-MOST = 2**31 - 1
-"""Largest number that look-up tables can hold, since they are int32."""
 
-_Counted = Annotated[int, Integer(most=MOST)]
+_Counted = Annotated[int, Integer(most=INT32_MAX)]  # look-up tables are int32
 
 
 class BlockSparseShape(Model):
@@ -27,7 +26,7 @@ class BlockSparseShape(Model):
     """Cells, a multiple of the block's size."""
     cols: _Counted
     """Cells, a multiple of the block's size."""
-    block: Annotated[int, Integer(most=MOST)]
+    block: Annotated[int, Integer(most=INT32_MAX)]
     """Side of a block in cells: 16, 32, 64 or 128."""
     blocks: _Counted
     """Kept blocks, of all heads together."""
@@ -52,7 +51,7 @@ class BlockSparseShape(Model):
             size = getattr(self, name)
             if size % self.block:
                 raise ValueError(f"{name}: expected a multiple of block {self.block}, got {size}")
-        if self.heads * max(self.block_rows, self.block_cols) >= MOST:
+        if self.heads * max(self.block_rows, self.block_cols) >= INT32_MAX:
             raise ValueError(
                 "heads: expected fewer than 2^31 - 1 rows and columns of blocks in all heads, got "
                 f"{self.heads} heads of {self.block_rows} x {self.block_cols}"

@@ -48,7 +48,7 @@ CALIBRATED = "calibrated"
 SCALE_RULE = "scale_rule"
 """The option of a quantized layer with the rule that made its scales, unless calibration made them."""
 PADDING = "padding"
-_MOST_PADDING = 7
+_MAX_PADDING = 7
 VALUES_SUFFIX, META_SUFFIX, SCALES_SUFFIX = SUFFIXES = ".values24", ".meta24", ".scales24"
 _QUANTIZED_DTYPES = {ElementKind.S4: "U8", ElementKind.S8: "I8", ElementKind.FP8_E4M3: "F8_E4M3"}
 """The safetensors types of quantized values."""
@@ -286,8 +286,8 @@ def compressed_layer(model: ModelReader, shard: Shard, name: str) -> Layer:
     if type(transposed) is not bool:
         raise broken(shard, name, f"transposed: expected true or false, got {transposed!r:.80}")
     padding = note.options.get(PADDING, 0)
-    if type(padding) is not int or not 0 <= padding <= min(_MOST_PADDING, note.k):
-        raise broken(shard, name, f"{PADDING}: expected 0 to {_MOST_PADDING} columns, got {padding!r:.80}")
+    if type(padding) is not int or not 0 <= padding <= min(_MAX_PADDING, note.k):
+        raise broken(shard, name, f"{PADDING}: expected 0 to {_MAX_PADDING} columns, got {padding!r:.80}")
     options, by = origin_in(note.options), _quantization(shard, name, note)
     layer = Layer(name, note.m, note.k, note.element, (), options, transposed, note.stack, by, padding)
     wanted = stored_tensors(layer)

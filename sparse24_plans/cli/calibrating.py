@@ -31,7 +31,7 @@ from .options import word_option
 from .tables import Column, Json, share_text
 
 OUTPUT_ERROR = Column("output error", lambda row: share_text(row["output_error"]), right=True)
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _LONGEST_SAMPLE, _BATCH_TOKENS = 2048, 8192
 """Tokens of a sample, which is cut if it is longer, and of the samples of one length that run together."""
 
@@ -191,7 +191,7 @@ def _samples(path: Path, tokenized: Callable[[list[str]], Any], model: Any, know
         files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
     found: list[list[int]] = []
     for file in files:
-        raw = read_whole(file, _MOST_BYTES)
+        raw = read_whole(file, _MAX_BYTES)
         lines: list[str] = []
         ids: Any = []
         try:

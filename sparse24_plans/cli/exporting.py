@@ -37,7 +37,7 @@ from .options import (
 from .output import emit, progress, reported
 from .tables import Json, show_line, size_text
 
-_MOST_PROPERTIES = 1 << 16
+_MAX_PROPERTIES = 1 << 16
 """Bytes of a file of DeviceProperties, which has a few hundred."""
 
 
@@ -97,7 +97,7 @@ def _gpu(text: str) -> str | DeviceProperties:
     if text in GPUS:
         return text
     try:
-        return DeviceProperties.model_validate_json(read_whole(text, _MOST_PROPERTIES))
+        return DeviceProperties.model_validate_json(read_whole(text, _MAX_PROPERTIES))
     except (StorageError, FormatError, InvalidProblemError) as error:
         raise typer.BadParameter(
             f"expected a file of DeviceProperties or one of {', '.join(GPUS)}, got {text!r:.80}"

@@ -26,7 +26,7 @@ _COMMAND = re.compile(r"pip install [^;()]*")
 """A command in a text, which stays on one line so that it can be copied."""
 _SPACE = "\0"
 """A space within a command while lines are wrapped. No printable text has this character."""
-_LEAST_PROSE = 16
+_MIN_PROSE = 16
 """Characters that prose needs beside a table's other columns; with fewer it is put below them."""
 
 
@@ -67,7 +67,7 @@ def _wrapped(text: str, width: int | None, first: str, others: str) -> list[str]
         return [first + text]
     lines = textwrap.wrap(
         _COMMAND.sub(lambda found: found[0].replace(" ", _SPACE), text),
-        max(width, _LEAST_PROSE + len(others)),
+        max(width, _MIN_PROSE + len(others)),
         initial_indent=first,
         subsequent_indent=others,
         break_long_words=False,
@@ -135,7 +135,7 @@ def _total(shown: Sequence[_Laid]) -> int:
     """The width of a table, with the least width of prose."""
     last = shown[-1]
     widths = [laid.width for laid in shown[:-1]]
-    widths.append(min(last.width, _LEAST_PROSE) if last.column.prose else last.width)
+    widths.append(min(last.width, _MIN_PROSE) if last.column.prose else last.width)
     return _INDENT + sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
@@ -154,7 +154,7 @@ def _show_row(shown: Sequence[_Laid], texts: list[Text], room: int | None) -> No
     if not shown[-1].column.prose or room is None or start + cell_len(last.plain) <= room:
         _put(_row(shown, texts))
         return
-    if room - start < _LEAST_PROSE:
+    if room - start < _MIN_PROSE:
         _put(_row(shown[:-1], texts[:-1]))
         indent = " " * 2 * _INDENT
         lines = _wrapped(last.plain, room, indent, indent)

@@ -24,7 +24,7 @@ from .tensors import (
     ELEMENT_NAMES,
     HOST,
     LOCATION_OF_TYPE,
-    MOST_DIMENSIONS,
+    MAX_DIMENSIONS,
     READ_OF_TYPE,
     Adapter,
     Device,
@@ -249,7 +249,7 @@ def _location_of_torch(tensor: Any) -> object:
 def _location_of_data_ptr(tensor: Any) -> object:
     home = tensor.device
     shape, strides = (
-        tuple(islice(sizes, MOST_DIMENSIONS + 1))  # a hostile object may give sizes without an end
+        tuple(islice(sizes, MAX_DIMENSIONS + 1))  # a hostile object may give sizes without an end
         for sizes in (tensor.shape, tensor.stride())
     )
     return tensor.data_ptr(), shape, strides, str(tensor.dtype), home.type, home.index

@@ -14,8 +14,8 @@ from .install import import_cupy
 from .log import SELECT
 from .tensors import HOST, Device, wrong
 
-_MOST_ORDINAL = 1 << 31
-_MOST_DIGITS = 11
+_MAX_ORDINAL = 1 << 31
+_MAX_DIGITS = 11
 """The longest decimal ordinal that is parsed."""
 HOST_PROPERTIES = DeviceProperties(kind="host")
 
@@ -106,7 +106,7 @@ def resolve(device: DeviceLike, expected: str = _DEVICES) -> DeviceProperties:
         kind, ordinal = "", None
     if kind == "host":
         return HOST_PROPERTIES
-    if kind != "cuda" or (ordinal is not None and not 0 <= ordinal < _MOST_ORDINAL):
+    if kind != "cuda" or (ordinal is not None and not 0 <= ordinal < _MAX_ORDINAL):
         raise wrong("device", expected, device)
     return _current() if ordinal is None else cuda_properties(ordinal)
 
@@ -122,7 +122,7 @@ def _named(device: Any) -> tuple[str, int | None]:
         return _checked(*device)
     if isinstance(device, str):
         kind, colon, digits = device.partition(":")
-        if colon and not (digits.isdecimal() and digits.isascii() and len(digits) < _MOST_DIGITS):
+        if colon and not (digits.isdecimal() and digits.isascii() and len(digits) < _MAX_DIGITS):
             return "", None
         return _checked(kind, int(digits) if colon else None)
     if (ordinal := integer(device)) is not None:

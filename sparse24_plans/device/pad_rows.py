@@ -8,7 +8,7 @@ from .jit.structs import KernelParams, field, kernel_params
 from .streams import Launch
 
 SOURCE = "common/pad_rows.cu"
-_THREADS, _VECTOR_BYTES, _MOST_CTAS = 256, 16, 1 << 14
+_THREADS, _VECTOR_BYTES, _MAX_CTAS = 256, 16, 1 << 14
 
 
 @kernel_params("common/params/pad_rows.cuh")
@@ -44,5 +44,5 @@ class PadRows:
         parameters = PadRowsParams(
             matrix=source, out=target, rows=rows, columns=columns, row_vectors=row_vectors
         )
-        ctas = min(-(-rows * row_vectors // _THREADS), _MOST_CTAS)
+        ctas = min(-(-rows * row_vectors // _THREADS), _MAX_CTAS)
         return self._function.bind(ctas, parameters, overlapping=True)

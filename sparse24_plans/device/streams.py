@@ -19,7 +19,7 @@ Launch = Callable[[int], None]
 CurrentStream = Callable[[int], int]
 """Gives the handle of a framework's current stream on the CUDA device with the given ordinal."""
 
-_MOST_HANDLE = 1 << 64
+_MAX_HANDLE = 1 << 64
 _bound_threads = threading.local()
 
 
@@ -152,7 +152,7 @@ def stream_handle(stream: Any, device: Device, current: CurrentStream = stream_o
                 f"stream: expected a CUDA stream, got {type(stream).__name__} that can't be read "
                 f"({type(error).__name__}: {error})"
             ) from error
-    if type(handle) is not int or not 0 <= handle < _MOST_HANDLE:
+    if type(handle) is not int or not 0 <= handle < _MAX_HANDLE:
         raise wrong("stream", f"an open CUDA stream ({type(stream).__name__})", handle)
     if home is not None and home not in (-1, device.ordinal):
         raise InvalidProblemError(f"stream: expected a stream of {device}, got one of cuda:{shown(home)}")

@@ -31,8 +31,8 @@ class Device(NamedTuple):
 HOST = Device("host", 0)
 
 
-_MOST, MOST_ADDRESS = 1 << 63, 1 << 64
-MOST_DIMENSIONS = _MOST_DEVICES = 64
+_BEYOND_INT64, MAX_ADDRESS = 1 << 63, 1 << 64
+MAX_DIMENSIONS = _MAX_DEVICES = 64
 
 
 def wrong(argument: str, expected: str, got: object) -> InvalidProblemError:
@@ -48,26 +48,26 @@ def _no_copy(kind: str, remedy: str) -> InvalidProblemError:
 
 def _integers(argument: str, what: str, found: Any, least: int) -> tuple[int, ...]:
     """A tuple of plain integers from ``least`` to 2^63 - 1; NumPy's become Python's."""
-    if not isinstance(found, (tuple, list)) or len(found) > MOST_DIMENSIONS:
-        raise wrong(argument, f"{what} of at most {MOST_DIMENSIONS} integers", found)
+    if not isinstance(found, (tuple, list)) or len(found) > MAX_DIMENSIONS:
+        raise wrong(argument, f"{what} of at most {MAX_DIMENSIONS} integers", found)
     for one in found:
-        if type(one) is not int or not least <= one < _MOST:
+        if type(one) is not int or not least <= one < _BEYOND_INT64:
             break
     else:
         return tuple(found)
     integers = tuple([int(one) if isinstance(one, np.integer) else one for one in found])
-    if any(type(one) is not int or not least <= one < _MOST for one in integers):
+    if any(type(one) is not int or not least <= one < _BEYOND_INT64 for one in integers):
         raise wrong(argument, f"{what} of integers from {'-2^63' if least else 0} to 2^63", found)
     return integers
 
 
 def _check_memory(argument: str, address: Any, used: bool) -> int:
     """The ``address``, which must not be null if the memory is ``used``."""
-    if type(address) is int and 0 < address < MOST_ADDRESS:
+    if type(address) is int and 0 < address < MAX_ADDRESS:
         return address
     if isinstance(address, np.integer):
         address = int(address)
-    if type(address) is not int or not 0 <= address < MOST_ADDRESS:
+    if type(address) is not int or not 0 <= address < MAX_ADDRESS:
         raise wrong(argument, "an address", address)
     if used and address == 0:
         raise InvalidProblemError(f"{argument}: expected memory, got a null address: was it freed?")
@@ -78,8 +78,8 @@ def check_device(argument: str, device: Any) -> Device:
     """``device``. Raises InvalidProblemError for anything but a valid Device."""
     if type(device) is not Device or device[0] not in ("host", "cuda"):
         raise wrong(argument, "a Device of kind host or cuda", device)
-    if type(device[1]) is not int or not 0 <= device[1] < _MOST_DEVICES:
-        raise wrong(argument, f"a device ordinal from 0 to {_MOST_DEVICES - 1}", device[1])
+    if type(device[1]) is not int or not 0 <= device[1] < _MAX_DEVICES:
+        raise wrong(argument, f"a device ordinal from 0 to {_MAX_DEVICES - 1}", device[1])
     return device
 
 
@@ -129,10 +129,10 @@ class TensorView:
         if strides is None:
             self.strides = contiguous_strides(self.shape)
         else:
-            self.strides = _integers(argument, "strides", strides, least=-_MOST)
+            self.strides = _integers(argument, "strides", strides, least=-_BEYOND_INT64)
             if len(self.strides) != len(self.shape):
                 raise wrong(argument, f"{len(self.shape)} strides", strides)
-        if math.prod(self.shape) * element.itemsize >= _MOST:
+        if math.prod(self.shape) * element.itemsize >= _BEYOND_INT64:
             raise wrong(argument, "a shape of fewer than 2^63 bytes", shape)
         if type(readonly) is not bool:
             raise wrong(argument, "True or False for readonly", readonly)
@@ -431,7 +431,7 @@ class Workspace:
 
     def __init__(self, address: int, nbytes: int, device: Device, owner: object = None) -> None:
         """Raises InvalidProblemError for a null address or a negative size."""
-        if type(nbytes) is not int or not 0 <= nbytes < _MOST:
+        if type(nbytes) is not int or not 0 <= nbytes < _BEYOND_INT64:
             raise wrong("workspace", "a size in bytes", nbytes)
         self.address = _check_memory("workspace", address, nbytes > 0)
         self.nbytes = nbytes

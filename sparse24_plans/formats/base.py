@@ -39,7 +39,7 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]
 """NumPy's name of each part's type (``VALUES`` means the element) and its shape. The values come first."""
 VALUES = "values"
 
-_MOST_CELLS = 1 << 62
+_MAX_CELLS = 1 << 62
 _WORDS = {1: ElementKind.U8, 2: ElementKind.U16, 4: ElementKind.I32}
 
 
@@ -57,7 +57,7 @@ def two_sizes(name: str, value: Any) -> tuple[int, int]:
         m = k = None
     if m is None or k is None:
         raise wrong(name, "two sizes, M and K", value)
-    if min(m, k) < 0 or max(m, k) >= _MOST_CELLS or m * k >= _MOST_CELLS:
+    if min(m, k) < 0 or max(m, k) >= _MAX_CELLS or m * k >= _MAX_CELLS:
         raise wrong(name, "M * K from 0 to below 2^62", [m, k])
     return m, k
 

@@ -34,7 +34,7 @@ _STORED = {4: "uint8", 8: "uint8", 16: "int16", 32: "int32"}
 _DEFAULT_ELEMENTS = ALL_ELEMENTS[1:]  # all but float32
 _TRIED = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 5), (4, 4))
 """Sizes of random metadata that an order is tried on: tiles down and across."""
-_MOST_WORDS = 1 << 20
+_MAX_WORDS = 1 << 20
 """The most words of a tile of metadata. Real formats have at most some thousands."""
 _ROUNDS = 4
 
@@ -198,10 +198,10 @@ class _Order:
 def _permuted(permutation: Any, tile: Any, word_bits: int) -> _Order:
     stored: list[int | None] = [None]
     with suppress(Exception):  # a broken object may raise anything; an endless one has no length
-        stored = [integer(permutation[at]) for at in range(min(len(permutation), _MOST_WORDS + 1))]
-    if len(stored) > _MOST_WORDS:
+        stored = [integer(permutation[at]) for at in range(min(len(permutation), _MAX_WORDS + 1))]
+    if len(stored) > _MAX_WORDS:
         raise InvalidProblemError(
-            f"permutation: expected at most {_MOST_WORDS} numbers, got {len(permutation)}"
+            f"permutation: expected at most {_MAX_WORDS} numbers, got {len(permutation)}"
         )
     bad = next((at for at, one in enumerate(stored) if one is None), None)
     if bad is not None or not stored:

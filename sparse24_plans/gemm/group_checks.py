@@ -6,11 +6,11 @@ from typing import Any
 
 from ..vocab import ElementKind, GroupTokens, MatrixOrder
 
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 """Rows that i32 offsets can name."""
-_MOST_CHOICES = 1024
+_MAX_CHOICES = 1024
 """The largest ``top_k``."""
-MOST_GROUPS = 1024
+MAX_GROUPS = 1024
 """Groups whose table a CTA's shared memory holds."""
 _SUMMED = (ElementKind.F32, ElementKind.F16, ElementKind.BF16)
 """Types of results that are added up to rows of Y."""
@@ -34,8 +34,8 @@ def _check_group_tokens(desc: Any) -> None:
     for name in ("x_order", "y_order"):
         if getattr(desc, name) is not MatrixOrder.ROW:
             raise ValueError(f"{name}: expected row with groups, got {getattr(desc, name)}")
-    if desc.n > _MOST_ROWS:
-        raise ValueError(f"n: expected at most {_MOST_ROWS} rows with groups, got {desc.n}")
+    if desc.n > _MAX_ROWS:
+        raise ValueError(f"n: expected at most {_MAX_ROWS} rows with groups, got {desc.n}")
     if desc.group_tokens is GroupTokens.COUNTS and desc.n % desc.groups:
         raise ValueError(
             f"n: expected a multiple of groups, {desc.groups}, with group_tokens counts, got {desc.n}"
@@ -47,8 +47,8 @@ def _check_routing(desc: Any) -> None:
         if getattr(desc, name) is not None:
             raise ValueError(f"{name}: expected None without groups, got {getattr(desc, name)}")
     for name in ("x_rows", "y_rows"):
-        if (rows := getattr(desc, name)) is not None and rows > _MOST_ROWS:
-            raise ValueError(f"{name}: expected at most {_MOST_ROWS} rows, got {rows}")
+        if (rows := getattr(desc, name)) is not None and rows > _MAX_ROWS:
+            raise ValueError(f"{name}: expected at most {_MAX_ROWS} rows, got {rows}")
     if desc.x_rows == 0 and desc.n:
         raise ValueError(f"x_rows: expected at least 1 row for n = {desc.n} places, got 0")
     by_experts = desc.group_tokens is GroupTokens.EXPERTS
@@ -56,9 +56,9 @@ def _check_routing(desc: Any) -> None:
         if desc.top_k:
             raise ValueError(f"top_k: expected 0 without y_rows, got {desc.top_k}")
         return
-    if not 1 <= desc.top_k <= _MOST_CHOICES:
+    if not 1 <= desc.top_k <= _MAX_CHOICES:
         beside = "group_tokens experts" if by_experts else "y_rows"
-        raise ValueError(f"top_k: expected 1 to {_MOST_CHOICES} with {beside}, got {desc.top_k}")
+        raise ValueError(f"top_k: expected 1 to {_MAX_CHOICES} with {beside}, got {desc.top_k}")
     if by_experts:
         _check_experts(desc)
     if desc.y_rows is None:
@@ -75,9 +75,9 @@ def _check_experts(desc: Any) -> None:
         raise ValueError(
             f"n: expected a multiple of top_k, {desc.top_k}, with group_tokens experts, got {desc.n}"
         )
-    if desc.groups > MOST_GROUPS:
+    if desc.groups > MAX_GROUPS:
         raise ValueError(
-            f"groups: expected at most {MOST_GROUPS} with group_tokens experts, got {desc.groups}"
+            f"groups: expected at most {MAX_GROUPS} with group_tokens experts, got {desc.groups}"
         )
     for name in ("x_rows", "y_rows"):
         if getattr(desc, name) not in (None, rows):

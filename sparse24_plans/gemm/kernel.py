@@ -17,7 +17,7 @@ from ..weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from .descriptor import GemmSparse24Descriptor
 from .kernel_table import GemmEntry
 
-MOST_STRIDES = 64
+MAX_STRIDES = 64
 """Number of pairs of strides whose library plans are cached; the least recently used one is dropped first."""
 
 

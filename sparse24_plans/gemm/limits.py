@@ -16,7 +16,7 @@ from ..vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, Sc
 from ..weights.inflate import BLOCK_BYTES
 from ..weights.packed_layouts import TILE_M
 from .descriptor import GemmSparse24Descriptor
-from .group_checks import MOST_GROUPS
+from .group_checks import MAX_GROUPS
 
 F32, F16, BF16 = ElementKind.F32, ElementKind.F16, ElementKind.BF16
 S8, E4M3, I32 = ElementKind.S8, ElementKind.FP8_E4M3, ElementKind.I32
@@ -27,7 +27,7 @@ WITH_FP8 = 8, 9
 _INTEGER_K = 2**18  # k/2 kept products of at most 2^14
 SPLIT_CTA_ELEMENTS = 2048
 """Elements of X that one CTA of the pre-pass kernel splits."""
-SPLIT_CHUNK_BYTES, _LEAST_CHUNK = 512 << 20, 128
+SPLIT_CHUNK_BYTES, _MIN_CHUNK = 512 << 20, 128
 """Most bytes of bf16 terms of X that the workspace holds at once, and tokens whose terms it always holds."""
 DIRECT_TOKENS, _SECTOR = 64, 32
 """A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
@@ -99,8 +99,8 @@ def wgmma_sp(problem: GemmSparse24Descriptor) -> str | None:
 def wgmma_sp_grouped(problem: GemmSparse24Descriptor) -> str | None:
     if problem.m % TILE_M:
         return f"needs m a multiple of {TILE_M} with groups, got {problem.m}"
-    if problem.groups > MOST_GROUPS:
-        return f"serves at most {MOST_GROUPS} groups, got {problem.groups}"
+    if problem.groups > MAX_GROUPS:
+        return f"serves at most {MAX_GROUPS} groups, got {problem.groups}"
     if problem.weight_rows >= 2**31:
         return f"{problem.weight_rows} rows of all weights exceed a tensor map's coordinates, {2**31 - 1}"
     # Offsets may give every group all rows: work tiles are counted in 32 bits.
@@ -163,10 +163,10 @@ def most_chunk(terms: int, problem: GemmSparse24Descriptor, room: int = SPLIT_CH
 
     A chunk of the fewest tokens may need more.
     """
-    if problem.n <= _LEAST_CHUNK:
+    if problem.n <= _MIN_CHUNK:
         return problem.n
     room = min(room, SPLIT_CHUNK_BYTES) // 256 * 256
-    return min(max(room // (terms * max(problem.k, 1) * BF16.itemsize), _LEAST_CHUNK), problem.n)
+    return min(max(room // (terms * max(problem.k, 1) * BF16.itemsize), _MIN_CHUNK), problem.n)
 
 
 def producers_split(m: int, k: int, tokens: int) -> bool:

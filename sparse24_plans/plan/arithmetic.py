@@ -24,14 +24,14 @@ from ..vocab import FP8, ElementKind
 FMA32, EXACT_SUM, HOPPER, HOPPER_FP8 = "fma32_in_order", "exact_sum", "hopper_tc", "hopper_tc_fp8"
 HOPPER_F32 = {2: "hopper_tc_f32x3", 3: "hopper_tc_f32x6"}
 """Names by the number of split terms of a float32. The name ends in the number of products that are added."""
-MOST_SLICES, PROMOTED_EVERY = 8, 128
+MAX_SLICES, PROMOTED_EVERY = 8, 128
 FORMS = (
     FMA32,
     EXACT_SUM,
-    f"{HOPPER}/slices=1..{MOST_SLICES}",
-    f"{HOPPER_FP8}/slices=1..{MOST_SLICES}",
+    f"{HOPPER}/slices=1..{MAX_SLICES}",
+    f"{HOPPER_FP8}/slices=1..{MAX_SLICES}",
     f"{HOPPER_FP8}/promoted={PROMOTED_EVERY}",
-    *(f"{kind}/slices=1..{MOST_SLICES}" for kind in HOPPER_F32.values()),
+    *(f"{kind}/slices=1..{MAX_SLICES}" for kind in HOPPER_F32.values()),
 )
 """All names in short, for messages."""
 _ELEMENTS = {
@@ -106,7 +106,7 @@ _KNOWN = {
     for one in (
         Arithmetic(FMA32),
         Arithmetic(EXACT_SUM),
-        *(Arithmetic(kind, slices) for kind in _ON_TENSOR_CORES for slices in range(1, MOST_SLICES + 1)),
+        *(Arithmetic(kind, slices) for kind in _ON_TENSOR_CORES for slices in range(1, MAX_SLICES + 1)),
         Arithmetic.promoted(),
     )
 }

@@ -37,7 +37,7 @@ def _arithmetics_name(name: str) -> str:
 
 ArithmeticName = Annotated[str, AfterValidator(_arithmetics_name)]
 """The name of an arithmetic in :mod:`sparse24_plans.plan.arithmetic`."""
-LEAST_IN_PARTS = 2.0**-108
+MIN_IN_PARTS = 2.0**-108
 """The least magnitude that counts if float32 is split into bf16 terms (docs/guarantees.md)."""
 FP8_ROUNDOFF = 2.0**-13
 """Largest relative error of one step of Hopper's tensor cores on fp8, which keep about 13 bits below the
@@ -109,7 +109,7 @@ class PrecisionGuarantee(Model):
         kind, found = element_kind(element, "element"), np.abs(_wide("values", values))
         if self.math_precision in (MathPrecision.F32, MathPrecision.INT8):
             return found
-        least = LEAST_IN_PARTS if self.product_roundoff else kind.smallest_normal
+        least = MIN_IN_PARTS if self.product_roundoff else kind.smallest_normal
         raised: Float64s = np.maximum(found, least)
         return np.where(found == 0, 0.0, raised)
 

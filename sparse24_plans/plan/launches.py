@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from ..device.streams import CurrentStream, Launch, launch_on
-from ..device.tensors import LOCATION_OF_TYPE, MOST_ADDRESS, Device, view_at
+from ..device.tensors import LOCATION_OF_TYPE, MAX_ADDRESS, Device, view_at
 from ..errors import InvalidProblemError, shown
 from ..vocab.fields import integer
 from .kernel import Kernel
 from .operands import OperandChecks, Views, check_alignment
 from .overlap import overlap, piece, spans_of
 
-MOST_LAUNCHES = 1024
+MAX_LAUNCHES = 1024
 """Launches that a plan keeps: a model has many layers of one shape, and an allocator gives the same addresses
 again and again."""
 
@@ -66,7 +66,7 @@ class LaunchCache:
         return located
 
     def _keep(self, key: object, entry: object) -> None:
-        if len(self._launches) >= MOST_LAUNCHES:
+        if len(self._launches) >= MAX_LAUNCHES:
             self._launches.clear()
         self._launches[key] = entry
 
@@ -167,4 +167,4 @@ class Caller:
 
 def _is_address(value: object) -> bool:
     number = integer(value)
-    return number is not None and 0 <= number < MOST_ADDRESS
+    return number is not None and 0 <= number < MAX_ADDRESS

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ..device.tensors import TensorView
 
-_MOST_LINES = 1 << 16
+_MAX_LINES = 1 << 16
 """Most lines that are compared one by one. More lines of different pitches count as one piece."""
-_MOST_SPANS = 256
+_MAX_SPANS = 256
 """Most spans of a tensor. A tensor of more spans counts as one piece."""
 
 
@@ -45,7 +45,7 @@ def spans_of(view: TensorView) -> tuple[StridedSpan, ...]:
     if not outer or len(outer) > 2 or any(one.stride < width.size for one in outer):
         return whole
     few, many = sorted(outer) if len(outer) == 2 else (_Dimension(1, 0), *outer)
-    if few.size > _MOST_SPANS:
+    if few.size > _MAX_SPANS:
         return whole
     size = view.element.itemsize
     lines = many.size, many.stride * size, width.size * size
@@ -60,7 +60,7 @@ def lie_apart(view: TensorView) -> bool:
     if len(outer) < 2 or outer[1].stride >= outer[0].size * outer[0].stride:
         return all(one.stride >= width.size for one in outer)
     few, many = sorted(outer)
-    if len(outer) > 2 or min(few.stride, many.stride) < width.size or few.size > _MOST_LINES:
+    if len(outer) > 2 or min(few.stride, many.stride) < width.size or few.size > _MAX_LINES:
         return False
     # Whether two lines overlap depends on how far apart their indices are in both dimensions.
     back = (many.size - 1) * many.stride
@@ -98,6 +98,6 @@ def overlap(one: StridedSpan, other: StridedSpan) -> bool:
         back = (few.lines - 1) * many.pitch
         spread = StridedSpan(many.address - back, many.lines + few.lines - 1, many.pitch, many.width)
         return spread.overlaps(few.address, few.width)
-    if few.lines > _MOST_LINES:
+    if few.lines > _MAX_LINES:
         return True
     return any(many.overlaps(few.address + at * few.pitch, few.width) for at in range(few.lines))

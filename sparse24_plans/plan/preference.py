@@ -1,4 +1,4 @@
-"""The caller's wishes for a plan."""
+"""The caller's conditions on a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .guarantee import GuaranteeRequirement
 
 
 class PlanPreference(Model):
-    """The caller's wishes for a plan. No kernel that fails one of them is chosen."""
+    """The caller's conditions on a plan. No kernel that fails one of them is chosen."""
 
     max_workspace_bytes: Annotated[int, Integer(most=2**64)] | None = None
     """Largest workspace in bytes; None: any."""
@@ -50,7 +50,7 @@ class PlanPreference(Model):
 
     @classmethod
     def of(cls, given: PlanPreference | Mapping[str, Any] | None) -> PlanPreference:
-        """A preference: ``given``, or a mapping's fields, or no wishes. Raises InvalidProblemError."""
+        """A preference: ``given``, or a mapping's fields, or no conditions. Raises InvalidProblemError."""
         if given is None:
             return _NO_PREFERENCE
         if type(given) is cls:

@@ -71,7 +71,7 @@ class ExpertsWeight(Sparse24Linear):
         return y
 
     def _arguments(self, activation: str) -> dict[str, Any]:
-        about = {"m": self.out_features, "activation": activation, "preference": self.wishes}
+        about = {"m": self.out_features, "activation": activation, "preference": self.preference_json}
         return {**about, **self._quantized()}
 
     def _quantized(self) -> dict[str, Any]:
@@ -401,7 +401,7 @@ def no_kernel(module: nn.Module, device: torch.device, **options: Any) -> str | 
 def kernel_obstacle(layer: Sparse24Linear, device: torch.device) -> str | None:
     """Why no kernel serves the layer on a CUDA device; None if one does, or for the CPU.
 
-    Experts without wishes are left to PyTorch where only the strict kernel multiplies by groups.
+    Experts without a preference are left to PyTorch where only the strict kernel multiplies by groups.
     """
     if device.type != "cuda":
         return None

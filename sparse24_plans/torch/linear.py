@@ -289,7 +289,7 @@ class Sparse24Linear(nn.Module):
         return self._weight, words_of(self.metadata)
 
     @property
-    def wishes(self) -> str:
+    def preference_json(self) -> str:
         """The layer's preference as ops take it."""
         found: str = self._direct_options[3]
         return found

@@ -25,7 +25,7 @@ from .library import autocasts
 from .linear import Sparse24Linear
 
 _linear: Any = torch.ops.sparse24.linear.default
-_LEAST_K = 8
+_MIN_K = 8
 _LARGE = 1 << 22
 """Number of results beyond which sums in shares save more time than their extra collective costs."""
 
@@ -447,9 +447,9 @@ class RowwiseSparse24(_Style):
         parts = self.parts or ranks
         if parts % ranks:
             raise InvalidProblemError(f"parts: expected a multiple of {ranks} ranks, got {parts}")
-        if layer.in_features % (_LEAST_K * parts):
+        if layer.in_features % (_MIN_K * parts):
             raise InvalidProblemError(
-                f"in_features: expected a multiple of {_LEAST_K} times {parts} parts of K, got "
+                f"in_features: expected a multiple of {_MIN_K} times {parts} parts of K, got "
                 f"{layer.in_features}"
             )
         if parts > ranks and layer.out_features % TILE_M:

@@ -17,7 +17,7 @@ from ..plan.launches import Caller
 from ..plan.preference import PlanPreference
 from .elements import stream_getter
 
-MOST_FORMS = 4096
+MAX_FORMS = 4096
 """Forms that a cache keeps: a server's numbers of tokens, times the shapes of its model's layers."""
 
 
@@ -25,7 +25,7 @@ _lock = lock_across_forks()
 
 
 class PlanCache(dict[Any, Any]):
-    """At most :data:`MOST_FORMS` entries by form; the oldest entry makes room for a new one.
+    """At most :data:`MAX_FORMS` entries by form; the oldest entry makes room for a new one.
 
     Threads may share a cache. Its ``get`` is that of ``dict``, so finding an entry takes no lock.
     """
@@ -33,7 +33,7 @@ class PlanCache(dict[Any, Any]):
     def keep(self, form: Any, entry: Any) -> Any:
         """Store the entry and return it."""
         with _lock:
-            while len(self) >= MOST_FORMS:
+            while len(self) >= MAX_FORMS:
                 del self[next(iter(self))]
             self[form] = entry
         return entry
@@ -88,7 +88,7 @@ class Refusal:
         raise self._kind(self._message)
 
 
-@lru_cache(maxsize=MOST_FORMS)
+@lru_cache(maxsize=MAX_FORMS)
 def descriptor(plan: Any, **fields: Any) -> Any:
     """The descriptor of the plan's class. A field that is None has its default.
 

@@ -47,7 +47,7 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = -1) -> Tensor:
         most = size.amax() if size.numel() else size.new_zeros(())
     else:  # amax refuses an empty dimension, whose sum is 0
         most = size.amax(dim, keepdim=True) if size.shape[dim] else size.sum(dim, keepdim=True)
-    return (most / LARGEST[dtype]).clamp(min=quantize_weights.LEAST_SCALE)
+    return (most / LARGEST[dtype]).clamp(min=quantize_weights.MIN_SCALE)
 
 
 def keeping_dtypes(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

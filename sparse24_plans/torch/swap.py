@@ -39,7 +39,7 @@ from .weight_only_linear import Sparse24WeightOnlyLinear
 
 _BLOCK = 1 << 24
 """Elements whose squares are summed at a time."""
-_LEAST = 16
+_MIN_SIZE = 16
 """Columns and rows of the smallest layer that takes every activation."""
 
 
@@ -93,7 +93,7 @@ class Sparse24Recipe:
         kind, quantized = self._kind
         wishes = {"require": self.require, "preference": self.preference, "trainable": self.trainable}
         # A layer on the meta device refuses what no layer takes before any layer of a model is swapped.
-        kind(_LEAST, _LEAST, device="meta", **{"dtype": torch.bfloat16, **quantized, **wishes})
+        kind(_MIN_SIZE, _MIN_SIZE, device="meta", **{"dtype": torch.bfloat16, **quantized, **wishes})
 
     def layer(self, name: str, module: nn.Module) -> Sparse24Linear:
         """The Sparse24Linear that replaces an nn.Linear or a Conv1D."""

@@ -33,7 +33,7 @@ from ..plan.preference import PlanPreference
 from ..vocab import DeviceProperties
 from .process import python_command
 
-LEAST_GAIN = 1.03
+MIN_GAIN = 1.03
 """How many times faster than the default a configuration must be to replace it."""
 _SILENCE_S = 20.0
 """Seconds of silence after which a worker that was at work must hang in a kernel."""
@@ -249,7 +249,7 @@ class _Tuner:
 
 
 def choose(times: list[tuple[Configuration, float]]) -> tuple[Configuration | None, float, float]:
-    """(configuration, its time, the default's) of the winner; the default unless beaten by LEAST_GAIN.
+    """(configuration, its time, the default's) of the winner; the default unless beaten by MIN_GAIN.
 
     The result is (None, 0, 0) if no configuration was right. If only the default was wrong, the winner's own
     time stands in for it.
@@ -260,7 +260,7 @@ def choose(times: list[tuple[Configuration, float]]) -> tuple[Configuration | No
     default = next((us for configuration, us in times if not configuration), None)
     if default is None:
         return fastest, best, best
-    if default / best > LEAST_GAIN:
+    if default / best > MIN_GAIN:
         return fastest, best, default
     return {}, default, default
 

@@ -14,7 +14,7 @@ import numpy as np
 from . import canonical
 
 COUNT = 2
-_FRACTION, _LEAST, _LARGEST = 7, -126, 0x7F7F
+_FRACTION, _MIN_EXPONENT, _LARGEST = 7, -126, 0x7F7F
 """Bits of bf16's fraction, the exponent of its smallest normal number, the bits of its largest number."""
 _AT_ONCE = 1 << 23
 """Values that are split at a time, which takes some gigabytes on a GPU."""
@@ -59,9 +59,9 @@ def _nearest(values: Any) -> Any:
     xp = canonical.array_module(values)
     negative = values < 0
     field = (xp.abs(values).view(np.int64) >> 52) - 1023
-    exponent = xp.maximum(field, _LEAST)
+    exponent = xp.maximum(field, _MIN_EXPONENT)
     units = xp.rint(xp.ldexp(xp.abs(values), (_FRACTION - exponent).astype(np.int32))).astype(np.int64)
-    found = ((exponent - _LEAST) << _FRACTION) + units
+    found = ((exponent - _MIN_EXPONENT) << _FRACTION) + units
     return (found | negative.astype(np.int64) << 15).astype(np.uint16)
 
 
@@ -70,4 +70,4 @@ def _value(bits: Any) -> Any:
     xp = canonical.array_module(bits)
     field = (bits >> _FRACTION).astype(np.int32)
     units = (bits & 0x7F).astype(np.int32) | (field > 0).astype(np.int32) << _FRACTION
-    return xp.ldexp(units.astype(np.float64), xp.maximum(field, 1) + _LEAST - 1 - _FRACTION)
+    return xp.ldexp(units.astype(np.float64), xp.maximum(field, 1) + _MIN_EXPONENT - 1 - _FRACTION)

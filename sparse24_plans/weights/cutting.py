@@ -28,7 +28,7 @@ from .weight import CanonicalWeight, PackedWeight, Sparse24Weight
 W = TypeVar("W", Sparse24Weight, Sparse24QuantizedWeight, PackedWeight)
 
 _GROUP = 4
-_LEAST_K = 8
+_MIN_K = 8
 """K of a weight in canonical form is a multiple of this."""
 _AXES = ("M", "K")
 
@@ -326,8 +326,8 @@ def _slice(
                 f"got {at}{_remedy(packed)}"
             )
     width = cells[1] - cells[0]
-    if axis == 1 and width % _LEAST_K:
-        raise InvalidProblemError(f"{names[1]}: expected a K that is a multiple of {_LEAST_K}, got {width}")
+    if axis == 1 and width % _MIN_K:
+        raise InvalidProblemError(f"{names[1]}: expected a K that is a multiple of {_MIN_K}, got {width}")
     m, k = (width, packed.k) if axis == 0 else (packed.m, width)
     whole_rows = axis == 0 or grid.down(packed.m) <= 1 or width in (0, packed.k)
     if not _is_view(copy, whole_rows, f"columns {cells[0]} to {cells[1]} of {packed.m} rows"):

@@ -13,7 +13,7 @@ GATE_ROWS = 8
 """Number of adjacent rows of gates, which alternate with as many rows of ``up``."""
 GATE_GROUP = 2 * GATE_ROWS
 """Adjacent rows of gate and of up together; M is a multiple."""
-MOST_ROWS = (1 << 31) - GATE_GROUP
+MAX_ROWS = (1 << 31) - GATE_GROUP
 """Largest M, because kernels count rows in 31 bits."""
 
 
@@ -29,7 +29,7 @@ def gated_rows(m: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     Raises InvalidProblemError naming ``m``.
     """
     rows = integer(m)
-    if rows is None or not 0 <= rows <= MOST_ROWS or rows % GATE_GROUP:
+    if rows is None or not 0 <= rows <= MAX_ROWS or rows % GATE_GROUP:
         raise wrong("m", f"a multiple of {GATE_GROUP} below 2^31", m)
     features = np.arange(rows // 2, dtype=np.int64).reshape(-1, GATE_ROWS)
     return np.stack([features, features + rows // 2], axis=1).reshape(rows)

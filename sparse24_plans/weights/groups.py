@@ -56,7 +56,7 @@ class Scratch:
         return self._evens.nbytes + sum(memory.size for memory in self._memory.values())
 
 
-_MOST_KEPT = 8 << 20
+_MAX_KEPT = 8 << 20
 """Bytes of scratch that a thread keeps for its next block."""
 _threads = local()
 
@@ -70,7 +70,7 @@ def scratch() -> Iterator[Scratch]:
     try:
         yield found
     finally:
-        _threads.scratch = found if found.nbytes <= _MOST_KEPT else None
+        _threads.scratch = found if found.nbytes <= _MAX_KEPT else None
 
 
 def title() -> str:

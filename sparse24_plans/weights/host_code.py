@@ -10,7 +10,7 @@ from . import compiled, groups
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-LEAST_CELLS = 3 << 18
+MIN_CELLS = 3 << 18
 """Smallest number of cells that numba is used for. Models are read in blocks of almost 2^20 cells."""
 
 
@@ -28,7 +28,7 @@ class HostCode(Protocol):
 
 def best(cells: int) -> HostCode:
     """The code for a matrix of ``cells`` cells."""
-    return compiled if cells >= LEAST_CELLS and compiled.obstacle() is None else groups
+    return compiled if cells >= MIN_CELLS and compiled.obstacle() is None else groups
 
 
 def versions() -> dict[str, str | None]:

@@ -16,7 +16,7 @@ LARGEST = {ElementKind.FP8_E4M3: 448.0, ElementKind.S8: 127.0}
 """The largest value of each 8-bit element that a weight may be quantized to."""
 LARGEST_STORED = {**LARGEST, ElementKind.S4: 7.0}
 """The largest value of each element of stored values that quantization gives."""
-LEAST_SCALE = 2.0**-100
+MIN_SCALE = 2.0**-100
 SCALE_SUFFIX = "_scale"
 """The scales of a tensor NAME are NAME_scale, float32 [M, 1], as in compressed-tensors' checkpoints."""
 
@@ -40,7 +40,7 @@ def scales_of(rows: Array, element: ElementKind) -> Array:
     """The scales [M, 1] of float32 rows."""
     with np.errstate(all="ignore"):  # NaN and Inf are results here
         most = np.abs(rows).max(axis=1, keepdims=True, initial=0)
-        found: Array = np.maximum(most / np.float32(LARGEST_STORED[element]), np.float32(LEAST_SCALE))
+        found: Array = np.maximum(most / np.float32(LARGEST_STORED[element]), np.float32(MIN_SCALE))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_MOST = 16
+_MAX_THREADS = 16
 """Most threads of a call. With more, memory bandwidth is the limit."""
 
 
@@ -24,7 +24,7 @@ def cores() -> int:
         found = len(os.sched_getaffinity(0))
     except AttributeError:  # some systems lack it
         found = os.cpu_count() or 1
-    return min(found, _MOST)
+    return min(found, _MAX_THREADS)
 
 
 def for_each(work: Callable[[T], object], blocks: Iterable[T]) -> None:

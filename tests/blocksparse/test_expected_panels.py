@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.random_blocks import Cell
 from sparse24_plans import BlockSparseLayout, BlockSparseMatmulDescriptor
-from sparse24_plans.blocksparse.panels import MOST_DEVIATIONS, expected_columns
+from sparse24_plans.blocksparse.panels import MAX_DEVIATIONS, expected_columns
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cost import expected_longest_panel, mean_panel, work
 from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import has_long_panel
 
@@ -55,7 +55,7 @@ def deviations(cell: Cell) -> float:
 
 @given(cells("uneven"))
 def test_a_long_row_makes_every_panel_long_that_has_it(cell):
-    assume(deviations(cell) > MOST_DEVIATIONS and has_long_panel(cell.descriptor(cell.layout())))
+    assume(deviations(cell) > MAX_DEVIATIONS and has_long_panel(cell.descriptor(cell.layout())))
     check(cell, 0.5, 2)
 
 
@@ -70,7 +70,7 @@ def test_one_long_row_shows_in_its_panels_length(block, share):
 
 @given(cells("random"))
 def test_panels_of_random_rows_exceed_the_mean_by_equal_deviations(cell):
-    assume(deviations(cell) <= MOST_DEVIATIONS)
+    assume(deviations(cell) <= MAX_DEVIATIONS)
     check(cell, 0.5, 2)
 
 

@@ -102,7 +102,7 @@ def test_a_record_of_times_is_well_formed(tmp_path, monkeypatch, named_cubins):
     monkeypatch.setattr(export_times, "loaded_driver", lambda: str(driver))
     monkeypatch.setattr(export_times, "cuda_properties", lambda ordinal: absent_gpu("h200"))
     monkeypatch.setattr(export_times, "machine", lambda: {**record("h200.json")})
-    monkeypatch.setattr(export_times, "MOST_TOKENS", 40)
+    monkeypatch.setattr(export_times, "MAX_TOKENS", 40)
     export_times.main([str(out), "--n", "20"])
     export_times.main([str(out), "--size"])
     found = json.loads(out.read_text())

@@ -27,7 +27,7 @@ from .worker import outcome
 _SILENCE_S = 120.0
 """A case that takes longer hangs."""
 _PROGRESS_S = 10.0
-_MOST_FAILURES = 20
+_MAX_FAILURES = 20
 
 
 Said = queue.Queue[tuple[int, str]]
@@ -85,7 +85,7 @@ class Run:
         said: Said = queue.Queue()
         workers = {name: Worker(name, said, name, self.options) for name in range(self.options.processes)}
         try:
-            while (now := time.monotonic()) < end and len(self.failures) < _MOST_FAILURES:
+            while (now := time.monotonic()) < end and len(self.failures) < _MAX_FAILURES:
                 if now > progress:
                     progress += _PROGRESS_S
                     _say(f"{now - begin:.0f} s: {self}")

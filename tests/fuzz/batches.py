@@ -15,7 +15,7 @@ from ..float64 import reference
 from ..gemm.batched_cases import ORDERS, SHARED, batched_case
 from ..support import case_of, place_name, same_bits
 
-_MOST_BATCHES = 24
+_MAX_BATCHES = 24
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BatchedProduct:
 
 def batches_of(rng: np.random.Generator, product: Any) -> BatchedProduct:
     """Batches of a drawn product. Their weights have whole tiles, unless all of them have one weight."""
-    batches, shared_weight = int(2 ** rng.uniform(0, np.log2(_MOST_BATCHES))), bool(rng.random() < 0.4)
+    batches, shared_weight = int(2 ** rng.uniform(0, np.log2(_MAX_BATCHES))), bool(rng.random() < 0.4)
     fields = product.desc.model_dump() | {"batches": batches, "shared_weight": shared_weight}
     if rng.random() < 0.05:
         fields["batches"] = 0

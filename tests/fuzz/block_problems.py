@@ -20,7 +20,7 @@ from sparse24_plans import (
     PlanPreference,
 )
 from sparse24_plans.arithmetic.epilogue import UNGATED
-from sparse24_plans.blocksparse.dropout import MOST_DROPOUT
+from sparse24_plans.blocksparse.dropout import MAX_DROPOUT
 
 from .draws import RESULTS, alpha_of, default_bias, pick, preference_of, size_of
 
@@ -136,7 +136,7 @@ def _attention(
     if rng.random() < 0.5:
         fields["scale"] = float(pick(rng, (1.0, 0.0, -0.5)))
     fields |= {name: rng.random() < 0.5 for name in ("causal", "lengths")}
-    fields["dropout"] = float(pick(rng, (0.0, 0.0, 0.1, 0.5, rng.random() * MOST_DROPOUT, MOST_DROPOUT)))
+    fields["dropout"] = float(pick(rng, (0.0, 0.0, 0.1, 0.5, rng.random() * MAX_DROPOUT, MAX_DROPOUT)))
     size = max(1, size_of(rng, 40))
     return BlockSparseAttentionDescriptor(layout=layout, batch=batch, head_size=size, **fields)
 

@@ -18,7 +18,7 @@ OWN = tuple(
 )
 """The package's own kernels. The library's have sizes of their own: test_cusparselt.py; what runs on
 request has test_named_arithmetics.py, and what serves groups alone test_grouped.py."""
-MOST_TOKENS = {"mma_sp": 128}
+MAX_TOKENS = {"mma_sp": 128}
 """The largest n of kernels that leave larger ones to others."""
 BOTH_OPS = ("forward", "dgrad")
 ELEMENTS = tuple(ElementKind(name) for name in ("f32", "f16", "bf16", "s8", "fp8_e4m3", "fp8_e5m2"))
@@ -93,7 +93,7 @@ def case_of(
 
 
 def tokens(row: str, n: int) -> int:
-    return min(n, MOST_TOKENS.get(row, n))
+    return min(n, MAX_TOKENS.get(row, n))
 
 
 def medium(row: str) -> dict[str, int]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparse24_plans import ElementKind, Sparse24Weight
 
-LEAST_EXPONENT = {"f16": -14, "bf16": -126, "fp8_e4m3": -6, "fp8_e5m2": -14}
+MIN_EXPONENT = {"f16": -14, "bf16": -126, "fp8_e4m3": -6, "fp8_e5m2": -14}
 PRODUCTS = {"f16": 16, "bf16": 16, "fp8_e4m3": 32, "fp8_e5m2": 32}
 ALIGNED_BITS = {"f16": 25, "bf16": 25, "fp8_e4m3": 13, "fp8_e5m2": 13}
 RESULT_BITS = {"f16": 23, "bf16": 23, "fp8_e4m3": 13, "fp8_e5m2": 13}
@@ -50,7 +50,7 @@ def step(a: Sequence[float], b: Sequence[float], c: float, element: str) -> floa
         return math.fsum(plain) if not any(map(math.isnan, plain)) and one_sign(plain) else math.nan
     addends = []
     for x, y, product in zip(a, b, products, strict=True):
-        least = LEAST_EXPONENT[element]
+        least = MIN_EXPONENT[element]
         if product:
             addends.append((exact(product), exponent(x, least) + exponent(y, least)))
     if c:

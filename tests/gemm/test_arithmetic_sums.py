@@ -11,7 +11,7 @@ from sparse24_plans import ElementKind, GemmSparse24Descriptor, Sparse24Weight
 from sparse24_plans.gemm.arithmetic import sums as module
 from sparse24_plans.gemm.arithmetic.results import blocks_of, places
 from sparse24_plans.gemm.arithmetic.sums import Factors, step_places, sums
-from sparse24_plans.plan.arithmetic import MOST_SLICES, Arithmetic
+from sparse24_plans.plan.arithmetic import MAX_SLICES, Arithmetic
 from sparse24_plans.weights import canonical
 
 from ..support import random_values
@@ -78,9 +78,9 @@ def test_the_names_differ_in_bits():
     tokens, outputs = places(np.arange(128), desc)
     found = {
         sums(factors, Arithmetic.of(name), tokens, outputs).tobytes()
-        for name in ["fma32_in_order", *(f"hopper_tc/slices={s}" for s in range(1, MOST_SLICES + 1))]
+        for name in ["fma32_in_order", *(f"hopper_tc/slices={s}" for s in range(1, MAX_SLICES + 1))]
     }
-    assert len(found) == 1 + MOST_SLICES
+    assert len(found) == 1 + MAX_SLICES
 
 
 @pytest.mark.parametrize(("element", "name"), [("bf16", "hopper_tc/slices=4"), ("s8", "exact_sum")])

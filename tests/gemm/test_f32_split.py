@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sparse24_plans import GemmSparse24Descriptor, GemmSparse24Plan, Sparse24Weight
 from sparse24_plans.gemm.arithmetic.bf16_terms import MAX_TERMS, term_pairs, terms_of
 from sparse24_plans.plan.arithmetic import Arithmetic
-from sparse24_plans.plan.guarantee import LEAST_IN_PARTS
+from sparse24_plans.plan.guarantee import MIN_IN_PARTS
 
 from ..support import Data, case_of, make_case
 from .f32_split_cases import NAMES
@@ -33,7 +33,7 @@ def test_split_terms_of_a_number(x):
         assert float(part[0].astype(ml_dtypes.bfloat16)) == part[0]
     whole = high + middle + low
     assert whole == x if abs(x) >= 2.0**-110 or x == 0 else abs(whole - x) <= 2.0**-134
-    least = max(abs(x), LEAST_IN_PARTS)
+    least = max(abs(x), MIN_IN_PARTS)
     assert abs(middle) <= 2.0**-8 * least
     assert abs(low) <= 2.0**-17 * least
 

@@ -71,7 +71,7 @@ def test_every_value_of_an_element_is_widened_exactly():
 def test_packed_and_canonical_weights_give_what_the_guarantee_allows(monkeypatch, element, op, n):
     """Tokens, and rows of a canonical weight, come in several blocks here."""
     monkeypatch.setattr(host, "_CELLS", 1)
-    monkeypatch.setattr(host, "_LEAST_TOKENS", 4)
+    monkeypatch.setattr(host, "_MIN_TOKENS", 4)
     monkeypatch.setattr(host, "_INFLATED_CELLS", 5 * 96)
     more = {"epilogue": "bias_gelu"} if op == "forward" else {}
     case = make_case(GemmSparse24Descriptor(n=n, m=72, k=96, element=element, op=op, **more), "host", pad=3)

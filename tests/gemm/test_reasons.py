@@ -17,7 +17,7 @@ from sparse24_plans import (
 from sparse24_plans.gemm import kernel_table
 
 from ..sample_devices import AMPERE, HOPPER, HOST, TURING, gpu_of
-from .kernel_entries import MOST_TOKENS
+from .kernel_entries import MAX_TOKENS
 from .test_selection import HOPPER_BARE, PROBLEM, WEIGHT_BYTES, choose, chosen
 
 
@@ -142,7 +142,7 @@ def test_an_element_that_no_row_serves(device, element):
         GemmSparse24Plan.select(desc, device=device)
 
 
-@pytest.mark.parametrize(("row", "most"), MOST_TOKENS.items())
+@pytest.mark.parametrize(("row", "most"), MAX_TOKENS.items())
 def test_rows_for_few_tokens_leave_more_to_others(row, most):
     for n in (most, most + 1):
         desc = GemmSparse24Descriptor(n=n, m=4096, k=4096, element="bf16")
@@ -176,15 +176,15 @@ def test_kernels_that_serve_rows_alone_or_no_scales_say_so(backend, change, word
 
 # Limits of grids and libraries --------------------------------------------------------------------
 
-MOST_TILES = 2**31 - 1
+MAX_TILES = 2**31 - 1
 
 
 @pytest.mark.parametrize(
     ("problem", "serves"),
     [
-        ({"n": 16, "m": 32 * MOST_TILES, "k": 8}, True),
-        ({"n": 17, "m": 32 * MOST_TILES, "k": 8}, False),
-        ({"n": 16, "m": 32 * MOST_TILES + 1, "k": 8}, False),
+        ({"n": 16, "m": 32 * MAX_TILES, "k": 8}, True),
+        ({"n": 17, "m": 32 * MAX_TILES, "k": 8}, False),
+        ({"n": 16, "m": 32 * MAX_TILES + 1, "k": 8}, False),
         ({"n": 2**19, "m": 2**20, "k": 2**40}, True),
         ({"n": 2**19, "m": 2**20, "k": 2**40, "op": "dgrad"}, False),
         ({"n": 2**40, "m": 0, "k": 2**20}, True),
@@ -213,7 +213,7 @@ def test_a_dimension_beyond_cublas_is_unsupported(name):
 @pytest.mark.parametrize(("k", "serves"), [(4096, True), (4104, False)])
 def test_weights_beyond_the_inflate_kernels_grid_are_unsupported(k, serves):
     """A block of it makes 16384 bytes: here a row of 4096 float32."""
-    desc = GemmSparse24Descriptor(n=8, m=MOST_TILES, k=k, element="f32")
+    desc = GemmSparse24Descriptor(n=8, m=MAX_TILES, k=k, element="f32")
     assert (chosen(HOPPER, desc, prefer_backend="inflate_cublas") is not None) == serves
 
 

@@ -19,7 +19,7 @@ from sparse24_plans import (
 )
 from sparse24_plans.device.tensors import Device
 from sparse24_plans.gemm.backends import cusparselt, inflate_cublas
-from sparse24_plans.gemm.kernel import MOST_STRIDES
+from sparse24_plans.gemm.kernel import MAX_STRIDES
 from sparse24_plans.plan.kernel import Choice
 
 from ..sample_devices import H200
@@ -103,17 +103,17 @@ def test_each_pair_is_planned_once(library):
 
 
 def test_only_the_last_so_many_are_kept(library):
-    for index in range(3 * MOST_STRIDES):
+    for index in range(3 * MAX_STRIDES):
         library.launcher(K, M + 8 * index)
-        if index == 2 * MOST_STRIDES:
+        if index == 2 * MAX_STRIDES:
             gc.collect()
-            assert len(library.alive) <= MOST_STRIDES
+            assert len(library.alive) <= MAX_STRIDES
     gc.collect()
-    assert len(library.alive) == MOST_STRIDES
+    assert len(library.alive) == MAX_STRIDES
 
 
 def test_what_was_used_longest_ago_goes_first(library):
-    for index in range(MOST_STRIDES - 1):
+    for index in range(MAX_STRIDES - 1):
         library.launcher(K + 8 * (index + 1), M + 8)
     library.launcher(K)  # that of packed rows, again
     library.launcher(K, M + 1024)  # one too many: the first of the others goes
@@ -126,7 +126,7 @@ def test_what_was_used_longest_ago_goes_first(library):
 
 def test_a_launch_keeps_its_plan(library):
     launch = library.launcher(K, M + 8)
-    for index in range(2 * MOST_STRIDES):
+    for index in range(2 * MAX_STRIDES):
         library.launcher(K, M + 16 + 8 * index)
     launch(5)  # as a Bound would
 
@@ -144,7 +144,7 @@ def test_strides_that_need_more_workspace_than_the_plan_said():
 def test_more_strides_than_are_kept_all_give_the_product():
     case = case_of("inflate_cublas", n=N, m=M, k=K, element="bf16")
     want, size = case.run().copy(), case.plan.workspace_size()
-    for index in [*range(MOST_STRIDES + 8), 0, 1]:
+    for index in [*range(MAX_STRIDES + 8), 0, 1]:
         y = Guarded((N, M), ElementKind.BF16, 0, M + 8 * index)
         x = Guarded((N, K), ElementKind.BF16, 0, K + 8 * index).fill(case.x)
         args = GemmSparse24Args(case.args.weight, x.view, y.view)

@@ -158,7 +158,7 @@ def test_a_workspace_is_looked_at_too():
 def test_the_launches_of_seen_addresses_are_kept_and_bounded(monkeypatch):
     from sparse24_plans.plan import launches as module
 
-    monkeypatch.setattr(module, "MOST_LAUNCHES", 4)
+    monkeypatch.setattr(module, "MAX_LAUNCHES", 4)
     plan = ToyPlan.select(ToyDescriptor(factor=3.0), device="host")
     space = np.zeros(128, np.uint8)
     space = space[-space.ctypes.data % 32 :][:96]

@@ -12,7 +12,7 @@ from .cases import S, randn, weight
 
 
 def test_the_oldest_form_makes_room(monkeypatch):
-    monkeypatch.setattr(plan_cache, "MOST_FORMS", 3)
+    monkeypatch.setattr(plan_cache, "MAX_FORMS", 3)
     cache = PlanCache()
     for form in range(5):
         assert cache.keep(form, str(form)) == str(form)
@@ -21,7 +21,7 @@ def test_the_oldest_form_makes_room(monkeypatch):
 
 
 def test_threads_never_exceed_the_bound(monkeypatch):
-    monkeypatch.setattr(plan_cache, "MOST_FORMS", 16)
+    monkeypatch.setattr(plan_cache, "MAX_FORMS", 16)
     cache = PlanCache()
 
     def work(seed: int) -> int:

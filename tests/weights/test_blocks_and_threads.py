@@ -247,7 +247,7 @@ import numpy as np
 from sparse24_plans import Sparse24Weight
 from sparse24_plans.weights import compiled, host_code
 
-host_code.LEAST_CELLS = 0
+host_code.MIN_CELLS = 0
 begun, compile_now = threading.Event(), compiled._compile
 
 def compile_slowly(*given):

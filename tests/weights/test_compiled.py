@@ -42,7 +42,7 @@ needs_numba = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(com
 def everything_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans too: none that was selected without it is taken, and none of it is left."""
     plan._select.cache_clear()
-    monkeypatch.setattr(host_code, "LEAST_CELLS", 0)
+    monkeypatch.setattr(host_code, "MIN_CELLS", 0)
     yield
     plan._select.cache_clear()
 
@@ -127,7 +127,7 @@ def test_any_matrix_is_prepared_alike(case):
 
     with pytest.MonkeyPatch.context() as patch:
         by_numpy = prepared()
-        patch.setattr(host_code, "LEAST_CELLS", 0)
+        patch.setattr(host_code, "MIN_CELLS", 0)
         assert prepared() == by_numpy
 
 
@@ -137,7 +137,7 @@ def test_any_scores_rank_alike(case):
     dense, _, scores = case
     with pytest.MonkeyPatch.context() as patch:
         by_numpy = prune(dense, scores=scores)
-        patch.setattr(host_code, "LEAST_CELLS", 0)
+        patch.setattr(host_code, "MIN_CELLS", 0)
         assert same_bits(prune(dense, scores=scores), by_numpy)
 
 
@@ -150,7 +150,7 @@ def test_memory_of_any_kind_is_read(offset, readonly):
     dense.flags.writeable = not readonly
     with pytest.MonkeyPatch.context() as patch:
         want = prune(dense), prune(dense[:, 8:40])
-        patch.setattr(host_code, "LEAST_CELLS", 0)
+        patch.setattr(host_code, "MIN_CELLS", 0)
         assert same_bits(prune(dense), want[0])
         assert same_bits(prune(dense[:, 8:40]), want[1])
 
@@ -176,15 +176,15 @@ def title_of(**size: object) -> str:
 
 
 def test_small_matrices_are_numpys():
-    assert host_code.best(host_code.LEAST_CELLS - 1) is groups
+    assert host_code.best(host_code.MIN_CELLS - 1) is groups
     assert title_of() == "NumPy"
 
 
 @needs_numba
 def test_large_matrices_are_numbas_and_the_plan_says_so():
     version = host_code.versions()["numba"]
-    assert host_code.best(host_code.LEAST_CELLS) is compiled
-    assert title_of(m=host_code.LEAST_CELLS // 128) == f"compiled by numba {version}"
+    assert host_code.best(host_code.MIN_CELLS) is compiled
+    assert title_of(m=host_code.MIN_CELLS // 128) == f"compiled by numba {version}"
 
 
 @needs_numba
@@ -285,7 +285,7 @@ def test_it_takes_less_of_the_processor_than_numpys_passes(element, monkeypatch)
     dense = np.random.default_rng(6).standard_normal((512, 4096), np.float32).astype(kind.dtype)
 
     def spent(least_cells: int) -> float:
-        monkeypatch.setattr(host_code, "LEAST_CELLS", least_cells)
+        monkeypatch.setattr(host_code, "MIN_CELLS", least_cells)
         begin = time.process_time()  # of all threads, on which other processes have little influence
         Sparse24Weight.compress(prune(dense))
         return time.process_time() - begin

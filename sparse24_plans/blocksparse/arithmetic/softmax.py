@@ -11,7 +11,7 @@ from ...vocab import AttentionMask
 
 Array = np.ndarray[Any, Any]
 
-_LEAST = -120.0
+_MIN_EXPONENT = -120.0
 """Least exponent: the exponential of anything below is 0 in float32, too."""
 
 
@@ -56,7 +56,7 @@ def in_order(terms: Array) -> Array:
 
 def exp32(exponents: Array) -> Array:
     """exp of float32 that are not positive: computed in float64, rounded once."""
-    wide = np.clip(np.nan_to_num(exponents.astype(np.float64)), _LEAST, 0.0)
+    wide = np.clip(np.nan_to_num(exponents.astype(np.float64)), _MIN_EXPONENT, 0.0)
     return np.where(np.isnan(exponents), exponents, exponential(wide).astype(np.float32))
 
 

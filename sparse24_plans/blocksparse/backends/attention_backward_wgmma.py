@@ -34,8 +34,8 @@ from ..attention import (
 from ..descriptor import BlockSparseAttentionDescriptor
 from ..limits import (
     ATTENTION_COUNTER_BYTES,
-    LEAST_STREAMED_ROWS,
-    MOST_PASSES,
+    MAX_PASSES,
+    MIN_STREAMED_ROWS,
     backward_workspace,
     rows_of_queries,
     score_gradient_bytes,
@@ -43,7 +43,7 @@ from ..limits import (
 from ..lookup_tables import addresses
 
 _SOURCE = "blocksparse/attention_backward_wgmma.cu"
-_ROW_THREADS, _ROW_ELEMENTS, _LEAST_ROW_LANES = 256, 8, 4
+_ROW_THREADS, _ROW_ELEMENTS, _MIN_ROW_LANES = 256, 8, 4
 """Threads of a CTA of the first launch; elements of a row that each of them reads; least threads of a row."""
 _ALIGNMENT = 1024
 """Bytes that a pipeline group's shared memory is aligned to."""
@@ -51,9 +51,9 @@ _STAGE_WORDS, _GROUP_BYTES = 5, 112
 """Words of a stage's barriers and first row, with dropout of its matrix and where dS is stored of its block;
 bytes of a pipeline group's two barriers and four descriptions.
 """
-_MOST_STORED_BYTES = 4 << 30
+_MAX_STORED_BYTES = 4 << 30
 """Most bytes of dS that are stored if ``max_workspace_bytes`` does not allow more."""
-_MOST_TOGETHER = 128
+_MAX_TOGETHER = 128
 """Largest head whose dK and dV one launch computes."""
 
 
@@ -168,7 +168,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         desc, device = self.descriptor, choice.device
         self.workspace_size, self.workspace_alignment = backward_workspace(desc), 16
         size, most = score_gradient_bytes(desc), choice.preference.max_workspace_bytes
-        stored = size <= _MOST_STORED_BYTES if most is None else _scores_at(desc) + size <= most
+        stored = size <= _MAX_STORED_BYTES if most is None else _scores_at(desc) + size <= most
         if stored:
             self.workspace_size = _scores_at(desc) + size
         passes = passes_of(desc, stored=stored)
@@ -197,12 +197,12 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
         if not bound:
             return nothing
         counters = workspace + 8 * rows_of_queries(self.descriptor)
-        return launch_in_order(fill(counters, 0, MOST_PASSES * ATTENTION_COUNTER_BYTES), *bound)
+        return launch_in_order(fill(counters, 0, MAX_PASSES * ATTENTION_COUNTER_BYTES), *bound)
 
 
 def passes_of(desc: BlockSparseAttentionDescriptor, *, stored: bool) -> tuple[Pass, ...]:
     """The launches over the kept blocks, in order. dV alone does without dS."""
-    found = (_KV, _Q) if desc.head_size <= _MOST_TOGETHER else (_K, _V, _Q)
+    found = (_KV, _Q) if desc.head_size <= _MAX_TOGETHER else (_K, _V, _Q)
     return tuple(one._replace(stored=stored and one is not _V) for one in found)
 
 
@@ -214,7 +214,7 @@ def _scores_at(desc: BlockSparseAttentionDescriptor) -> int:
 def _row_lanes(desc: BlockSparseAttentionDescriptor) -> int:
     """Threads that read a row in the first launch: a power of 2."""
     chunks = -(-desc.head_size // _ROW_ELEMENTS)
-    return max(_LEAST_ROW_LANES, 1 << (chunks - 1).bit_length())
+    return max(_MIN_ROW_LANES, 1 << (chunks - 1).bit_length())
 
 
 class Tiling(NamedTuple):
@@ -232,13 +232,13 @@ class Tiling(NamedTuple):
         """The first of these tilings with which two stages fit in shared memory."""
         groups = pipeline_groups(desc)
         # Sums of both gradients, or of a large head, and dropout's words leave registers for 64 rows.
-        few = len(one.gradients) > 1 or desc.dropout > 0 or desc.head_size > _MOST_TOGETHER
+        few = len(one.gradients) > 1 or desc.dropout > 0 or desc.head_size > _MAX_TOGETHER
         most = 64 if few else desc.layout.block
         # One warpgroup alone has registers for 64 rows and the rest, but not for dropout's words beside them.
         tries = (
             (groups, most),
-            (groups, LEAST_STREAMED_ROWS),
-            (1, LEAST_STREAMED_ROWS if desc.dropout else 64),
+            (groups, MIN_STREAMED_ROWS),
+            (1, MIN_STREAMED_ROWS if desc.dropout else 64),
         )
         tilings = (cls(*cut, n) for cut in tries for n in range(MAX_STAGES, 1, -1))
         return next(cut for cut in tilings if cut.groups * _pipeline_bytes(desc, one, cut) <= SHARED_BYTES[1])

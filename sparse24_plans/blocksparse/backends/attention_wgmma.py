@@ -32,7 +32,7 @@ _BARRIER_BYTES = 256
 """Bytes of a pipeline group's barriers and description of a work tile."""
 _TILES = (128, 64)
 """Numbers of keys of a pipeline stage, in the order in which they are tried."""
-_MOST_ACCUMULATORS, _MOST_WITH_DROPOUT = 192, 176
+_MAX_ACCUMULATORS, _MAX_WITH_DROPOUT = 192, 176
 """Most registers of a thread for results, scores and probabilities, and beside dropout's words."""
 
 
@@ -93,7 +93,7 @@ class Kernel(BaseKernel[BlockSparseAttentionDescriptor]):
 
 def _tile(desc: BlockSparseAttentionDescriptor) -> int:
     """Keys of a pipeline stage: the first whose accumulators and stages fit."""
-    most = (_MOST_WITH_DROPOUT if desc.dropout else _MOST_ACCUMULATORS) - align_up(desc.head_size, 32) // 2
+    most = (_MAX_WITH_DROPOUT if desc.dropout else _MAX_ACCUMULATORS) - align_up(desc.head_size, 32) // 2
     return next(tile for tile in _TILES if 3 * tile // 4 <= most and _stages(desc, tile) >= 2)
 
 

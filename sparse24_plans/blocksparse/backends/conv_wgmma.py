@@ -41,7 +41,7 @@ _TABLES = {
     },
 }
 """Tables of each op, by the kernel's parameter."""
-_THREADS, _VECTOR, _MOST_BLOCKS = 256, 4, 1 << 16
+_THREADS, _VECTOR, _MAX_BLOCKS = 256, 4, 1 << 16
 """Threads, elements of a thread's vector, and most CTAs of reduce_split_k."""
 
 
@@ -150,7 +150,7 @@ class Kernel(BaseKernel[BlockSparseConv2dDescriptor]):
         """Append the reduction of the splits, which alone applies alpha."""
         parameters = before.with_values(partials=workspace)
         before.alpha = 1.0
-        blocks = min(-(-parameters.elements // (_THREADS * _VECTOR)), _MOST_BLOCKS)
+        blocks = min(-(-parameters.elements // (_THREADS * _VECTOR)), _MAX_BLOCKS)
         return launch_in_order(multiply, add.bind(blocks, parameters))
 
     def _maps(self, views: Views, workspace: int) -> bytes:

@@ -37,7 +37,7 @@ _VECTOR_BYTES = 16
 """Bytes that a thread of gather_blocks or finish stores at a time."""
 _ITEM_ROWS = 16
 """Rows of a block in a work item of inflate_blocks."""
-_THREADS, _MOST_BLOCKS = 256, 1 << 16
+_THREADS, _MAX_BLOCKS = 256, 1 << 16
 
 
 @kernel_params("blocksparse/params/inflate_cublas.cuh")
@@ -182,7 +182,7 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
             work_items=items,
             bit_words=across,
         )
-        return self._before.bind(min(blocks, _MOST_BLOCKS), parameters)
+        return self._before.bind(min(blocks, _MAX_BLOCKS), parameters)
 
     def _finished(self, views: Views, product: int) -> Launch:
         rows, cols, _ = self._sizes
@@ -198,4 +198,4 @@ class Kernel(CublasKernel[BlockSparseMatmulDescriptor]):
             bias_per_row=self.descriptor.op is BlockSparseOp.DSD,
         )
         blocks = -(-self._results * self.descriptor.out_element.itemsize // (_VECTOR_BYTES * _THREADS))
-        return self._finish.bind(min(blocks, _MOST_BLOCKS), parameters)
+        return self._finish.bind(min(blocks, _MAX_BLOCKS), parameters)

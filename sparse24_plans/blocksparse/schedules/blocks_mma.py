@@ -15,7 +15,7 @@ STRIP_ROWS, TILE_TOKENS = 16, 8
 """Rows and tokens of an mma."""
 _STRIPS = (4, 2, 1)
 """Numbers of strips of a CTA."""
-_MOST_STRIPS = {1: 4, 2: 2, 4: 2, 8: 1}
+_MAX_STRIPS = {1: 4, 2: 2, 4: 2, 8: 1}
 """Most strips of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
 _SHARES = ((16, 4), (64, 8), (math.inf, 16))
 """The most units of a block row, and its shares."""
@@ -60,7 +60,7 @@ class BlocksMmaSchedule(NamedTuple):
             cls(warps, strips, n8_tiles, depth, x_along_k)
             for n8_tiles, x_along_k in tiles.items()
             for strips in _STRIPS
-            if strips <= min(desc.layout.block // STRIP_ROWS, _MOST_STRIPS[n8_tiles])
+            if strips <= min(desc.layout.block // STRIP_ROWS, _MAX_STRIPS[n8_tiles])
             for warps in _WARPS
         ]
 
@@ -154,7 +154,7 @@ class BlocksMmaSchedule(NamedTuple):
     @property
     def units(self) -> int:
         """Units of a warp whose values are in flight."""
-        words = _LANE_WORDS // 2 if self.n8_tiles == max(_MOST_STRIPS) else _LANE_WORDS
+        words = _LANE_WORDS // 2 if self.n8_tiles == max(_MAX_STRIPS) else _LANE_WORDS
         return max(words // (self.strips * self.depth // 4), 1)
 
     @property
@@ -201,7 +201,7 @@ def unit_depth(block: int) -> int:
 def _widest(desc: BlockSparseMatmulDescriptor) -> int:
     """Most tiles of eight tokens of a CTA. Units of large blocks leave less room for X."""
     most = 8 if unit_depth(desc.layout.block) == STRIP_ROWS else 4
-    return next(one for one in _MOST_STRIPS if TILE_TOKENS * one >= desc.n or one == most)
+    return next(one for one in _MAX_STRIPS if TILE_TOKENS * one >= desc.n or one == most)
 
 
 @lru_cache(256)

@@ -12,7 +12,7 @@ from ...plan.schedule_choice import CostModel
 from ...vocab import BlockSparseOp
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem
-from ..panels import MOST_DEVIATIONS, PANEL_ROWS, expected_columns, head_panels
+from ..panels import MAX_DEVIATIONS, PANEL_ROWS, expected_columns, head_panels
 
 MODEL = "packed_blocks"
 """The name of the cost models, one for each block size and each order of X after all pre-passes."""
@@ -101,7 +101,7 @@ def expected_longest_panel(desc: BlockSparseMatmulDescriptor, rows: int) -> floa
     (mean, deviation), (known_mean, known_deviation) = _columns(desc, rows), _columns(desc, PANEL_ROWS)
     if known <= known_mean:
         return min(mean, known or mean)
-    if known <= known_mean + MOST_DEVIATIONS * known_deviation:
+    if known <= known_mean + MAX_DEVIATIONS * known_deviation:
         return min(mean + (known - known_mean) / known_deviation * deviation, known)
     return max(mean, across - (across - known) / (1 - layout.density) ** others)
 

@@ -23,16 +23,16 @@ NO_SLICES, APART, SEQUENTIAL, LONG_FIRST = 0, 1, 2, 3
 """How long panels are handled. In order: there are none; their slices have CTAs of their own, which exchange
 sums in the workspace; one CTA takes the slices of a panel one after the other; they are not cut, but come
 first."""
-_MOST_CLAIMS = 1 << 24
+_MAX_CLAIMS = 1 << 24
 """Bound of the work tiles that a launch's counter counts."""
 EVEN_SLICES, EVEN_CLUSTERS = "even_slices", "even_clusters"
 """The names of the constants of an exchange of sums between the slices of a panel, and of the numbers of
 clusters that run at once."""
 EXCHANGE_TERMS = ("exchange_us", "cell_us", "wave_us")
 """The names of what takes time if clusters add the slices of panels."""
-_MOST_PARTS = 8
+_MAX_PARTS = 8
 """Most slices into which every panel is cut: CTAs of the largest cluster that every device has."""
-_MOST_WAVES = 4
+_MAX_WAVES = 4
 """Most waves of clusters with which cutting every panel is tried: with more, the tiles without a long panel
 keep all SMs busy while the long ones are computed."""
 _BEYOND_LOGARITHM = 0.6
@@ -107,7 +107,7 @@ class Cut(NamedTuple):
             if one.work_tiles(desc) <= one.resident_clusters(multiprocessors):
                 return cls(whole)
             found = cls(one, LONG_FIRST, align_up(COUNTER_BYTES))
-        fits = (most is None or found.workspace <= most) and one.most_work_tiles(desc) < _MOST_CLAIMS
+        fits = (most is None or found.workspace <= most) and one.most_work_tiles(desc) < _MAX_CLAIMS
         if fits or (found.slices == SEQUENTIAL and found.workspace == 0):
             return found
         if not invariant:
@@ -126,7 +126,7 @@ class Cut(NamedTuple):
         has_slices = self.slices != SEQUENTIAL and _has_slices(NARROW, layout.block)
         lacks_tables = self.slices != NO_SLICES and not has_slices
         is_dense = layout.density > constants("blocks_tiles")["narrow_density"]
-        is_counted = NARROW.most_work_tiles(desc) < _MOST_CLAIMS
+        is_counted = NARROW.most_work_tiles(desc) < _MAX_CLAIMS
         return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
 
     def evenly(self, desc: BlockSparseMatmulDescriptor) -> list[Cut]:
@@ -136,9 +136,9 @@ class Cut(NamedTuple):
         random layouts, for which others would wait at the end, there may be several waves of clusters.
         """
         across = desc.reduction // desc.layout.block
-        several = range(2, min(across, _MOST_PARTS) + 1)
+        several = range(2, min(across, _MAX_PARTS) + 1)
         cuts = [Cut(self.schedule._replace(cluster_n=1), parts=parts) for parts in several]
-        most = _MOST_WAVES if desc.n <= TOKENS[0] and _is_uneven(desc) else 1
+        most = _MAX_WAVES if desc.n <= TOKENS[0] and _is_uneven(desc) else 1
         return [cut for cut in cuts if 0 < cut.cluster_waves(desc) <= most]
 
     def cluster_waves(self, desc: BlockSparseMatmulDescriptor) -> float:
@@ -201,7 +201,7 @@ def _tiles_tried(desc: BlockSparseMatmulDescriptor) -> list[BlocksWgmmaSchedule]
     """The tiles that are tried. Of the widths that hold all tokens, only the smallest is among them."""
     widths = [one for one in TOKENS if one == TOKENS[-1] or one < 2 * desc.n]
     tiles = [tile_of(rows, one) for one in widths for rows in _rows_tried(desc, one)]
-    return [one for one in tiles if one.most_work_tiles(desc) < _MOST_CLAIMS]
+    return [one for one in tiles if one.most_work_tiles(desc) < _MAX_CLAIMS]
 
 
 def _rows_tried(desc: BlockSparseMatmulDescriptor, tokens: int) -> tuple[int, ...]:

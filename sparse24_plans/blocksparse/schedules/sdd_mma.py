@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...plan.schedule_choice import constants, first_enough
 from ..descriptor import BlockSparseMatmulDescriptor
 
-MOST_TERMS = 64
+MAX_TERMS = 64
 """Most products of a sum: a warp keeps its rows of op(A) in registers."""
 WARPS = 4
 """Warps of a CTA."""

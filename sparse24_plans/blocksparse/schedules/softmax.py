@@ -13,7 +13,7 @@ _REGISTERS, _OF_THREAD = 1 << 16, 128
 """Registers of an SM, and the most that a thread may have."""
 _TEAMS = (1, 2, 3, 4, 5, 8, 16)
 """Warps of a team; with other numbers fewer fit on an SM."""
-_LEAST_WARPS = 4
+_MIN_WARPS = 4
 """Fewest warps of a CTA."""
 _CHUNKS, _FEWER_CHUNKS, _CHUNKS_BESIDE_MASKS = 8, 5, 4
 """Vectors that a thread's registers suffice for: in general, for blocks of 16 or Blackwell, with masks."""
@@ -42,7 +42,7 @@ class SoftmaxSchedule(NamedTuple):
             chunks = _CHUNKS_BESIDE_MASKS
         mean = desc.layout.blocks / max(desc.layout.heads * desc.layout.block_rows, 1)
         warps = first_enough(_TEAMS, lambda warps: warps * chunks >= mean)
-        return cls(warps, max(_LEAST_WARPS // warps, 1), chunks)
+        return cls(warps, max(_MIN_WARPS // warps, 1), chunks)
 
     @property
     def threads(self) -> int:

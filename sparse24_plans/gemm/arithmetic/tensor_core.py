@@ -58,7 +58,7 @@ ZERO_EXPONENT = -133
 """Exponent of an addend that is zero."""
 NO_EXPONENT = -10000
 """Marks a zero operand in :func:`exponents`. Its sum with any other exponent is far below all true ones."""
-_LEAST_EXPONENT = -126  # of a float32
+_MIN_EXPONENT = -126  # of a float32
 _BIAS, _FIELD, _FRACTION = 1023, 0x7FF, 52  # of a float64
 
 
@@ -103,9 +103,9 @@ def cut(values: Float64s, fraction_bits: int) -> Float64s:
     """Round ``values`` toward zero to ``fraction_bits`` bits and float32's range; zeros become +0."""
     bits = values.view(np.int64) & ~((1 << (_FRACTION - fraction_bits)) - 1)
     found: Float64s = bits.view(np.float64)
-    small = np.abs(values) < 2.0**_LEAST_EXPONENT
+    small = np.abs(values) < 2.0**_MIN_EXPONENT
     if small.any():
-        unit = 2.0 ** (_LEAST_EXPONENT - fraction_bits)
+        unit = 2.0 ** (_MIN_EXPONENT - fraction_bits)
         found[small] = np.trunc(values[small] / unit) * unit
     large = np.abs(found) >= 2.0**128
     if large.any():
@@ -114,7 +114,7 @@ def cut(values: Float64s, fraction_bits: int) -> Float64s:
 
 
 def _accumulators_exponent(accumulator: Float64s) -> Array:
-    found = np.maximum(_exponent(accumulator), _LEAST_EXPONENT)
+    found = np.maximum(_exponent(accumulator), _MIN_EXPONENT)
     return np.where(accumulator == 0, ZERO_EXPONENT, found)
 
 

@@ -27,7 +27,7 @@ from ...vocab.fields import INT32_MAX
 from ...weights import canonical
 from ...weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import MOST_STRIDES, GemmKernel
+from ..kernel import MAX_STRIDES, GemmKernel
 
 _TYPES = {
     ElementKind.F32: abi.R_32F,
@@ -82,7 +82,7 @@ class Kernel(GemmKernel):
                 )
             self.workspace_size, self.workspace_is_exact = allowed, False
             return
-        self._matmul = lru_cache(MOST_STRIDES)(self._make_matmul)
+        self._matmul = lru_cache(MAX_STRIDES)(self._make_matmul)
         packed = self._matmul(*_packed_strides(desc))
         self.workspace_size = packed.workspace_size
         if allowed is not None and self.workspace_size > allowed:

@@ -34,7 +34,7 @@ Product = Callable[[Array], Array]
 
 _CELLS, _STRICT_CELLS = 1 << 24, 1 << 20
 """Cells of a block of tokens (source or result, whichever is larger) for BLAS and for strict sums."""
-_LEAST_TOKENS = 128
+_MIN_TOKENS = 128
 """Tokens of a block for BLAS at least. With fewer, BLAS would spend its time reading the weight."""
 _INFLATED_CELLS = 1 << 22
 """Cells of a canonical weight that are inflated at once."""
@@ -75,7 +75,7 @@ class Kernel(GemmKernel):
     def _token_steps(self) -> Iterator[slice]:
         desc = self.descriptor
         width = max(desc.m, desc.k, 1)
-        step = _STRICT_CELLS // width if self.entry.strict else max(_CELLS // width, _LEAST_TOKENS)
+        step = _STRICT_CELLS // width if self.entry.strict else max(_CELLS // width, _MIN_TOKENS)
         return _steps(desc.n, max(step, 1))
 
     # The sums ---------------------------------------------------------------------------------------

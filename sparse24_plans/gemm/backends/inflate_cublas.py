@@ -19,11 +19,11 @@ from ...plan.operands import Alignment, Views, address_of, leading_dimension
 from ...vocab import ElementKind, EpilogueKind, GemmOp, MatrixOrder
 from ...weights.inflate import ALIGNMENT, SOURCE, Inflate
 from ..descriptor import GemmSparse24Descriptor
-from ..kernel import MOST_STRIDES, GemmKernel, c_parameters, product_defines
+from ..kernel import MAX_STRIDES, GemmKernel, c_parameters, product_defines
 from ..limits import cublas_regions
 
 _EPILOGUE = "gemm/inflate_cublas.cu"
-_THREADS, _CHUNK, _MOST_BLOCKS = 256, 1024, 1 << 16
+_THREADS, _CHUNK, _MAX_BLOCKS = 256, 1024, 1 << 16
 
 
 @kernel_params("gemm/params/inflate_cublas.cuh")
@@ -58,7 +58,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
             for columns, width in zip(self._column_major, (desc.reduction, desc.outputs), strict=True)
         )
         self.launches = 1 if self._trivial or not desc.reduction else 2 if self._fused else 3
-        self._matmul = lru_cache(MOST_STRIDES)(self._find_for_strides)
+        self._matmul = lru_cache(MAX_STRIDES)(self._find_for_strides)
         self._inflate = Inflate(desc.element, device)
         # Not needed where cuBLASLt writes the result itself.
         self._epilogue = None
@@ -93,7 +93,7 @@ class Kernel(CublasKernel[GemmSparse24Descriptor], GemmKernel):
         lines = desc.outputs if self._column_major[1] else desc.n
         assert self._epilogue is not None
         return self._epilogue.bind(
-            min(lines * -(-width // _CHUNK), _MOST_BLOCKS),
+            min(lines * -(-width // _CHUNK), _MAX_BLOCKS),
             EpilogueParams(
                 accumulators=acc,
                 bias=address_of(views, "bias"),

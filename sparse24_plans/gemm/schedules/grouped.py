@@ -21,7 +21,7 @@ _SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2))
 piece, so that the bits depend on no group's size."""
 _TOKENS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 """Tokens of a tile that are tried. Groups are of any size, so no width divides them."""
-_LEAST_TOKENS = 32
+_MIN_TOKENS = 32
 """Fewest tokens of a tile that are tried if there are as many. A narrower tile takes no less time, because
 loading W takes it; a wider one serves popular groups with fewer tiles."""
 
@@ -59,7 +59,7 @@ GROUPED = Grouped()
 
 def schedules_for(n: int) -> Schedules:
     """The schedules of up to n tokens that sum K in one piece, so all give the same bits."""
-    least = min(_LEAST_TOKENS, align_up(n, 8))
+    least = min(_MIN_TOKENS, align_up(n, 8))
     widths = [tokens for tokens in _TOKENS if least <= tokens < n + 8]
     tried = (WgmmaSpSchedule(w, r, tokens, cluster) for tokens in widths for w, r, cluster in _SHAPES)
     return tuple(one for one in tried if one.fits())

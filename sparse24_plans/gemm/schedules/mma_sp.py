@@ -16,7 +16,7 @@ WARP_PAIRS = 4
 _WITH_CLUSTERS = ((9, 0), (12, 0))
 """Compute capabilities, from and below, whose CTAs can reduce in clusters and have that much memory."""
 _MIDDLE_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10}
-_LEAST_BYTES = 99 << 10
+_MIN_BYTES = 99 << 10
 """Maximum shared memory of a CTA elsewhere."""
 _N8_TILES_OF_CTA = (1, 2, 4)
 """Tiles of eight tokens of a CTA without clusters, as the kernel is compiled."""
@@ -90,7 +90,7 @@ class MmaSpSchedule(NamedTuple):
 
         A CTA takes as many tokens as leave two stages.
         """
-        room = _MIDDLE_BYTES.get(compute_capability, _LEAST_BYTES)
+        room = _MIDDLE_BYTES.get(compute_capability, _MIN_BYTES)
         wanted = first_enough(_N8_TILES_OF_CTA, lambda tiles: 8 * tiles >= n)
 
         def schedule(n8_tiles: int) -> MmaSpSchedule:

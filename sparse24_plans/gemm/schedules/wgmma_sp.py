@@ -18,9 +18,9 @@ _BARRIER_BYTES, _C_BARRIER_BYTES = 512, 16
 """Bytes of the barriers of all stages of W and X, and of a staging buffer that receives C."""
 _SHARES_APART, _SHARE_BARRIER_BYTES = 48 << 10, 16
 """Most bytes of an SM for sums of split-K that don't lie over the stages, and those of their barrier."""
-_MOST_EXCHANGED = 128 * 208
+_MAX_EXCHANGED = 128 * 208
 """Most sums of a CTA with three or more slices, which needs room for those it sends and those it receives."""
-_MOST_WARPS = 16
+_MAX_WARPS = 16
 """Warps of a CTA with three consumer warpgroups."""
 _PATTERN = 1024
 """X follows W in shared memory and must begin at a multiple of these bytes, where a swizzle begins."""
@@ -92,7 +92,7 @@ class OperandLayouts(NamedTuple):
     @property
     def table_bytes(self) -> int:
         """Shared memory of the table of groups, with a total for each warp of the CTA."""
-        return align_up(4 * (3 * self.groups + 1 + _MOST_WARPS), 16) if self.groups else 0
+        return align_up(4 * (3 * self.groups + 1 + _MAX_WARPS), 16) if self.groups else 0
 
 
 def pitch_of(nbytes: int) -> int:
@@ -149,7 +149,7 @@ class WgmmaSpSchedule(NamedTuple):
         """Whether registers hold the sums of a thread, and shared memory those that the CTAs of a cluster
         exchange; and whether these CTAs can share X.
         """
-        if self.split_k > 2 and self.rows * self.tokens > _MOST_EXCHANGED:
+        if self.split_k > 2 and self.rows * self.tokens > _MAX_EXCHANGED:
             return False
         most = _SUMS_OF_FOUR if self.ctas_per_sm == 4 else _SUMS
         if self.stream_k and self.k_chunks > 2:

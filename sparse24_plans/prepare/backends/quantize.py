@@ -15,7 +15,7 @@ from ..kernel_table import QUANTIZE_THREADS, threads_of_row
 
 _SOURCE = "prepare/quantize.cu"
 _VECTOR_BYTES = 16
-_MOST_HELD = 8
+_MAX_HELD = 8
 """Most vectors of a row that a thread holds in registers."""
 
 
@@ -36,7 +36,7 @@ def held_vectors(desc: QuantizeSparse24Descriptor) -> int:
     """Vectors of a row that a thread holds: 1, 2, 4 or 8."""
     step = threads_of_row(desc) * _VECTOR_BYTES // desc.element.itemsize
     needed = max(-(-desc.k // step), 1)
-    return min(1 << (needed - 1).bit_length(), _MOST_HELD)
+    return min(1 << (needed - 1).bit_length(), _MAX_HELD)
 
 
 def defines(desc: QuantizeSparse24Descriptor) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...blocksparse.dropout import MOST_DROPOUT
+from ...blocksparse.dropout import MAX_DROPOUT
 from ...blocksparse.layout import BlockSparseLayout
 from ...errors import InvalidProblemError, UnsupportedError, shown
 from ...vocab import checked_flag
@@ -54,7 +54,7 @@ def masked_attention(
 
 def check_dropout_and_modes(dropout: float, key_padding_mask_mode: str, attn_mask_mode: str) -> None:
     """Raise InvalidProblemError for an argument that no call of a module could use."""
-    if not isinstance(dropout, Real) or not 0 <= dropout <= MOST_DROPOUT:
+    if not isinstance(dropout, Real) or not 0 <= dropout <= MAX_DROPOUT:
         raise InvalidProblemError(
             f"dropout: expected a probability from 0 to 1 - 2^-16, got {shown(dropout)}"
         )

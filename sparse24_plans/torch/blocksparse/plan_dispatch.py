@@ -21,7 +21,7 @@ from ...errors import InvalidProblemError, MisalignedOperandError, UnsupportedEr
 from ...plan.operands import Role
 from ...vocab import ElementKind
 from ..elements import DTYPE_OF, allocation, plan_device
-from ..plan_cache import MOST_FORMS, CheckedCall, Refusal, descriptor, plans, preference_of
+from ..plan_cache import MAX_FORMS, CheckedCall, Refusal, descriptor, plans, preference_of
 
 PlanType = Any  # a class of plans; mypy takes none for hashable
 Operands = Mapping[str, Tensor | None]
@@ -60,7 +60,7 @@ class Problem(NamedTuple):
         return _wanted(self.plan, self.shape, tuple(self.sizes), **self.fields)
 
 
-@lru_cache(maxsize=MOST_FORMS)
+@lru_cache(maxsize=MAX_FORMS)
 def shape_of(numbers: tuple[int, ...]) -> BlockSparseShape:
     """The shape of these integers. Raises InvalidProblemError if no layout can have it."""
     names = tuple(BlockSparseShape.model_fields)
@@ -74,7 +74,7 @@ def numbers_of(shape: BlockSparseShape) -> tuple[int, ...]:
     return tuple(getattr(shape, name) for name in BlockSparseShape.model_fields)
 
 
-@lru_cache(maxsize=MOST_FORMS)
+@lru_cache(maxsize=MAX_FORMS)
 def _wanted(
     plan: PlanType, shape: tuple[int, ...], sizes: tuple[str, ...], **fields: Any
 ) -> tuple[Wanted, ...]:

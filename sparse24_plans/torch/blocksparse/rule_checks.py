@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from ...blocksparse.shape import BLOCK_SIZES, MOST
+from ...blocksparse.shape import BLOCK_SIZES
 from ...errors import InvalidProblemError, shown
 from ...vocab import checked_flag, integer
-from ...vocab.fields import checked_integer
+from ...vocab.fields import INT32_MAX, checked_integer
 
 
 def checked_ranges(starts: object, ends: object) -> tuple[list[int], list[int] | None]:
@@ -32,7 +32,7 @@ def checked_ranges(starts: object, ends: object) -> tuple[list[int], list[int] |
 
 def counted(name: str, given: object, least: int = 0) -> int:
     """``given`` as an int. Raises InvalidProblemError unless a layout can have so many, from ``least`` on."""
-    return checked_integer(name, given, least, MOST)
+    return checked_integer(name, given, least, INT32_MAX)
 
 
 def counts(name: str, given: object, least: int = 0) -> list[int]:
