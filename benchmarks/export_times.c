@@ -3,7 +3,7 @@
 
 #include "cuda_driver.h"
 
-enum { BATCHES = 41, RUNS = 100, OPENINGS = 11, STEP = 256, MOST_LAUNCHES = 4 };
+enum { BATCHES = 41, RUNS = 100, OPENINGS = 11, STEP = 256, MAX_LAUNCHES = 4 };
 enum { KNOWN, NEW, DRIVER, KINDS }; /* Runs of known operands, runs of new ones, the driver's launches of a known run. */
 
 static double now_us(void) {
@@ -31,10 +31,10 @@ static void expect_ok(int code, const s24_error *error) {
 
 typedef struct {
     s24_plan plan;
-    s24_operand operands[MOST_OPERANDS];
+    s24_operand operands[MAX_OPERANDS];
     uint64_t workspace, nbytes;
     void *stream;
-    Block prepared[MOST_LAUNCHES];
+    Block prepared[MAX_LAUNCHES];
 } Run;
 
 static const Launch *launches_of(const Run *run) {
@@ -60,7 +60,7 @@ static void time_runs(const Run *given, double found[KINDS]) {
         for (int kind = 0; kind < KINDS; kind++) {
             for (int i = 0; i < RUNS; i++) {
                 double time;
-                for (uint32_t at = 1; kind == NEW && at < MOST_OPERANDS; at++) runs[kind].operands[at].address += STEP; /* The first is a weight. */
+                for (uint32_t at = 1; kind == NEW && at < MAX_OPERANDS; at++) runs[kind].operands[at].address += STEP; /* The first is a weight. */
                 time = time_once(kind, runs + kind);
                 if (batch >= 0) times[kind][batch * RUNS + i] = time;
             }
@@ -112,7 +112,7 @@ int main(int count, char **arguments) {
     }
     if ((run.nbytes = s24_workspace(&run.plan, NULL))) CUDA(cuMemAlloc_v2(&run.workspace, run.nbytes));
     expect_ok(resolve(&call, &run.plan, run.operands, run.workspace, run.nbytes, &error), &error);
-    if (launch_count(&run) > MOST_LAUNCHES) return fprintf(stderr, "expected at most %d launches\n", MOST_LAUNCHES), 2;
+    if (launch_count(&run) > MAX_LAUNCHES) return fprintf(stderr, "expected at most %d launches\n", MAX_LAUNCHES), 2;
     for (uint32_t i = 0; i < launch_count(&run); i++) expect_ok(prepare(&call, launches_of(&run) + i, &run.prepared[i].prepared, &error), &error);
     time_runs(&run, times);
     printf("{\"kernel\": \"%s\", \"open_ms\": %.2f, \"find_us\": %.2f, \"run_us\": %.2f, \"run_new_args_us\": %.2f, \"launch_us\": %.2f}\n",

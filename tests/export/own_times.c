@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { BATCHES = 1000, RUNS = 100, MOST_OPERANDS = 16, OTHER_NS = 16 };
+enum { BATCHES = 1000, RUNS = 100, MAX_OPERANDS = 16, OTHER_NS = 16 };
 typedef struct { s24_library *library; const char *problem; int64_t n; s24_plan plan; } Problem;
 
 static void check(int code, const s24_error *error) {
@@ -25,14 +25,14 @@ static double now_ns(void) {
  * for which its plan is found first if there are several. */
 static double time_of(Problem given, uint64_t step, int64_t ns) {
     double least = 1e9;
-    s24_operand operands[MOST_OPERANDS];
+    s24_operand operands[MAX_OPERANDS];
     s24_error error;
-    for (uint32_t i = 0; i < MOST_OPERANDS; i++) operands[i] = (s24_operand){(uint64_t)(i + 1) << 40, 16384};
+    for (uint32_t i = 0; i < MAX_OPERANDS; i++) operands[i] = (s24_operand){(uint64_t)(i + 1) << 40, 16384};
     for (int batch = 0; batch < BATCHES; batch++) {
         double begin = now_ns();
         for (int run = 0; run < RUNS; run++) {
             if (ns > 1) check(s24_find(given.library, given.problem, given.n - run % ns, &given.plan, &error), &error);
-            for (uint32_t i = 1; i < MOST_OPERANDS; i++) operands[i].address += step; /* The first is a weight. */
+            for (uint32_t i = 1; i < MAX_OPERANDS; i++) operands[i].address += step; /* The first is a weight. */
             check(s24_run(&given.plan, operands, (uint64_t)1 << 50, (uint64_t)1 << 40, NULL, &error), &error);
         }
         begin = (now_ns() - begin) / RUNS;

@@ -19,13 +19,13 @@ typedef struct {
 typedef struct { char code[1024]; int loaded; } Module;
 typedef struct { void *module; char code[1024], symbol[64]; unsigned shared_bytes; } Function;
 
-enum { MOST_MEMORY = 32, MOST_FUNCTIONS = 4096, MISUSED = 999, CAPTURING = 900, LEAKED = 98 };
-BY_THREAD StubCall stub_calls[MOST_CALLS];
+enum { MAX_MEMORY = 32, MAX_FUNCTIONS = 4096, MISUSED = 999, CAPTURING = 900, LEAKED = 98 };
+BY_THREAD StubCall stub_calls[MAX_CALLS];
 BY_THREAD unsigned stub_count, stub_driver_calls;
 unsigned stub_modules, stub_multiprocessors = 132, stub_major = 9, stub_minor = 0, stub_parameter_bytes = 4096;
 int stub_fails, stub_idle;
 static char context;
-static struct { unsigned char *at; size_t nbytes; } memory[MOST_MEMORY];
+static struct { unsigned char *at; size_t nbytes; } memory[MAX_MEMORY];
 static int capturing;
 
 int cuCtxGetCurrent(void **found) { stub_driver_calls++; *found = &context; return 0; }
@@ -46,10 +46,10 @@ int cuModuleLoadData(void **found, const void *content) {
     *found = module;
     return stub_fails;
 }
-static Function functions[MOST_FUNCTIONS];
+static Function functions[MAX_FUNCTIONS];
 int cuModuleUnload(void *module) {
     stub_modules--;
-    for (int i = 0; i < MOST_FUNCTIONS; i++)
+    for (int i = 0; i < MAX_FUNCTIONS; i++)
         if (functions[i].module == module) functions[i].module = NULL;
     free(module);
     return 0;
@@ -57,7 +57,7 @@ int cuModuleUnload(void *module) {
 int cuModuleGetFunction(void **found, void *module, const char *symbol) {
     Function *function = NULL;
     stub_driver_calls++;
-    for (int i = 0; i < MOST_FUNCTIONS; i++) {
+    for (int i = 0; i < MAX_FUNCTIONS; i++) {
         Function *one = functions + i;
         if (one->module == module && !strcmp(one->symbol, symbol)) return *found = one, 0;
         if (!one->module) function = one;
@@ -82,7 +82,7 @@ int cuFuncSetAttribute(void *function, int attribute, int value) {
     return attribute == 8 ? 0 : MISUSED;
 }
 static StubCall *next(void) {
-    StubCall *call = stub_calls + stub_count++ % MOST_CALLS;
+    StubCall *call = stub_calls + stub_count++ % MAX_CALLS;
     memset(call, 0, sizeof *call);
     return call;
 }
@@ -91,7 +91,7 @@ static void compute(const StubCall *call) {
     for (unsigned at = 0; results && at < sizeof call->parameters; at += 8) {
         uint64_t address;
         memcpy(&address, call->parameters + at, 8);
-        for (int i = 0; i < MOST_MEMORY; i++) {
+        for (int i = 0; i < MAX_MEMORY; i++) {
             char path[4096];
             FILE *file;
             uint64_t begin = (uint64_t)(uintptr_t)memory[i].at;
@@ -190,8 +190,8 @@ int cuCtxSetCurrent(void *given) { return given == &context ? 0 : MISUSED; }
 int cuMemAlloc_v2(uint64_t *address, size_t nbytes) {
     int i = 0;
     if (capturing) return CAPTURING;
-    while (i < MOST_MEMORY && memory[i].at) i++;
-    if (!nbytes || i == MOST_MEMORY) return MISUSED;
+    while (i < MAX_MEMORY && memory[i].at) i++;
+    if (!nbytes || i == MAX_MEMORY) return MISUSED;
     memory[i].nbytes = nbytes;
     if (posix_memalign((void **)&memory[i].at, 256, nbytes)) return MISUSED;
     *address = (uint64_t)(uintptr_t)memory[i].at;
@@ -200,14 +200,14 @@ int cuMemAlloc_v2(uint64_t *address, size_t nbytes) {
 }
 /* Whether the bytes are all in one allocation. */
 static int is_memory(uint64_t address, size_t nbytes) {
-    for (int i = 0; i < MOST_MEMORY; i++) {
+    for (int i = 0; i < MAX_MEMORY; i++) {
         uint64_t begin = (uint64_t)(uintptr_t)memory[i].at;
         if (begin && address >= begin && address + nbytes <= begin + memory[i].nbytes) return 1;
     }
     return 0;
 }
 int cuMemFree_v2(uint64_t address) {
-    for (int i = 0; i < MOST_MEMORY; i++) {
+    for (int i = 0; i < MAX_MEMORY; i++) {
         if (!address || (uint64_t)(uintptr_t)memory[i].at != address) continue;
         free(memory[i].at);
         memory[i].at = NULL;
@@ -245,7 +245,7 @@ int cuStreamBeginCapture_v2(void *stream, int mode) {
     stub_count = 0;
     return 0;
 }
-typedef struct { unsigned count; StubCall calls[MOST_CALLS]; } Graph;
+typedef struct { unsigned count; StubCall calls[MAX_CALLS]; } Graph;
 int cuStreamEndCapture(void *stream, void **found) {
     Graph *graph = malloc(sizeof *graph);
     if (!stream || !capturing) return MISUSED;

@@ -18,8 +18,8 @@ typedef struct {
     unsigned char parameters[4096];
 } StubCall;
 
-enum { MOST_CALLS = 16 };
-extern BY_THREAD StubCall stub_calls[MOST_CALLS]; /* Launches and fills. */
+enum { MAX_CALLS = 16 };
+extern BY_THREAD StubCall stub_calls[MAX_CALLS]; /* Launches and fills. */
 extern BY_THREAD unsigned stub_count;
 extern BY_THREAD unsigned stub_driver_calls; /* Calls of any function that a library makes. */
 extern int stub_idle; /* Whether launches, fills and tiled maps do nothing but count as driver calls. */

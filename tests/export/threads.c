@@ -2,7 +2,7 @@
 #include "sparse24_export.c"
 #include "stub_driver.h"
 
-enum { THREADS = 8, TRANSPOSITIONS = 100, MOST_N = 40, OFFSETS = 3 };
+enum { THREADS = 8, TRANSPOSITIONS = 100, MAX_N = 40, OFFSETS = 3 };
 static s24_library *library;
 
 /* Whether the thread's last run launched what is prepared for it anew. */
@@ -26,15 +26,15 @@ typedef struct { unsigned seed, runs, wrong; } Work;
 
 static void *work(void *given) {
     Work *mine = given;
-    s24_operand operands[MOST_OPERANDS];
+    s24_operand operands[MAX_OPERANDS];
     s24_error error;
     s24_plan plan;
     const char *name;
     for (int turn = 0; turn < TRANSPOSITIONS; turn++) {
         for (uint32_t at = 0; (name = s24_problem(library, at, NULL)); at++) {
-            int64_t n = rand_r(&mine->seed) % MOST_N;
+            int64_t n = rand_r(&mine->seed) % MAX_N;
             uint64_t offset = 256 * (uint64_t)(rand_r(&mine->seed) % OFFSETS), workspace = ((uint64_t)1 << 50) + offset;
-            for (uint32_t i = 0; i < MOST_OPERANDS; i++) operands[i] = (s24_operand){((uint64_t)(i + 1) << 40) + offset, 4096};
+            for (uint32_t i = 0; i < MAX_OPERANDS; i++) operands[i] = (s24_operand){((uint64_t)(i + 1) << 40) + offset, 4096};
             if (s24_find(library, name, n, &plan, &error) && s24_find(library, name, 0, &plan, &error)) continue;
             stub_count = 0;
             if (s24_run(&plan, operands, workspace, s24_workspace(&plan, NULL), NULL, &error)) continue;

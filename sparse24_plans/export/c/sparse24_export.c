@@ -14,7 +14,7 @@
 
 /* The tables ----------------------------------------------------------------------------------------------- */
 
-enum { SCHEMA = 1, MOST_OPERANDS = 32, MOST_PARAMETERS = 4096, MAP_BYTES = 128, MOST_RANK = 5, IM2COL_RANK = 4, VECTOR = 16, WORKSPACE = -1 };
+enum { SCHEMA = 1, MAX_OPERANDS = 32, MAX_PARAMETERS = 4096, MAP_BYTES = 128, MAX_RANK = 5, IM2COL_RANK = 4, VECTOR = 16, WORKSPACE = -1 };
 static const uint32_t NO_PLAN = UINT32_MAX; /* The plan of a range that no kernel serves. */
 enum { NUMBER, ADDRESS, STRIDE, LAUNCH_ID, ALIGNED };
 
@@ -26,8 +26,8 @@ typedef struct {
     uint32_t im2col;
     int32_t walk[8]; /* In im2col mode the lower corner, the upper corner and the element strides: 2, 2 and 4 numbers. */
     uint32_t zero;
-    Place address, pitch[MOST_RANK - 1];
-    Number size[MOST_RANK], box[MOST_RANK];
+    Place address, pitch[MAX_RANK - 1];
+    Number size[MAX_RANK], box[MAX_RANK];
 } Map;
 typedef struct {
     uint32_t fill, cubin, symbol, threads, shared_bytes, overlapping, parameter_bytes, byte;
@@ -122,10 +122,10 @@ static int fail(s24_error *error, int code, const char *format, ...) {
 /* The end of a text that the caller chose, as far as a message has room for it beside its reason. It begins with a whole
  * character of UTF-8. */
 static const char *end_of_text(const char *text) {
-    enum { MOST_SHOWN = 160 };
+    enum { MAX_SHOWN = 160 };
     size_t length = strlen(text);
-    if (length <= MOST_SHOWN) return text;
-    for (text += length - MOST_SHOWN; (*text & 0xc0) == 0x80; text++)
+    if (length <= MAX_SHOWN) return text;
+    for (text += length - MAX_SHOWN; (*text & 0xc0) == 0x80; text++)
         ;
     return text;
 }
@@ -194,7 +194,7 @@ typedef struct {
     uint32_t numbered; /* Whether its parameters hold such numbers. */
     uint8_t parameters[] __attribute__((aligned(64))); /* cuTensorMapEncodeTiled needs maps at multiples of 64 bytes. */
 } Prepared;
-typedef union { Prepared prepared; uint8_t room[sizeof(Prepared) + MOST_PARAMETERS]; } Block;
+typedef union { Prepared prepared; uint8_t room[sizeof(Prepared) + MAX_PARAMETERS]; } Block;
 
 /* A call that was checked. Its prepared launches follow behind its operands. */
 typedef struct {
@@ -205,7 +205,7 @@ typedef struct {
 
 /* Entries are in sets of WAYS, by a hash of their calls. An entry's tag is EMPTY, the hash, or BUSY while a thread
  * has the entry to itself. No thread waits for another: for one that finds a tag BUSY, the entry isn't there. */
-enum { SETS = 256, WAYS = 4, ENTRIES = SETS * WAYS, MOST_ENTRY_BYTES = 4096 };
+enum { SETS = 256, WAYS = 4, ENTRIES = SETS * WAYS, MAX_ENTRY_BYTES = 4096 };
 enum { EMPTY, BUSY, HASHED };
 
 static uint64_t key_bytes(const Plan *plan) { return sizeof(Entry) + plan->operands * sizeof(s24_operand); }
@@ -214,16 +214,16 @@ static uint64_t prepared_bytes(const Launch *launch) { return sizeof(Prepared) +
 static uint64_t entry_bytes(const s24_library *library, const Plan *plan) {
     const Launch *launches = (const Launch *)table(library, LAUNCHES) + plan->first_launch;
     uint64_t found = key_bytes(plan);
-    for (uint32_t i = 0; i < plan->launches && found <= MOST_ENTRY_BYTES; i++) found += prepared_bytes(launches + i);
+    for (uint32_t i = 0; i < plan->launches && found <= MAX_ENTRY_BYTES; i++) found += prepared_bytes(launches + i);
     return found;
 }
 
-/* Make room for the largest plan's entries. Plans beyond MOST_ENTRY_BYTES have none. */
+/* Make room for the largest plan's entries. Plans beyond MAX_ENTRY_BYTES have none. */
 static int make_cache(s24_library *library, s24_error *error) {
     const Plan *plans = table(library, PLANS);
     for (uint64_t i = 0; i < count(library, PLANS); i++) {
         uint64_t nbytes = entry_bytes(library, plans + i);
-        if (nbytes > library->entry_bytes && nbytes <= MOST_ENTRY_BYTES) library->entry_bytes = nbytes;
+        if (nbytes > library->entry_bytes && nbytes <= MAX_ENTRY_BYTES) library->entry_bytes = nbytes;
     }
     library->tags = calloc(ENTRIES, sizeof *library->tags);
     library->entries = calloc(ENTRIES, (size_t)library->entry_bytes + 1);
@@ -232,7 +232,7 @@ static int make_cache(s24_library *library, s24_error *error) {
 
 /* Opening a folder ----------------------------------------------------------------------------------------- */
 
-static const long MOST_FILE = 1l << 30;
+static const long MAX_FILE = 1l << 30;
 
 static int read_file(const char *folder, const char *name, uint8_t **content, uint64_t *length, s24_error *error) {
     int code = S24_STORAGE;
@@ -245,8 +245,8 @@ static int read_file(const char *folder, const char *name, uint8_t **content, ui
     snprintf(path, size, "%s/%s", folder, name);
     if (!(file = fopen(path, "rb")) || fseek(file, 0, SEEK_END) || (end = ftell(file)) < 0 || fseek(file, 0, SEEK_SET))
         fail(error, code, "%s: %s", end_of_text(path), strerror(errno));
-    else if (end > MOST_FILE) /* A folder's end is the largest number. */
-        fail(error, code, "%s: expected a file of at most %ld bytes, got another", end_of_text(path), MOST_FILE);
+    else if (end > MAX_FILE) /* A folder's end is the largest number. */
+        fail(error, code, "%s: expected a file of at most %ld bytes, got another", end_of_text(path), MAX_FILE);
     else if (!(*content = malloc((size_t)end + 1)))
         fail(error, code, "%s: no memory for %ld bytes", end_of_text(path), end);
     else if (fread(*content, 1, (size_t)end, file) != (size_t)end)
@@ -301,16 +301,16 @@ static int is_place(const Place *place, const Plan *plan, uint32_t room, uint32_
 }
 
 static int is_map(const Map *map, const Plan *plan, uint32_t room, uint32_t *columns) {
-    if (map->at % 64 || map->at > room || room - map->at < MAP_BYTES || map->rank < 1 || map->rank > MOST_RANK) return 0;
+    if (map->at % 64 || map->at > room || room - map->at < MAP_BYTES || map->rank < 1 || map->rank > MAX_RANK) return 0;
     if (map->im2col && map->rank != IM2COL_RANK) return 0;
     if (map->only_if_aligned < WORKSPACE || map->only_if_aligned >= (int64_t)plan->operands) return 0;
-    if (map->address.kind != ADDRESS || !is_place(&map->address, plan, MOST_PARAMETERS, columns)) return 0;
+    if (map->address.kind != ADDRESS || !is_place(&map->address, plan, MAX_PARAMETERS, columns)) return 0;
     for (uint32_t i = 0; i < map->rank; i++) {
         note(&map->size[i], columns);
         note(&map->box[i], columns);
         if (i + 1 == map->rank) break;
         if (map->pitch[i].kind != NUMBER && map->pitch[i].kind != STRIDE) return 0;
-        if (!is_place(&map->pitch[i], plan, MOST_PARAMETERS, columns)) return 0;
+        if (!is_place(&map->pitch[i], plan, MAX_PARAMETERS, columns)) return 0;
     }
     return 1;
 }
@@ -324,7 +324,7 @@ static int is_launch(const s24_library *library, const Launch *launch, const Pla
         const Place *place = places + launch->first_place;
         return launch->places == 1 && launch->byte < 256 && place->kind == ADDRESS && is_place(place, plan, 8, columns);
     }
-    if (launch->cubin >= count(library, CUBINS) || !is_text(library, launch->symbol) || launch->parameter_bytes > MOST_PARAMETERS) return 0;
+    if (launch->cubin >= count(library, CUBINS) || !is_text(library, launch->symbol) || launch->parameter_bytes > MAX_PARAMETERS) return 0;
     for (uint32_t i = 0; i < launch->places; i++)
         if (!is_place(places + launch->first_place + i, plan, launch->parameter_bytes, columns)) return 0;
     for (uint32_t i = 0; i < launch->maps; i++)
@@ -338,7 +338,7 @@ static int is_plan(const s24_library *library, const Plan *plan, uint32_t *colum
     const Launch *launches = table(library, LAUNCHES);
     *columns = 0;
     if (!is_text(library, plan->kernel) || !is_text(library, plan->guarantee) || !plan->workspace_alignment) return 0;
-    if (plan->operands > MOST_OPERANDS || !is_part(library, OPERANDS, plan->first_operand, plan->operands)) return 0;
+    if (plan->operands > MAX_OPERANDS || !is_part(library, OPERANDS, plan->first_operand, plan->operands)) return 0;
     if (!is_part(library, LAUNCHES, plan->first_launch, plan->launches)) return 0;
     note(&plan->workspace, columns);
     for (uint32_t i = 0; i < plan->operands; i++) {
@@ -592,7 +592,7 @@ s24_promises s24_guarantee(const s24_plan *given) {
 /* Checks --------------------------------------------------------------------------------------------------- */
 
 /* Addresses and sizes end here, so that no sum of three of them overflows. */
-static const uint64_t MOST_BYTES = (uint64_t)1 << 61 | (uint64_t)1 << 60;
+static const uint64_t MAX_BYTES = (uint64_t)1 << 61 | (uint64_t)1 << 60;
 
 /* An operand's lines. The stride of a single line is its width. */
 typedef struct {
@@ -604,7 +604,7 @@ typedef struct {
     s24_plan plan;
     const Plan *about;
     uint64_t workspace, workspace_bytes;
-    Given given[MOST_OPERANDS];
+    Given given[MAX_OPERANDS];
 } Call;
 
 static int resolve(Call *call, const s24_plan *plan, const s24_operand *operands, uint64_t workspace, uint64_t nbytes, s24_error *error) {
@@ -651,7 +651,7 @@ static int shares(Span span, uint64_t start, uint64_t width) {
 }
 
 static int overlap(Span one, Span other) {
-    enum { MOST_LINES = 1 << 16 };
+    enum { MAX_LINES = 1 << 16 };
     Span few = one.lines <= other.lines ? one : other, many = one.lines <= other.lines ? other : one;
     if (one.address >= end_of(other) || other.address >= end_of(one)) return 0;
     if (few.lines == 1) return shares(many, few.address, few.width);
@@ -659,7 +659,7 @@ static int overlap(Span one, Span other) {
         Span spread = {many.address - (few.lines - 1) * many.pitch, many.lines + few.lines - 1, many.pitch, many.width};
         return shares(spread, few.address, few.width);
     }
-    if (few.lines > MOST_LINES) return 1;
+    if (few.lines > MAX_LINES) return 1;
     for (uint64_t i = 0; i < few.lines; i++)
         if (shares(many, few.address + i * few.pitch, few.width)) return 1;
     return 0;
@@ -668,7 +668,7 @@ static int overlap(Span one, Span other) {
 /* Whether memory has room for so many lines of so many elements. */
 static int has_room(uint64_t lines, uint64_t width, uint64_t itemsize) {
     uint64_t elements, nbytes;
-    return !__builtin_mul_overflow(lines, width, &elements) && !__builtin_mul_overflow(elements, itemsize, &nbytes) && nbytes <= MOST_BYTES;
+    return !__builtin_mul_overflow(lines, width, &elements) && !__builtin_mul_overflow(elements, itemsize, &nbytes) && nbytes <= MAX_BYTES;
 }
 
 static int check_stride(const Given *one, const char *name, s24_error *error) {
@@ -693,7 +693,7 @@ static int check_operand(const Call *call, uint32_t at, s24_error *error) {
     if (one->about->strided && one->lines > 1 && (code = check_stride(one, name, error))) return code;
     if (one->address % one->about->alignment)
         return fail(error, S24_MISALIGNED, "%s: expected an address that is a multiple of %" PRIu32 " bytes, got %#" PRIx64, name, one->about->alignment, one->address);
-    if (one->address > MOST_BYTES || end_of(span_of(one)) > MOST_BYTES)
+    if (one->address > MAX_BYTES || end_of(span_of(one)) > MAX_BYTES)
         return fail(error, S24_INVALID, "%s: expected an address of the device's memory, got %#" PRIx64, name, one->address);
     return S24_OK;
 }
@@ -726,7 +726,7 @@ static int check_workspace(const Call *call, s24_error *error) {
     uint64_t needed = s24_workspace(&call->plan, &alignment), address = call->workspace;
     Span scratch = {address, 1, needed, needed};
     if (!needed) return S24_OK;
-    if (needed > MOST_BYTES || address > MOST_BYTES)
+    if (needed > MAX_BYTES || address > MAX_BYTES)
         return fail(error, S24_INVALID, "workspace: expected an address of the device's memory, got %#" PRIx64, address);
     if (!address || call->workspace_bytes < needed)
         return fail(error, S24_WORKSPACE_TOO_SMALL, "workspace: expected %" PRIu64 " bytes, got %" PRIu64, needed, address ? call->workspace_bytes : 0);
@@ -775,8 +775,8 @@ static uint64_t value_of(const Call *call, const Place *place) {
 static int encode(const Call *call, const Map *map, uint8_t *target, s24_error *error) {
     const Driver *driver = &call->plan.library->driver;
     void *address = (void *)(uintptr_t)value_of(call, &map->address);
-    uint64_t sizes[MOST_RANK], pitches[MOST_RANK];
-    uint32_t box[MOST_RANK], steps[MOST_RANK];
+    uint64_t sizes[MAX_RANK], pitches[MAX_RANK];
+    uint32_t box[MAX_RANK], steps[MAX_RANK];
     int type = (int)map->data_type, swizzle = (int)map->swizzle, promotion = (int)map->promotion;
     enum { NO_INTERLEAVE = 0, FILL_ZEROS = 0 };
     if (map->only_if_aligned != WORKSPACE && !is_aligned(call->given + map->only_if_aligned)) return S24_OK;
