@@ -323,7 +323,7 @@ def test_a_table_that_never_ends(tmp_path, words, make):
     ("words", "message"),
     [
         (("--scale-rule", "largest"), "--scale-rule: expected --weights with it, got largest alone"),
-        (("--group", 64), "--group: expected --weights beside it, got 64 alone"),
+        (("--group", 64), "--group: expected --weights with it, got 64 alone"),
         (
             ("--weights", "s4", "--element", "s8"),
             "--weights: expected no --element with it, got s8",
@@ -340,7 +340,7 @@ def test_options_that_do_not_go_together_are_named_as_typed(checkpoint, words, m
 def test_a_group_is_exported_with_weights_alone(tmp_path):
     out = tmp_path / "plans"
     result = run("export", "-o", out, "--n", 4, "--shape", "64x64", "--group", 64, exit_code=2)
-    assert "--group: expected --weights beside it, got 64 alone" in said(result.stderr)
+    assert "--group: expected --weights with it, got 64 alone" in said(result.stderr)
     assert not out.exists()
 
 

@@ -278,6 +278,7 @@ def test_overlapping_launches_keep_the_order_of_their_stream():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_nothing_is_allocated():
     desc = QuantizeSparse24Descriptor(m=64, k=4096, element="bf16")
     case = Case(desc, 0, cells_of(np.random.default_rng(0), (64, 4096), desc.element, "normal"))
