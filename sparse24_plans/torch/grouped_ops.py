@@ -58,7 +58,8 @@ class Grouped(_Groups):
                 "offsets: expected torch.int32 [G + 1] with G from 1, "
                 f"got {offsets.dtype} {list(offsets.shape)}"
             )
-        return offsets.shape[0] - 1
+        groups: int = offsets.shape[0] - 1
+        return groups
 
     def fields(self, call: Call) -> dict[str, Any]:
         return {"n": call.x.shape[0]}
