@@ -226,6 +226,8 @@ def packed_weight(
 ) -> PackedWeight:
     """The packed weight that shares the tensor's memory. A quantized one has ``dtype`` when multiplied."""
     element = element_of(dtype or weight.dtype, "weight")
+    if not weight.is_contiguous():
+        raise InvalidProblemError(f"weight: expected contiguous memory, got strides {weight.stride()}")
     view = TensorView.of(weight.view(torch.uint8), argument="weight")
     return PackedWeight(packed_layout(weight, by).layout_id, m, k, element, view.device, (view,), by)
 

@@ -75,7 +75,7 @@ class Call(NamedTuple):
     x: Tensor
     """X [..., K]. ``dgrad`` has dY [..., M] here, and ``mm`` has B^T [N, K]."""
     weight: Tensor
-    meta: Tensor | None
+    meta: Tensor | None = None
     scales: Tensor | None = None
     """Scales of a quantized weight's groups of columns."""
     bias: Tensor | None = None

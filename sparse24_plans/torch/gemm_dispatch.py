@@ -29,16 +29,14 @@ class CheckedProduct(CheckedCall):
         plan = plan.select(desc, preference=preference_of(call.preference), device=plan_device(call.x))
         self.plan, self.column_major = plan, is_column_major(call)
         whole = (*call.kind.outer(call), desc.outputs)
-        self._empty = allocation(
-            whole[::-1] if call.transposed else whole, DTYPE_OF[desc.out_element], call.x.device
-        )
+        result = whole[::-1] if call.transposed else whole, DTYPE_OF[desc.out_element], call.x.device
+        self._empty = allocation(*result)
         self._has_scales = call.scales is not None
         self._weights = PlanWeights(plan, weights * m, k)
         self._fits = self._weights.fit(call.weight, call.meta)
-        y = self._empty()
         if out is not None:
-            _check_out(out, y)
-            y = out
+            _check_out(out, *result)
+        y = self._empty() if out is None else out
         operands = call.kind.operands(call)
         self._changes = _changes(call, operands)
         super().__init__(plan, self._first_caller(call, operands, y, may_copy=out is None), call.x.device)
@@ -105,12 +103,12 @@ class CheckedProduct(CheckedCall):
         return y
 
 
-def _check_out(out: Tensor, wanted: Tensor) -> None:
-    """Raise InvalidProblemError unless ``out`` is like the result that is ``wanted``."""
-    if out.shape != wanted.shape or out.dtype != wanted.dtype or out.device != wanted.device:
+def _check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise InvalidProblemError unless ``out`` is contiguous and has the result's form."""
+    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
         raise InvalidProblemError(
-            f"out: expected {wanted.dtype} {list(wanted.shape)} on {wanted.device}, got {out.dtype} "
-            f"{list(out.shape)} on {out.device}"
+            f"out: expected {dtype} {list(shape)} on {device}, got {out.dtype} {list(out.shape)} "
+            f"on {out.device}"
         )
     if not out.is_contiguous():
         raise InvalidProblemError(f"out: expected a contiguous tensor, got strides {out.stride()}")

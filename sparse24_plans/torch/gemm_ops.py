@@ -55,7 +55,7 @@ def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.weight_at, is_activated = 1, ctx.activation != "none"
     needed = ctx.needs_input_grad[1] or is_activated
     ctx.width, ctx.x_dtype = x.shape[-1], x.dtype
-    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.residual = None if residual is None else (residual.shape, residual.dtype)
     ctx.save_for_backward(x if needed else None, weight, meta, bias, residual if is_activated else None)
 
 
@@ -73,8 +73,10 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     if bias is not None and ctx.needs_input_grad[3]:
         db = _rows(dy).sum(0).to(bias.dtype)
     dr = None
-    if ctx.residual_dtype is not None and ctx.needs_input_grad[8]:
-        dr = (dy if ctx.beta == 1 else dy * ctx.beta).to(ctx.residual_dtype)
+    if ctx.residual is not None and ctx.needs_input_grad[8]:
+        shape, dtype = ctx.residual
+        dr = dy.new_zeros(shape) if ctx.beta == 0 else dy if ctx.beta == 1 else dy * ctx.beta
+        dr = dr.to(dtype)
     return dx, dw, None, db, None, None, None, None, dr, None
 
 

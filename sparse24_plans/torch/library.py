@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from ..device.log import COMPILE
-from ..errors import UnsupportedError
+from ..errors import InvalidProblemError, UnsupportedError
 
 NAMESPACE = "sparse24"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -71,6 +71,7 @@ def define(
     for device in _DEVICES:
         _library.impl(name, kernel, device)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    fake = _on_one_device(op, fake)
     if call is not None:
         fake = _announced(op, call, fake)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
@@ -110,6 +111,23 @@ def only_dispatches(
         or _transform() is not None
         or _tracer() is not None
     )
+
+
+def _on_one_device(op: Any, fake: Kernel) -> Kernel:
+    """The fake. It refuses tensors of several devices, of which only one need be meta's to call it."""
+    names = [one.name for one in op._schema.arguments]
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        found = fake(*args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        devices = {name: one.device for name, one in given.items() if isinstance(one, torch.Tensor)}
+        wanted = next(iter(devices.values()), None)
+        for name, device in devices.items():
+            if device != wanted:
+                raise InvalidProblemError(f"{name}: expected a tensor on {wanted}, got {device}")
+        return found
+
+    return checked
 
 
 def _announced(op: Any, call: Kernel, fake: Kernel) -> Kernel:

@@ -45,16 +45,12 @@ find = plans.get
 """Gives the entry of a form, or None. It is bound once, because every call of an op looks for one."""
 
 
-_OPTIONS = frozenset({type(None), bool, int, float, str, torch.dtype})
-"""The types of an op's arguments that are no tensors."""
-
-
 def form_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The form of a call of an op with these arguments."""
     return (
         op,
         *[
-            one if type(one) in _OPTIONS else (one.shape, one.stride(), one.dtype, one.get_device())
+            (one.shape, one.stride(), one.dtype, one.get_device()) if isinstance(one, torch.Tensor) else one
             for one in args
         ],
     )

@@ -128,7 +128,8 @@ def _apply_mask(dense: Tensor, mask: Tensor) -> _Problem:
 class _Prepared(CheckedCall):
     """The plan of one form of a problem's operands."""
 
-    def __init__(self, problem: _Problem) -> None:
+    def __init__(self, problem: _Problem, made: list[Tensor]) -> None:
+        """``made`` receives results, with which the first call is checked."""
         read = {name: one.contiguous() for name, one in problem.read.items()}
         first = next(iter(read.values()))
         makers = {name: allocation(*one, first.device) for name, one in problem.results().items()}
@@ -136,7 +137,8 @@ class _Prepared(CheckedCall):
         self._plan = problem.plan.select(desc, device=plan_device(first))
         self._names, self._makers = (*read, *makers), tuple(makers.values())
         self._reports = "status" in makers
-        args = self._args(*read.values(), *[make() for make in self._makers])
+        made += [make() for make in self._makers]
+        args = self._args(*read.values(), *made)
         super().__init__(self._plan, self._plan.caller(args), first.device)
         self._order = tuple(map(self._names.index, self._caller.operands))
 
@@ -154,9 +156,12 @@ class _Prepared(CheckedCall):
                 given[name] = meta_view(given[name])
         return self._plan.args_type(desc)(**given)
 
-    def run(self, read: list[Tensor]) -> Any:
-        """The result, or a tuple of several. Waits and raises what was found, if the plan reports it."""
-        made = [make() for make in self._makers]
+    def run(self, read: list[Tensor], made: list[Tensor]) -> Any:
+        """The result, or a tuple of several. Waits and raises what was found, if the plan reports it.
+
+        ``made`` are results of this call, or empty.
+        """
+        made = made or [make() for make in self._makers]
         operands = [one.contiguous() for one in read] + made
         self._launch(tuple([operands[at].data_ptr() for at in self._order]))
         if self._reports:
@@ -171,10 +176,10 @@ def _define(schema: str, problem: Callable[..., _Problem], **gradients: Any) -> 
 
     def kernel(*args: Any) -> Any:
         form = form_of(problem, args)
-        found = find(form)
+        found, made = find(form), list[Tensor]()
         if found is None:
-            found = plans.keep(form, _Prepared(problem(*args)))
-        return found.run([one for one in args if isinstance(one, Tensor)])
+            found = plans.keep(form, _Prepared(problem(*args), made))
+        return found.run([one for one in args if isinstance(one, Tensor)], made)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         asked = problem(*args, **kwargs)

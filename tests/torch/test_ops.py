@@ -354,3 +354,36 @@ def test_wrong_operands_are_refused_by_name(message):
     kind = UnsupportedError if "no tile layout" in message else InvalidProblemError
     with pytest.raises(kind, match=message):
         WRONG[message]()
+
+
+def test_operands_on_meta_beside_others_are_refused():
+    """PyTorch calls an op without values if one operand has none."""
+    values, meta, _ = weight(dtype=torch.bfloat16)
+    x, out = randn(5, 64, dtype=torch.bfloat16), torch.empty(5, 96, device="meta", dtype=torch.bfloat16)
+    packed, words = S.pack(values, meta), S.to_cutlass(values, meta)
+    mask = torch.ones(96, 64, dtype=torch.bool, device="meta")
+    dense, scales = randn(96, 64), torch.ones(96, 1, device="meta")
+    stored = torch.zeros(96, 32, dtype=torch.int8, device=DEVICE)
+    for argument, call in {
+        "out": lambda: S.linear_out(x, values, meta, None, out),
+        "weight": lambda: S.linear(x, packed.to("meta"), None, m=96),
+        "mask": lambda: S.apply_mask(dense, mask),
+        "scales": lambda: S.pack_quantized(stored, meta, scales),
+        "meta": lambda: S.from_cutlass(values, words.to("meta"), 96, 64),
+    }.items():
+        with pytest.raises(
+            InvalidProblemError, match=f"{argument}: expected a tensor on {x.device}, got meta"
+        ):
+            call()
+
+
+def test_packed_weights_need_their_rows_and_contiguous_memory():
+    values, meta, _ = weight()
+    x, packed = randn(5, 64), S.pack(values, meta)
+    for device in (DEVICE, "meta"):
+        for op, operand in ((S.linear, x), (S.dgrad, randn(5, 96))):
+            with pytest.raises(InvalidProblemError, match="m: expected the rows of a packed weight"):
+                op(operand.to(device), packed.to(device))
+    apart = packed.repeat_interleave(2, -1)[..., ::2]
+    with pytest.raises(InvalidProblemError, match="weight: expected contiguous memory, got strides"):
+        S.linear(x, apart, None, m=96)

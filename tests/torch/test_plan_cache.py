@@ -1,14 +1,25 @@
 """The cache of plans that all ops share: it is bounded, and threads may fill it together."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import torch
 
-from sparse24_plans import UnsupportedError
-from sparse24_plans.torch import blocksparse, plan_cache
+from sparse24_plans import EpilogueKind, UnsupportedError
+from sparse24_plans.torch import (
+    Sparse24QuantizedLinear,
+    Sparse24WeightOnlyLinear,
+    blocksparse,
+    elements,
+    gemm_dispatch,
+    plan_cache,
+    prepare_ops,
+)
 from sparse24_plans.torch.plan_cache import PlanCache, Refusal
 
-from .cases import S, randn, weight
+from .cases import DEVICE, S, randn, weight
 
 
 def test_the_oldest_form_makes_room(monkeypatch):
@@ -52,3 +63,32 @@ def test_all_ops_use_one_cache():
     blocksparse.matmul(randn(1, 1, 16, 16), randn(1, 1, 16, 8), layout, "dsd")
     kinds = [type(entry).__name__ for entry in plan_cache.plans.values()]
     assert {"CheckedProduct", "_Prepared", "_CheckedProblem"} <= set(kinds)
+
+
+@pytest.mark.parametrize("name", [EpilogueKind.RELU, np.str_("relu")], ids=["a word", "of NumPy"])
+@pytest.mark.parametrize("layer", [Sparse24WeightOnlyLinear, Sparse24QuantizedLinear])
+def test_an_activation_may_be_any_string(layer, name):
+    torch.manual_seed(0)
+    given, plain = (layer(64, 32, activation=one, device=DEVICE).eval() for one in (name, "relu"))
+    given.load_state_dict(plain.state_dict())
+    x = randn(3, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(given(x), plain(x))
+
+
+def test_a_first_call_allocates_each_result_once(monkeypatch):
+    """It allocates none if ``out`` is given."""
+    made = []
+
+    def counted(shape: tuple[int, ...], *form: object) -> Callable[[], torch.Tensor]:
+        make = elements.allocation(shape, *form)
+        return lambda: (made.append(tuple(shape)), make())[1]
+
+    for module in (gemm_dispatch, prepare_ops):
+        monkeypatch.setattr(module, "allocation", counted)
+    values, meta, _ = weight(264, 136)
+    made.clear()
+    S.linear_out(randn(7, 136), values, meta, None, randn(7, 264))
+    assert made == []
+    S.decompress(values, meta)
+    assert made == [(264, 136)]

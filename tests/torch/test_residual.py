@@ -151,3 +151,11 @@ def test_a_weight_only_layers_residual_has_gradients():
     F.silu(before).sum().backward()
     for one, other in zip((x, residual), others, strict=True):
         close(one.grad, other.grad)
+
+
+def test_the_gradient_of_a_residual_that_beta_leaves_out_is_zeros():
+    values, meta, _ = weight()
+    residual = randn(3, 3).requires_grad_()
+    y = S.linear(randn(5, 64), values, meta, None, residual=residual, beta=0.0)
+    y.backward(torch.full_like(y, torch.inf))
+    assert torch.equal(residual.grad, torch.zeros_like(residual))
