@@ -411,8 +411,11 @@ class Sparse24Linear(nn.Module):
         """Map x [..., in_features] to [..., out_features], or half of it if the activation is gated.
 
         ``residual`` [..., out_features], in the result's dtype or float32, is added before the activation and
-        before anything is rounded; a gated layer takes none. Raises InvalidProblemError for another width.
+        before anything is rounded; a gated layer takes none. Raises InvalidProblemError for another width,
+        and for an x that is no tensor.
         """
+        if not isinstance(x, Tensor):
+            raise InvalidProblemError(f"x: expected a tensor, got {type(x).__name__}")
         return self.product(x, self._parameter("bias"), residual)
 
     def _parameter(self, name: str) -> Any:

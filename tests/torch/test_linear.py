@@ -359,6 +359,16 @@ def test_scripting_is_refused_with_what_to_use_instead(kind):
         torch.jit.script(nn.Sequential(filled(kind)))
 
 
+@pytest.mark.parametrize(
+    "x", [None, [1.0], np.ones((2, 16), np.float32)], ids=["nothing", "a list", "NumPy's"]
+)
+@pytest.mark.parametrize("kind", [Sparse24Linear, Sparse24QuantizedLinear, Sparse24WeightOnlyLinear])
+def test_an_x_that_is_no_tensor_is_refused(kind, x):
+    layer = kind(16, 16, device=DEVICE)
+    with pytest.raises(InvalidProblemError, match=f"x: expected a tensor, got {type(x).__name__}"):
+        layer(x)
+
+
 PLACES = {
     "Sparse24Linear": lambda _, device: Sparse24Linear(16, 16, device=device),
     "Sparse24QuantizedLinear": lambda _, device: Sparse24QuantizedLinear(16, 16, device=device),
