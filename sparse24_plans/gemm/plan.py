@@ -134,10 +134,10 @@ class GemmSparse24Plan(Plan):
         """
         if type(weight) not in CANONICAL_WEIGHTS:
             raise InvalidProblemError(f"weight: expected Sparse24Weight, got {type(weight).__name__}")
-        operand = self._operands[0].packing
-        assert isinstance(operand, WeightPacking)
-        operand.check_fits(weight, "weight", self._home)
+        packing = self._operands[0].packing
+        assert isinstance(packing, WeightPacking)
+        packing.check_fits(weight, "weight", self._home)
         with on_stream(self._home, stream):
             packed = self._kernel.pack(weight)
-        operand.check(packed, "weight", (self._entry.layout_of(self.descriptor),), self._home)
+        packing.check(packed, "weight", (self._entry.layout_of(self.descriptor),), self._home)
         return packed

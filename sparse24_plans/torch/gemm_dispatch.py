@@ -14,7 +14,7 @@ from ..gemm.plan import GemmSparse24Plan
 from .elements import DTYPE_OF, allocation, plan_device
 from .gemm_call import OPERANDS, Call, Operands, describe, is_column_major, sizes
 from .packed_weight_cache import PlanWeights
-from .plan_cache import CheckedCall, Refusal, find, plans, preference_of
+from .plan_cache import CheckedCall, Refusal, about, find, plans, preference_of
 
 # Checked calls ------------------------------------------------------------------------------------
 
@@ -195,11 +195,6 @@ def _form(
         None if residual is None else about(residual),
         options,
     )
-
-
-def about(tensor: Tensor) -> tuple[Any, ...]:
-    """Everything about a tensor but its address."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 # The ops ------------------------------------------------------------------------------------------

@@ -45,15 +45,14 @@ find = plans.get
 """Gives the entry of a form, or None. It is bound once, because every call of an op looks for one."""
 
 
+def about(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor but its address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
 def form_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The form of a call of an op with these arguments."""
-    return (
-        op,
-        *[
-            (one.shape, one.stride(), one.dtype, one.get_device()) if isinstance(one, torch.Tensor) else one
-            for one in args
-        ],
-    )
+    return op, *[about(one) if isinstance(one, torch.Tensor) else one for one in args]
 
 
 class CheckedCall:

@@ -43,11 +43,8 @@ class SddMmaSchedule(NamedTuple):
 
         Below ``busy`` warps per SM warps get fewer strips, and runs are shortened to reach ``enough``.
         """
-        block, words, limits = (
-            desc.layout.block,
-            max(-(-desc.n // _WORD_TERMS), 1),
-            constants("sdd_mma_warps"),
-        )
+        block, words = desc.layout.block, max(-(-desc.n // _WORD_TERMS), 1)
+        limits = constants("sdd_mma_warps")
         vector = next(one for one in _VECTORS if desc.n % one == 2 * words % one == 0)
         most = min(block // _STRIP_ROWS, _LEFT_WORDS // (2 * words))
         tried = [cls(one, words, vector, 1) for one in _STRIPS if one <= most]

@@ -184,7 +184,7 @@ class Chunking(NamedTuple):
     def of(
         cls,
         desc: GemmSparse24Descriptor,
-        row: GemmEntry,
+        entry: GemmEntry,
         device: DeviceProperties,
         whole_m: int | None = None,
         max_workspace: int | None = None,
@@ -194,11 +194,11 @@ class Chunking(NamedTuple):
         ``whole_m``: M of the weight that W is a part of. ``max_workspace``: bytes that the kernel may ask
         for. A limit can make chunks smaller, but it changes no split-K, so the bits are those without one.
         """
-        found, terms = _fastest_chunking(desc, row, whole_m), row.split_terms
+        found, terms = _fastest_chunking(desc, entry, whole_m), entry.split_terms
         needed = Regions.of(found.schedule, found.chunk(desc), terms, device).end
         if max_workspace is None or needed <= max_workspace:
             return found
-        smaller = _smaller_chunks(desc, row, device, whole_m, max_workspace)
+        smaller = _smaller_chunks(desc, entry, device, whole_m, max_workspace)
         return _fastest([one for one, needed in smaller if needed <= max_workspace], desc, terms)
 
     @classmethod
@@ -224,7 +224,7 @@ class Chunking(NamedTuple):
 
 
 def needed_workspace(
-    desc: GemmSparse24Descriptor, row: GemmEntry, device: DeviceProperties, whole_m: int | None = None
+    desc: GemmSparse24Descriptor, entry: GemmEntry, device: DeviceProperties, whole_m: int | None = None
 ) -> int:
     """The least ``max_workspace`` with which :meth:`Chunking.of` finds a schedule.
 
@@ -233,21 +233,21 @@ def needed_workspace(
     if desc.m == 0:
         return 0
     some = desc.model_copy(update={"n": max(1, desc.n)})
-    return min(needed for _, needed in _smaller_chunks(some, row, device, whole_m, 0))
+    return min(needed for _, needed in _smaller_chunks(some, entry, device, whole_m, 0))
 
 
 @lru_cache(4096)
-def _fastest_chunking(desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None) -> Chunking:
+def _fastest_chunking(desc: GemmSparse24Descriptor, entry: GemmEntry, whole_m: int | None) -> Chunking:
     """The fastest schedule if any workspace were allowed."""
-    terms = row.split_terms
+    terms = entry.split_terms
     whole = desc.model_copy(update={"n": most_chunk(terms, desc)})
-    allowed = F32Split(terms).allowed(whole, row, whole_m)
+    allowed = F32Split(terms).allowed(whole, entry, whole_m)
     return _fastest([Chunking.cut(one, desc, terms) for one in allowed], desc, terms)
 
 
 def _smaller_chunks(
     desc: GemmSparse24Descriptor,
-    row: GemmEntry,
+    entry: GemmEntry,
     device: DeviceProperties,
     whole_m: int | None,
     max_workspace: int,
@@ -256,9 +256,9 @@ def _smaller_chunks(
 
     Each stands with its bytes of workspace. All have the split-K of the kernel without a limit.
     """
-    terms, found = row.split_terms, []
+    terms, found = entry.split_terms, []
     whole = desc.model_copy(update={"n": most_chunk(terms, desc)})
-    split_k = _fastest_chunking(desc, row, whole_m).schedule.split_k
+    split_k = _fastest_chunking(desc, entry, whole_m).schedule.split_k
     for one in F32Split(terms).candidates(whole, split_k):
         regions = Regions.of(one, whole, terms, device)
         room = max(0, max_workspace - (regions.end - regions.partials))

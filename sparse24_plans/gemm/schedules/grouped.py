@@ -29,8 +29,10 @@ loading W takes it; a wider one serves popular groups with fewer tiles."""
 class Grouped(WgmmaSp):
     """Products of groups of tokens with weights of their own."""
 
-    def allowed(self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None) -> Schedules:
-        return schedules_for(max(desc.n, 1)) + split_schedules(desc, row)
+    def allowed(
+        self, desc: GemmSparse24Descriptor, entry: GemmEntry, whole_m: int | None = None
+    ) -> Schedules:
+        return schedules_for(max(desc.n, 1)) + split_schedules(desc, entry)
 
     def predicted(self, tried: Sequence[WgmmaSpSchedule], desc: GemmSparse24Descriptor) -> Array:
         """Predicted microseconds for groups of about n / groups tokens.
@@ -65,16 +67,16 @@ def schedules_for(n: int) -> Schedules:
     return tuple(one for one in tried if one.fits())
 
 
-def split_schedules(desc: GemmSparse24Descriptor, row: GemmEntry) -> Schedules:
+def split_schedules(desc: GemmSparse24Descriptor, entry: GemmEntry) -> Schedules:
     """The schedules of few tokens in which CTAs share K, if the kernel's bits may depend on n.
 
     Each possible work tile has a cluster. All clusters run at once, since most may have no work.
     """
-    if desc.n > MAX_MEMORY_BOUND_N or not row.cuts_k_by_n(desc):
+    if desc.n > MAX_MEMORY_BOUND_N or not entry.cuts_k_by_n(desc):
         return ()
     return tuple(
         one
-        for one in WGMMA_SP.allowed(one_group(desc, desc.n), row)
+        for one in WGMMA_SP.allowed(one_group(desc, desc.n), entry)
         if one.split_k > 1 and one.most_work_tiles(desc) <= one.resident_clusters(REFERENCE_SMS)
     )
 

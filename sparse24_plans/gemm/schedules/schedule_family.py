@@ -71,16 +71,18 @@ class ScheduleFamily(ABC):
         """Predicted microseconds of the problem with each schedule."""
         return self.times([(one, desc) for one in tried], self.model_of(desc))
 
-    def allowed(self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None) -> Schedules:
+    def allowed(
+        self, desc: GemmSparse24Descriptor, entry: GemmEntry, whole_m: int | None = None
+    ) -> Schedules:
         """The schedules with which the kernel keeps its guarantee. Some of them need no workspace."""
-        split_k = None if row.cuts_k_by_n(desc) else self.split_k(whole_m or desc.m, desc.k, desc.element)
+        split_k = None if entry.cuts_k_by_n(desc) else self.split_k(whole_m or desc.m, desc.k, desc.element)
         return tuple(one for one in self.candidates(desc, split_k) if not self.refuses(one, desc))
 
     @lru_cache(4096)  # noqa: B019 - families are few and stay
     def best(
         self,
         desc: GemmSparse24Descriptor,
-        row: GemmEntry,
+        entry: GemmEntry,
         whole_m: int | None = None,
         max_workspace: int | None = None,
     ) -> WgmmaSpSchedule:
@@ -89,7 +91,7 @@ class ScheduleFamily(ABC):
         ``whole_m``: M of the weight that W is a part of; ``max_workspace``: bytes that it may ask for.
         """
         return fastest(
-            self.allowed(desc, row, whole_m),
+            self.allowed(desc, entry, whole_m),
             lambda tried: self.predicted(tried, desc),
             WgmmaSpSchedule.workspace_bytes,
             max_workspace,

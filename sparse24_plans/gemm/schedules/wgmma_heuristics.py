@@ -63,18 +63,20 @@ class WgmmaSp(ScheduleFamily):
     def constants_of(self, model: str) -> CostConstants:
         return constants_of(model)
 
-    def allowed(self, desc: GemmSparse24Descriptor, row: GemmEntry, whole_m: int | None = None) -> Schedules:
-        return narrow_schedules(desc.n) if row.promoted else super().allowed(desc, row, whole_m)
+    def allowed(
+        self, desc: GemmSparse24Descriptor, entry: GemmEntry, whole_m: int | None = None
+    ) -> Schedules:
+        return narrow_schedules(desc.n) if entry.promoted else super().allowed(desc, entry, whole_m)
 
     def allowed_of_batches(
-        self, desc: GemmSparse24Descriptor, row: GemmEntry, single: WgmmaSpSchedule
+        self, desc: GemmSparse24Descriptor, entry: GemmEntry, single: WgmmaSpSchedule
     ) -> Schedules:
         """The schedules that give each batch the bits of ``single``. Batches fill the SMs without stream-K.
 
         Threads whose sums of K chunks wait in the workspace have no registers for C of batches.
         """
-        if row.promoted or desc.element is ElementKind.S8:
-            tried = self.allowed(desc.one_batch, row)
+        if entry.promoted or desc.element is ElementKind.S8:
+            tried = self.allowed(desc.one_batch, entry)
         else:
             tried = self.candidates(desc, single.split_k * single.k_chunks)
         whole = [one for one in tried if not one.stream_k and not (desc.has_c and one.saved_accumulators)]
@@ -84,7 +86,7 @@ class WgmmaSp(ScheduleFamily):
     def best_of_batches(
         self,
         desc: GemmSparse24Descriptor,
-        row: GemmEntry,
+        entry: GemmEntry,
         single: WgmmaSpSchedule,
         max_workspace: int | None = None,
     ) -> WgmmaSpSchedule:
@@ -94,7 +96,7 @@ class WgmmaSp(ScheduleFamily):
             pairs = [(schedule, _as_one_product(desc, schedule)) for schedule in tried]
             return self.times(pairs, self.model_of(pairs[0][1]))
 
-        tried = self.allowed_of_batches(desc, row, single)
+        tried = self.allowed_of_batches(desc, entry, single)
         return fastest(tried, times, WgmmaSpSchedule.workspace_bytes, max_workspace)
 
     def configurations(self, desc: GemmSparse24Descriptor) -> list[dict[str, int]]:
