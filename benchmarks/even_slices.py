@@ -45,7 +45,7 @@ def even_slices_entry(gpu: str) -> Constants:
         model = cost_model(desc)
         for i, cut in enumerate(times):
             rest[at, i] = model.microseconds(cut_work(desc, cut))
-            if cut.parts > 1:
+            if cut.cluster_slices > 1:
                 amounts[at, i] = cluster_exchange(desc, cut)
             else:
                 rest[at, i] += exchange_us(desc, cut)

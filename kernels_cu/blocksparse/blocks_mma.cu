@@ -5,8 +5,8 @@
 // memory: blocksparse/blocks_mma/fragments.cuh says which cells. If an operand's rows or tokens are contiguous, and not
 // its k, a lane has the values of two k in two words, and exchanges their halves.
 //
-// A CTA computes kStrips * 16 rows of a block row and up to kN8Tiles * 8 tokens. Its warps take the shares of the block
-// row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
+// A CTA computes kM16Tiles * 16 rows of a block row and up to kN8Tiles * 8 tokens. Its warps take the shares of the
+// block row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
 //
 //   role       threads      what it does
 //   Mainloop   warps        loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; after a share puts
@@ -14,7 +14,7 @@
 //   write      all threads  adds the sums of slots, epilogue, store
 //
 //   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has both halves
-//   registers  4 * kStrips * kN8Tiles accumulators, at most 32; op(S) of kUnits and X of kXUnits, up to 32 words each
+//   registers  4 * kM16Tiles * kN8Tiles accumulators, at most 32; op(S) of kUnits and X of kXUnits, up to 32 words each
 //
 //   table   | blocks of 32 units |                    to shared memory; the next 32 are prefetched to L2
 //   load    |                    | 0 .. kUnits - 1 | kUnits | ..  each takes the registers of a multiplied unit
@@ -30,7 +30,7 @@
 
 // All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
-  static constexpr int kBlock = S24_BLOCK, kWarps = S24_WARPS, kStrips = S24_STRIPS, kN8Tiles = S24_N8_TILES;
+  static constexpr int kBlock = S24_BLOCK, kWarps = S24_WARPS, kM16Tiles = S24_M16_TILES, kN8Tiles = S24_N8_TILES;
   static constexpr int kUnits = S24_UNITS, kXUnits = S24_X_UNITS;
   // Whether k is contiguous in op(S), and in X; otherwise rows or tokens are.
   static constexpr bool kLeftAlongK = S24_LEFT_ALONG_K, kRightAlongK = S24_RIGHT_ALONG_K;
@@ -42,9 +42,9 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlockUnits = kBlock / kDepth;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kResidentWarps = S24_RESIDENT_WARPS;  // of an SM, which bound a thread's registers
-  static constexpr int kTileM = 16 * kStrips, kTileN = 8 * kN8Tiles, kRowTiles = kBlock / kTileM;
+  static constexpr int kTileM = 16 * kM16Tiles, kTileN = 8 * kN8Tiles, kRowTiles = kBlock / kTileM;
   // Words of a lane's loads: of a unit, and of one load.
-  static constexpr int kLeftWords = kStrips * kLaneK, kLeftLoad = kLeftAlongK ? kLaneK / 2 : kStrips;
+  static constexpr int kLeftWords = kM16Tiles * kLaneK, kLeftLoad = kLeftAlongK ? kLaneK / 2 : kM16Tiles;
   static constexpr int kRightLoad = kRightAlongK ? kLaneK / 2 : (kN8Tiles + 1) / 2;
   static constexpr int kRightWords = kRightLoad * (kRightAlongK ? kN8Tiles : kLaneK);
   static_assert(kWarps % kBlockUnits == 0, "a warp's units have the same place in their blocks");
@@ -52,8 +52,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
 };
 using Bits = Config::In::Bits;
 using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kTokensContiguous>;
-constexpr int kStrips = Config::kStrips, kN8Tiles = Config::kN8Tiles;
-using Accumulators = float[kStrips][kN8Tiles][4];
+constexpr int kM16Tiles = Config::kM16Tiles, kN8Tiles = Config::kN8Tiles;
+using Accumulators = float[kM16Tiles][kN8Tiles][4];
 
 // The work tile of a CTA. CTAs with the same values follow each other, so that L2 has them.
 struct WorkTile {
@@ -81,14 +81,14 @@ struct WorkTile {
 template <class Visit> __device__ __forceinline__ void visit_sums(Accumulators& acc, Visit visit) {
   const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
 #pragma unroll
-  for (int strip = 0; strip < kStrips; ++strip)
+  for (int m16_tile = 0; m16_tile < kM16Tiles; ++m16_tile)
 #pragma unroll
     for (int tile = 0; tile < kN8Tiles; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = fragment_row<Config::kLeftAlongK, kStrips>(group, strip, i / 2);
+        const int row = fragment_row<Config::kLeftAlongK, kM16Tiles>(group, m16_tile, i / 2);
         const int token = fragment_token<Config::kRightAlongK, kN8Tiles>(2 * quad + i % 2, tile);
-        visit(acc[strip][tile][i], Buffer::offset(token, row) / 4);
+        visit(acc[m16_tile][tile][i], Buffer::offset(token, row) / 4);
       }
 }
 __device__ __forceinline__ void clear(Accumulators& acc) {
@@ -140,7 +140,7 @@ struct Mainloop {
       : p(p), mine(mine) {
     const int group = threadIdx.x % 32 / 4;
     const int k = warp % Config::kBlockUnits * Config::kDepth + fragment_k<Config::kDepth>(threadIdx.x % 4, 0, 0);
-    const int row = work.row + fragment_row<Config::kLeftAlongK, kStrips>(group, 0, 0);
+    const int row = work.row + fragment_row<Config::kLeftAlongK, kM16Tiles>(group, 0, 0);
     constexpr int kPitch = Config::kBlock;
     values = (const Bits*)p.values + (i64)work.batch * p.blocks * kPitch * kPitch +
              (Config::kLeftAlongK ? row * kPitch + k : k * kPitch + row);
@@ -194,13 +194,14 @@ struct Mainloop {
     }
   }
 
-  __device__ __forceinline__ void left_fragment(u32 (&a)[4], int slot, int strip, int step) const {
+  __device__ __forceinline__ void left_fragment(u32 (&a)[4], int slot, int m16_tile, int step) const {
     const u32(&words)[Config::kLeftWords] = left[slot];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // of row i % 2, the k of pair i / 2
-      const int at = left_word<Config::kLeftAlongK, kStrips, Config::kDepth>(strip, i % 2, step, i / 2 * 2);
+      const int at = left_word<Config::kLeftAlongK, kM16Tiles, Config::kDepth>(m16_tile, i % 2, step, i / 2 * 2);
       if constexpr (Config::kLeftAlongK) a[i] = words[at];
-      else a[i] = i % 2 ? upper_halves(words[at], words[at + kStrips]) : lower_halves(words[at], words[at + kStrips]);
+      else
+        a[i] = i % 2 ? upper_halves(words[at], words[at + kM16Tiles]) : lower_halves(words[at], words[at + kM16Tiles]);
     }
   }
   __device__ __forceinline__ void right_fragment(u32 (&b)[2], int slot, int tile, int step) const {
@@ -218,14 +219,14 @@ struct Mainloop {
 #pragma unroll
     for (int step = 0; step < Config::kSteps; ++step)
 #pragma unroll
-      for (int strip = 0; strip < kStrips; ++strip) {
+      for (int m16_tile = 0; m16_tile < kM16Tiles; ++m16_tile) {
         u32 a[4];
-        left_fragment(a, slot, strip, step);
+        left_fragment(a, slot, m16_tile, step);
 #pragma unroll
         for (int tile = 0; tile < kN8Tiles; ++tile) {
           u32 b[2];
           right_fragment(b, slot % Config::kXUnits, tile, step);
-          mma_m16n8k16<Config::kElement>(acc[strip][tile], a, b);
+          mma_m16n8k16<Config::kElement>(acc[m16_tile][tile], a, b);
         }
       }
   }

@@ -6,9 +6,9 @@
 // its CTAs. The CTAs share the values of S: each loads a part of them and multicasts it. A step covers 128 bytes of k
 // in which the panel keeps any block, and the rows of X at that k. A panel that is longer than in random layouts may be
 // cut into slices of its kept columns; panels.py says where. Instead, where few work tiles would leave multiprocessors
-// idle, every panel may be cut into kParts slices, which the CTAs of a cluster compute and add. Steps are summed in
-// increasing k, then slices in their order, so the bits of a result depend on the layout, its token, and on how panels
-// are cut.
+// idle, every panel may be cut into kClusterSlices slices, which the CTAs of a cluster compute and add. Steps are
+// summed in increasing k, then slices in their order, so the bits of a result depend on the layout, its token, and on
+// how panels are cut.
 //
 // For sdd a row panel is one block row, or 64 rows of small blocks. A work tile is some of the block columns in which
 // the panel keeps a block. A step is 128 bytes of k of op(A)'s rows, which the cluster shares, and of op(B)'s columns.
@@ -31,7 +31,7 @@
 // producer | step 0 | step 1 | step 2 | ..
 // mainloop          | wgmma 0 | 1 | 2 | ..                     one step in flight; the previous stage is released
 //                                                              meanwhile
-// epilogue                                  | fill | store |   with kParts | sums | cluster sync | add and store |
+// epilogue                                  | fill | store |   in a cluster | sums | cluster sync | add and store |
 //
 // The kernel is persistent. Work tiles: slices, or whole panels if one CTA sums the slices of a panel, from the longest
 // to the shortest with every token tile of a raster group, then the next raster group. For sdd the first work tile of
@@ -242,14 +242,14 @@ extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Confi
     AccumulatorTile sums;
     for (WorkSequence sequence(p, base); sequence.has_work(p); sequence.next<false>(p)) {
       WorkTile work(p, sequence, cta_rank);
-      if constexpr (Config::kSlices == Slices::InTurn) {
-        SlicesInTurn<Sum> in_turn{p, warpgroup, {}};
+      if constexpr (Config::kSlices == Slices::Sequential) {
+        SlicesSequential<Sum> sequential{p, warpgroup, {}};
         work.for_slices([&](const WorkTile& slice) {
           mainloop.multiply(sums, slice.steps(p));
-          if (slice.slices > 1) in_turn.add(sums, slice);
+          if (slice.slices > 1) sequential.add(sums, slice);
         });
         epilogue.write(sums, work, warpgroup_m, warpgroup_n);
-      } else if constexpr (Config::kParts > 1) {
+      } else if constexpr (Config::kClusterSlices > 1) {
         mainloop.multiply(sums, work.steps(p));
         const ClusterSums exchanged{p, base};
         exchanged.store(sums, warpgroup_m, warpgroup_n);

@@ -33,17 +33,17 @@ template <class Config> struct StageBarriers {
 // operands. With kRead threads read the stage, too, for instance the word that tells which blocks it has. Their own CTA
 // wrote that word, so the arrival at its barrier must be ordered after these reads.
 template <class Config, bool kRead = (Config::kPanelBlockRows > 1)> struct ConsumerRelease {
-  u32 free;  // empty barrier of stage 0 in the CTA that this lane releases to
+  u32 empty;  // empty barrier of stage 0 in the CTA that this lane releases to
 
   static __device__ __forceinline__ bool is_own() { return threadIdx.x % 32 == blockIdx.x % Config::kClusterN; }
 
-  __device__ __forceinline__ explicit ConsumerRelease(u32 barrier) : free(barrier) {
+  __device__ __forceinline__ explicit ConsumerRelease(u32 barrier) : empty(barrier) {
     if constexpr (Config::kClusterN > 1)
-      if (!kRead || !is_own()) free = cluster_address(barrier, threadIdx.x % 32 % Config::kClusterN);
+      if (!kRead || !is_own()) empty = cluster_address(barrier, threadIdx.x % 32 % Config::kClusterN);
   }
   __device__ __forceinline__ void release(u32 stage) const {
     if (threadIdx.x % 32 >= Config::kClusterN) return;
-    if (Config::kClusterN == 1 || (kRead && is_own())) barrier_arrive(free + 8 * stage);
-    else barrier_arrive_cluster(free + 8 * stage);
+    if (Config::kClusterN == 1 || (kRead && is_own())) barrier_arrive(empty + 8 * stage);
+    else barrier_arrive_cluster(empty + 8 * stage);
   }
 };

@@ -4,8 +4,8 @@
 // into registers. Lane 4 * group + quad has the k from 2 * kWords * quad on, in kWords words of two, whichever way an
 // operand is stored, so bits do not depend on it. Both operands are zeros beyond the sums' length.
 //
-// A warp computes kStrips * 16 rows of each block of a run of neighbouring blocks of C. It keeps these rows of op(A) in
-// registers while the block row stays the same. A piece is the kTiles * 8 columns of a block that it computes at a
+// A warp computes kM16Tiles * 16 rows of each block of a run of neighbouring blocks of C. It keeps these rows of op(A)
+// in registers while the block row stays the same. A piece is the kTiles * 8 columns of a block that it computes at a
 // time: a lane then stores neighbouring cells, and four lanes whole sectors. Every warp has equal work, however uneven
 // the block rows are, and warps share nothing.
 //
@@ -13,7 +13,7 @@
 //   Run    all warps  loads op(B) of kAhead pieces ahead, multiplies, rounds and stores pieces
 //
 //   barriers   none
-//   registers  op(A): 2 * kStrips * kWords, at most 24; op(B): up to 32 in flight, and 16 of the piece; 16 sums
+//   registers  op(A): 2 * kM16Tiles * kWords, at most 24; op(B): up to 32 in flight, and 16 of the piece; 16 sums
 //
 //   tables  | blocks of the run, one a lane |
 //   load    |                               | 0 .. kAhead - 1 | kAhead | ..  each takes the place of a multiplied piece
@@ -27,14 +27,14 @@
 
 // All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
-  static constexpr int kBlock = S24_BLOCK, kStrips = S24_STRIPS, kWords = S24_WORDS;
+  static constexpr int kBlock = S24_BLOCK, kM16Tiles = S24_M16_TILES, kWords = S24_WORDS;
   // Neighbouring k that a lane can load together if they are contiguous.
   static constexpr int kVector = S24_VECTOR;
   // Whether k is contiguous in op(A), and in op(B); otherwise rows or columns are.
   static constexpr bool kLeftAlongK = S24_LEFT_ALONG_K, kRightAlongK = S24_RIGHT_ALONG_K;
 
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kTileM = 16 * kStrips, kRowTiles = kBlock / kTileM;
+  static constexpr int kTileM = 16 * kM16Tiles, kRowTiles = kBlock / kTileM;
   // n8 tiles of a piece: a lane stores 16 bytes of a row, if a block has as many and registers can hold op(B).
   static constexpr int kTiles = kBlock == 16 || sizeof(Out::Bits) == 4 || kWords > 4 ? 2 : 4;
   static constexpr int kPieceN = 8 * kTiles, kPieces = kBlock / kPieceN;
@@ -46,7 +46,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static_assert(2 * kWords % kVector == 0, "a lane's k are whole loads");
 };
 using Bits = Config::In::Bits;
-constexpr int kStrips = Config::kStrips, kWords = Config::kWords, kTiles = Config::kTiles;
+constexpr int kM16Tiles = Config::kM16Tiles, kWords = Config::kWords, kTiles = Config::kTiles;
 
 // Rounds values to neighbouring results.
 template <class Out, int kWordCount, int kValues>
@@ -71,7 +71,7 @@ struct Run {
   int block_row;
   i64 left_at, right_at;
 
-  u32 left[kStrips][2][kWords], right[Config::kAhead][Config::kRightWords];
+  u32 left[kM16Tiles][2][kWords], right[Config::kAhead][Config::kRightWords];
 
   __device__ __forceinline__ explicit Run(const SddMmaParams& p) : p(p) {
     u32 at = blockIdx.x * Config::kWarps + threadIdx.x / 32;
@@ -80,7 +80,7 @@ struct Run {
     const u32 first = at % p.runs * p.run_blocks, batch = at / p.runs;
     const int count = batch < p.batch ? (int)min(p.run_blocks, p.blocks - first) : 0;
     pieces = count * Config::kPieces;
-    const int lane_row = fragment_row<Config::kLeftAlongK, kStrips>(group, 0, 0);
+    const int lane_row = fragment_row<Config::kLeftAlongK, kM16Tiles>(group, 0, 0);
     a = (const Bits*)p.a + (Config::kLeftAlongK ? lane_row * p.a_stride + k : k * p.a_stride + lane_row);
     // Lanes of two groups load the columns of both if they are contiguous.
     const int lane_column = sampled_column<kTiles>(Config::kRightAlongK ? group : group / 2 * 2, 0);
@@ -116,24 +116,24 @@ struct Run {
   __device__ __forceinline__ void load_left(i64 at) {
     const Bits* const from = a + at;
     if constexpr (Config::kLeftAlongK) {
-      u32 rows[2 * kStrips][Config::kRowWords];
+      u32 rows[2 * kM16Tiles][Config::kRowWords];
 #pragma unroll
-      for (int row = 0; row < 2 * kStrips; ++row) load_row(rows[row], from + 8 * row * p.a_stride);
+      for (int row = 0; row < 2 * kM16Tiles; ++row) load_row(rows[row], from + 8 * row * p.a_stride);
 #pragma unroll
-      for (int row = 0; row < 2 * kStrips; ++row)
+      for (int row = 0; row < 2 * kM16Tiles; ++row)
 #pragma unroll
         for (int i = 0; i < kWords; ++i) left[row / 2][row % 2][i] = word_of_row(rows[row], i);
     } else {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        u32 pairs[2][kStrips];  // of rows, at one k
+        u32 pairs[2][kM16Tiles];  // of rows, at one k
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          load_words<kStrips>(pairs[j], from + (2 * i + j) * p.a_stride, k + 2 * i + j < p.terms);
+          load_words<kM16Tiles>(pairs[j], from + (2 * i + j) * p.a_stride, k + 2 * i + j < p.terms);
 #pragma unroll
-        for (int strip = 0; strip < kStrips; ++strip) {
-          left[strip][0][i] = lower_halves(pairs[0][strip], pairs[1][strip]);
-          left[strip][1][i] = upper_halves(pairs[0][strip], pairs[1][strip]);
+        for (int m16_tile = 0; m16_tile < kM16Tiles; ++m16_tile) {
+          left[m16_tile][0][i] = lower_halves(pairs[0][m16_tile], pairs[1][m16_tile]);
+          left[m16_tile][1][i] = upper_halves(pairs[0][m16_tile], pairs[1][m16_tile]);
         }
       }
     }
@@ -171,8 +171,9 @@ struct Run {
       }
   }
 
-  __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], int strip, const u32 (&b)[kTiles][kWords]) const {
-    const u32(&a)[2][kWords] = left[strip];
+  __device__ __forceinline__ void multiply(float (&acc)[kTiles][4], int m16_tile,
+                                           const u32 (&b)[kTiles][kWords]) const {
+    const u32(&a)[2][kWords] = left[m16_tile];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -188,8 +189,8 @@ struct Run {
     }
   }
 
-  // Stores the results of a strip, whose two rows of this lane have 2 * kTiles neighbours each.
-  __device__ __forceinline__ void store(const float (&acc)[kTiles][4], int strip, int piece) const {
+  // Stores the results of a m16_tile, whose two rows of this lane have 2 * kTiles neighbours each.
+  __device__ __forceinline__ void store(const float (&acc)[kTiles][4], int m16_tile, int piece) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float v[2 * kTiles];
@@ -198,7 +199,7 @@ struct Run {
         v[i] = activated<Config, FastMath>(acc[i / 2][2 * half + i % 2], p.alpha, 0.0f);
       u32 words[kTiles * sizeof(Config::Out::Bits) / 2];
       round_values<Config::Out>(words, v);
-      const int row = fragment_row<Config::kLeftAlongK, kStrips>(0, strip, half);
+      const int row = fragment_row<Config::kLeftAlongK, kM16Tiles>(0, m16_tile, half);
       const i64 at = (i64)(piece / Config::kPieces) * (Config::kBlock * Config::kBlock) + row * Config::kBlock +
                      piece % Config::kPieces * Config::kPieceN;
       store_words<sizeof(words) / 4>(out + at, words);
@@ -222,10 +223,10 @@ struct Run {
         right_fragments(b_words, slot);
         load_right(slot, piece + kAhead);
 #pragma unroll
-        for (int strip = 0; strip < kStrips; ++strip) {
+        for (int m16_tile = 0; m16_tile < kM16Tiles; ++m16_tile) {
           float acc[kTiles][4] = {};
-          multiply(acc, strip, b_words);
-          store(acc, strip, piece);
+          multiply(acc, m16_tile, b_words);
+          store(acc, m16_tile, piece);
         }
       }
     }

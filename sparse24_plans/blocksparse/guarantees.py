@@ -103,7 +103,7 @@ def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
-    # A strip of 16 rows lies in one block row, whose number of kept blocks decides into how many shares they
+    # An m16 tile lies in one block row, whose number of kept blocks decides into how many shares they
     # are divided. The sums of the shares are added in order: steps are fewer than k.
     return tensor_cores(problem).model_copy(update={"nonfinite": "skips_pruned"})
 

@@ -40,7 +40,7 @@ def plan_of(parts: int, tile: tuple[int, int] = (64, 64), **fields: Any) -> Bloc
     """A plan that cuts every panel into ``parts`` slices, or none with 1."""
     desc = BlockSparseMatmulDescriptor(**{"n": 72, "batch": 2, "element": "bf16", **fields})
     rows, tokens = max(tile[0], desc.layout.block), tile[1]
-    cut = cuts.Cut(cuts.tile_of(rows, tokens), parts=parts)
+    cut = cuts.Cut(cuts.tile_of(rows, tokens), cluster_slices=parts)
     spare = (1 << 33) + 1000 * rows + 10 * tokens + parts  # bytes: plans are cached
     wanted = {"prefer_backend": "blocks_wgmma", "max_workspace_bytes": spare}
     with running(cut), mock.patch.object(limits, "dense_wins", return_value=None):
@@ -125,7 +125,8 @@ def test_several_waves_of_clusters_are_right(op, block):
     layout = BlockSparseLayout(bitmap.transpose(0, 2, 1) if op == "dds" else bitmap, block)
     for parts in (2, 8):
         plan = plan_of(parts, op=op, layout=layout, n=250)
-        assert cuts.Cut(cuts.tile_of(max(64, block), 64), parts=parts).cluster_waves(plan.descriptor) > 1
+        cut = cuts.Cut(cuts.tile_of(max(64, block), 64), cluster_slices=parts)
+        assert cut.cluster_waves(plan.descriptor) > 1
         check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(parts)))
         shared.further_runs_give_the_same_bits(plan, layout, 5)
 
@@ -206,9 +207,9 @@ def test_slices_are_all_computed_at_once(block, batch):
         desc = BlockSparseMatmulDescriptor(op="dsd", layout=shape, n=n, batch=batch, element="bf16")
         cut = cuts.Cut(schedules.fitting(128, 64, 2, 1))
         for one in cut.evenly(desc):
-            assert 2 <= one.parts <= cols // block
+            assert 2 <= one.cluster_slices <= cols // block
             ctas = H200.multiprocessors * one.schedule.ctas_per_sm
-            assert one.parts * one.schedule.work_tiles(desc) <= ctas
+            assert one.cluster_slices * one.schedule.work_tiles(desc) <= ctas
 
 
 @given(
@@ -231,9 +232,9 @@ def test_what_is_batch_invariant_is_never_cut(block, panels, across, share, n, b
     desc = BlockSparseMatmulDescriptor(**fields, **longest, n=n, batch=batch, element="bf16")
     cut = cuts.as_run(desc, H200.multiprocessors)
     if guarantees.blocks_wgmma(desc).batch_invariant:
-        assert cut.parts == 1
+        assert cut.cluster_slices == 1
         assert cut.slices in (cuts.NO_SLICES, cuts.LONG_FIRST)
-    assert cuts.as_run(desc, H200.multiprocessors, invariant=True).parts == 1
+    assert cuts.as_run(desc, H200.multiprocessors, invariant=True).cluster_slices == 1
     assert cuts.as_run(desc, H200.multiprocessors, 0).workspace == 0
 
 
@@ -259,7 +260,7 @@ def test_clusters_beyond_those_resident_begin_a_wave():
     """32 clusters of four take longer than as many of three, of which an H200 runs all: 82 us, not 59."""
     shape = BlockSparseShape(heads=1, rows=14336, cols=4096, block=32, blocks=14336 * 4096 // 32**2 // 2)
     desc = BlockSparseMatmulDescriptor(op="dds", layout=shape, n=256, longest_panel=433, element="bf16")
-    found = [cuts.Cut(cuts.tile_of(128, 256), parts=parts) for parts in (3, 4)]
+    found = [cuts.Cut(cuts.tile_of(128, 256), cluster_slices=parts) for parts in (3, 4)]
     assert [one.cluster_waves(desc) > 1 for one in found] == [False, True]
     three, four = cuts.cuts_us(desc, found)
     assert four > three

@@ -29,16 +29,16 @@ from .test_products import check
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("n", [1, 5, 16, 24, 40, 63])
 def test_bits_of_sdd_do_not_depend_on_schedule_or_transposition(block, n, monkeypatch):
-    """One product in runs of any length, with each number of strips, and with A and B stored either way."""
+    """One product in runs of any length, with each number of m16 tiles, with A and B stored either way."""
     layout = random_layout(seed=block, heads=2, rows=9, cols=768 // block, block=block)
     desc = BlockSparseMatmulDescriptor(op="sdd", layout=layout, n=n, element="bf16", batch=3)
     plain, chosen_one = random_operands(desc, layout, np.random.default_rng(n)), SddMmaSchedule.of(desc, 1)
     found = []
-    strips = [one for one in (1, 2, 4) if one <= chosen_one.strips]
+    m16_tiles = [one for one in (1, 2, 4) if one <= chosen_one.m16_tiles]
     for number, (one, run, a_transposed, b_transposed) in enumerate(
-        itertools.product(strips, (1, 3, 32), (False, True), (False, True))
+        itertools.product(m16_tiles, (1, 3, 32), (False, True), (False, True))
     ):
-        schedule = chosen_one._replace(strips=one, run_blocks=run)
+        schedule = chosen_one._replace(m16_tiles=one, run_blocks=run)
         monkeypatch.setattr(SddMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
         transposed = {"a": a_transposed, "b": b_transposed}
         stored = {
@@ -75,14 +75,14 @@ def test_bits_of_another_run(op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("n", [1, 8, 12, 36, 63])
 def test_bits_do_not_depend_on_strips_or_transposition(op, block, n, monkeypatch):
-    """One product with the most strips and with one, and with either operand stored either way."""
+    """One product with the most m16 tiles and with one, and with either operand stored either way."""
     layout = random_layout(seed=block, heads=2, rows=768 // block, cols=1280 // block, block=block)
     sparse, dense = ("a", "b") if op == "dsd" else ("b", "a")
     fields = {"op": op, "n": n, "element": "bf16"}
     plain = random_operands(
         BlockSparseMatmulDescriptor(layout=layout, **fields), layout, np.random.default_rng(n)
     )
-    found, strips = [], []
+    found, m16_tiles = [], []
     for most, s_transposed, x_transposed in itertools.product((True, False), (False, True), (False, True)):
         operands = _transposed(plain, sparse) if s_transposed else plain
         if x_transposed:
@@ -94,9 +94,9 @@ def test_bits_do_not_depend_on_strips_or_transposition(op, block, n, monkeypatch
         monkeypatch.setattr(BlocksMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
         spare = {**FORCED, "max_workspace_bytes": (1 << 30) + most}  # of its own: plans are cached
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=spare)
-        strips.append(schedule.strips)
+        m16_tiles.append(schedule.m16_tiles)
         found.append(check(plan, operands))
-    assert (len(set(strips)) > 1) == (block > 16)
+    assert (len(set(m16_tiles)) > 1) == (block > 16)
     assert all(same_bits(found[0], one) for one in found)
 
 

@@ -26,20 +26,20 @@ WARPS = (4, 8, 16)
 HEADER = "blocksparse/blocks_mma/fragments.cuh"
 
 
-def row_of(along_k: bool, strips: int, group: np.ndarray, strip: int, half: int) -> np.ndarray:
-    return 16 * strip + 8 * half + group if along_k else 2 * (strips * group + strip) + half
+def row_of(along_k: bool, m16_tiles: int, group: np.ndarray, m16_tile: int, half: int) -> np.ndarray:
+    return 16 * m16_tile + 8 * half + group if along_k else 2 * (m16_tiles * group + m16_tile) + half
 
 
 def token_of(along_k: bool, tiles: int, column: np.ndarray, tile: int) -> np.ndarray:
     return 8 * tile + column if along_k else tiles * column + tile
 
 
-def loaded_left(s: np.ndarray, along_k: bool, strips: int, depth: int) -> np.ndarray:
+def loaded_left(s: np.ndarray, along_k: bool, m16_tiles: int, depth: int) -> np.ndarray:
     """[lanes, words, 2 values]: what each lane loads of a unit S [rows, k], in pieces of neighbours."""
     found = []
-    for i in range(2 * strips if along_k else depth // 4):
+    for i in range(2 * m16_tiles if along_k else depth // 4):
         k = QUAD[:, None] * (depth // 4) + np.arange(depth // 4)
-        rows = 2 * strips * GROUP[:, None] + np.arange(2 * strips)
+        rows = 2 * m16_tiles * GROUP[:, None] + np.arange(2 * m16_tiles)
         piece = s[(8 * i + GROUP)[:, None], k] if along_k else s[rows, k[:, i : i + 1]]
         found.append(piece.reshape(32, -1, 2))
     return np.concatenate(found, axis=1)
@@ -57,10 +57,10 @@ def loaded_right(x: np.ndarray, along_k: bool, tiles: int, depth: int) -> np.nda
     return np.concatenate(found, axis=1)
 
 
-def left_word(along_k: bool, strips: int, depth: int, strip: int, half: int, step: int, i: int) -> int:
-    return (
-        (2 * strip + half) * (depth // 8) + 2 * step + i // 2 if along_k else (4 * step + i) * strips + strip
-    )
+def left_word(along_k: bool, m16_tiles: int, depth: int, m16_tile: int, half: int, step: int, i: int) -> int:
+    if along_k:
+        return (2 * m16_tile + half) * (depth // 8) + 2 * step + i // 2
+    return (4 * step + i) * m16_tiles + m16_tile
 
 
 def right_word(along_k: bool, tiles: int, depth: int, tile: int, step: int, i: int) -> int:
@@ -88,29 +88,29 @@ def mma(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("left_along_k", BOTH)
 @pytest.mark.parametrize("right_along_k", BOTH)
-@pytest.mark.parametrize(("depth", "strips"), [(16, 1), (32, 1), (32, 2), (32, 4)])
+@pytest.mark.parametrize(("depth", "m16_tiles"), [(16, 1), (32, 1), (32, 2), (32, 4)])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
-def test_lanes_multiply_what_they_load(left_along_k, right_along_k, depth, strips, tiles):
+def test_lanes_multiply_what_they_load(left_along_k, right_along_k, depth, m16_tiles, tiles):
     rng = np.random.default_rng(tiles)
-    s, x = rng.standard_normal((16 * strips, depth)), rng.standard_normal((depth, 8 * tiles))
-    left = loaded_left(s, left_along_k, strips, depth)
+    s, x = rng.standard_normal((16 * m16_tiles, depth)), rng.standard_normal((depth, 8 * tiles))
+    left = loaded_left(s, left_along_k, m16_tiles, depth)
     right = loaded_right(x, right_along_k, tiles, depth)
-    assert left.shape[1] == strips * depth // 4
-    c = np.full((16 * strips, 8 * tiles), np.nan)
-    for strip, tile in itertools.product(range(strips), range(tiles)):
+    assert left.shape[1] == m16_tiles * depth // 4
+    c = np.full((16 * m16_tiles, 8 * tiles), np.nan)
+    for m16_tile, tile in itertools.product(range(m16_tiles), range(tiles)):
         sums = np.zeros((32, 4))
         for step in range(depth // 16):
             a = []
             for i in range(4):
-                at = left_word(left_along_k, strips, depth, strip, i % 2, step, i // 2 * 2)
-                a.append(pair(left, left_along_k, at, strips, i % 2 == 1))
+                at = left_word(left_along_k, m16_tiles, depth, m16_tile, i % 2, step, i // 2 * 2)
+                a.append(pair(left, left_along_k, at, m16_tiles, i % 2 == 1))
             b = []
             for i in range(2):
                 at = right_word(right_along_k, tiles, depth, tile, step, 2 * i)
                 b.append(pair(right, right_along_k, at, (tiles + 1) // 2, tile % 2 == 1))
             sums += mma(np.stack(a, axis=1), np.stack(b, axis=1))
         for i in range(4):
-            rows = row_of(left_along_k, strips, GROUP, strip, i // 2)
+            rows = row_of(left_along_k, m16_tiles, GROUP, m16_tile, i // 2)
             c[rows, token_of(right_along_k, tiles, 2 * QUAD + i % 2, tile)] = sums[:, i]
     assert np.allclose(c, s @ x)  # NaN is left where no lane has a result
 
@@ -125,18 +125,18 @@ def test_lanes_of_sdd_store_whole_sectors(left_along_k, right_along_k):
     sizes = itertools.product((1, 2, 4), (2, 4), (1, 2, 3, 8))
     check_each(
         partial(check_sectors, left_along_k, right_along_k),
-        ({"strips": strips, "tiles": tiles, "words": words} for strips, tiles, words in sizes),
+        ({"m16_tiles": m16_tiles, "tiles": tiles, "words": words} for m16_tiles, tiles, words in sizes),
     )
 
 
-def check_sectors(left_along_k: bool, right_along_k: bool, strips: int, tiles: int, words: int) -> None:
+def check_sectors(left_along_k: bool, right_along_k: bool, m16_tiles: int, tiles: int, words: int) -> None:
     """A piece of C, whose lanes load neighbours of op(A) and op(B) and store neighbours of C."""
     rng = np.random.default_rng(words)
-    a, b = rng.standard_normal((16 * strips, 8 * words)), rng.standard_normal((8 * words, 8 * tiles))
+    a, b = rng.standard_normal((16 * m16_tiles, 8 * words)), rng.standard_normal((8 * words, 8 * tiles))
     k = 2 * words * QUAD[:, None] + np.arange(2 * words)
-    c = np.full((16 * strips, 8 * tiles), np.nan)
-    for strip, tile in itertools.product(range(strips), range(tiles)):
-        rows = [row_of(left_along_k, strips, GROUP, strip, half) for half in range(2)]
+    c = np.full((16 * m16_tiles, 8 * tiles), np.nan)
+    for m16_tile, tile in itertools.product(range(m16_tiles), range(tiles)):
+        rows = [row_of(left_along_k, m16_tiles, GROUP, m16_tile, half) for half in range(2)]
         left = np.stack([a[row[:, None], k].reshape(32, words, 2) for row in rows], axis=1)
         if right_along_k:
             right = b[k, column_of(tiles, GROUP, tile)[:, None]]
@@ -165,15 +165,15 @@ def test_the_kernel_has_the_models_places():
     ]
     for along_k, width in itertools.product(BOTH, (1, 2, 4, 8)):
         word = str(along_k).lower()
-        group, strip, half = np.ogrid[:8, :width, :2]
+        group, m16_tile, half = np.ogrid[:8, :width, :2]
         if width < 8:
-            values = row_of(along_k, width, group, strip, half)
-            tables.append(Table(f"fragment_row<{word}, {width}>(i0, i1, i2)", values + 0 * strip))
+            values = row_of(along_k, width, group, m16_tile, half)
+            tables.append(Table(f"fragment_row<{word}, {width}>(i0, i1, i2)", values + 0 * m16_tile))
         values = token_of(along_k, width, *np.ogrid[:8, :width])
         tables.append(Table(f"fragment_token<{word}, {width}>(i0, i1)", values))
         for depth in (16, 32):
-            strip, half, step, i = np.ogrid[:width, :2, : depth // 16, :4]
-            values = left_word(along_k, width, depth, strip, half, step, i) + 0 * half
+            m16_tile, half, step, i = np.ogrid[:width, :2, : depth // 16, :4]
+            values = left_word(along_k, width, depth, m16_tile, half, step, i) + 0 * half
             tables.append(Table(f"left_word<{word}, {width}, {depth}>(i0, i1, i2, i3)", values))
             tile, step, i = np.ogrid[:width, : depth // 16, :4]
             values = right_word(along_k, width, depth, tile, step, i)
@@ -208,7 +208,7 @@ def test_schedules_fit(block, op, k_last):
                 assert one.depth == unit_depth(block)
                 assert block % one.rows == 0
                 assert one.warps % (block // one.depth) == 0
-                assert one.strips * one.depth // 4 * one.units <= 32
+                assert one.m16_tiles * one.depth // 4 * one.units <= 32
                 assert 32 % one.units == one.units % one.x_units == 0
                 assert 1 <= one.x_units <= one.units
                 assert one.shared_bytes(desc) <= 98 << 10
@@ -240,10 +240,10 @@ def test_schedules_of_sdd_have_every_block_once(block):
         shape = BlockSparseShape(heads=1, rows=64 * block, cols=64 * block, block=block, blocks=blocks)
         desc = BlockSparseMatmulDescriptor(op="sdd", layout=shape, n=n, batch=3, element="bf16")
         one = SddMmaSchedule.of(desc, sms)
-        assert block % (16 * one.strips) == 0
-        assert 2 * one.strips * one.words <= 24
+        assert block % (16 * one.m16_tiles) == 0
+        assert 2 * one.m16_tiles * one.words <= 24
         assert 8 * one.words >= n
         assert n % one.vector == 2 * one.words % one.vector == 0
         assert 1 <= one.run_blocks <= 32
-        assert one.warps(desc) * 16 * one.strips == 3 * one.runs(desc) * block
+        assert one.warps(desc) * 16 * one.m16_tiles == 3 * one.runs(desc) * block
         assert 0 <= one.runs(desc) * one.run_blocks - blocks < one.run_blocks

@@ -109,9 +109,10 @@ def test_the_fastest_cut_of_few_tokens_is_missed_by_little(block):
     for row, desc in packed_lines("nvidia_h200"):
         if row["block"] == block and desc.n <= 256 and len(row.get("us", ())) > 1:
             run, tried = as_run(desc, H200.multiprocessors), others(desc, Cut(NARROW))
-            if run.name in row["us"] and {one.name for one in tried if one.parts == 1} <= row["us"].keys():
+            whole = {one.name for one in tried if one.cluster_slices == 1}
+            if run.name in row["us"] and whole <= row["us"].keys():
                 lost.append(row["us"][run.name] / min(row["us"].values()))
-                cut_evenly += run.parts > 1
+                cut_evenly += run.cluster_slices > 1
     assert len(lost) > 80
     assert np.exp(np.log(lost).mean()) <= 1.025
     assert np.quantile(lost, 0.95) <= 1.15
@@ -131,8 +132,8 @@ def test_several_waves_of_clusters_pay_where_rows_are_uneven():
     """Each problem's fastest cut by prediction, among all and among those of one wave."""
     lost, of_one_wave = [], []
     for desc, timed in uneven_lines(few=True):
-        tried = [cut for cut in timed if cut.parts == 1 or cut in Cut(cut.schedule).evenly(desc)]
-        whole = [cut for cut in tried if cut.parts == 1 or cut.cluster_waves(desc) <= 1]
+        tried = [cut for cut in timed if cut.cluster_slices == 1 or cut in Cut(cut.schedule).evenly(desc)]
+        whole = [cut for cut in tried if cut.cluster_slices == 1 or cut.cluster_waves(desc) <= 1]
         for some, losses in ((tried, lost), (whole, of_one_wave)):
             predicted = dict(zip(some, cuts_us(desc, some), strict=True))
             losses.append(timed[min(some, key=predicted.__getitem__)] / min(timed.values()))
@@ -148,7 +149,7 @@ def test_many_tokens_with_long_rows_choose_tiles_by_time():
     for desc, timed in uneven_lines(few=False):
         run, rule = as_run(desc, H200.multiprocessors), Cut.of(desc, H200.multiprocessors).narrowed(desc)
         us = {cut.name: one for cut, one in timed.items()}
-        assert {one.name for one in others(desc, rule) if one.parts == 1} <= us.keys()
+        assert {one.name for one in others(desc, rule) if one.cluster_slices == 1} <= us.keys()
         if {run.name, rule.name} <= us.keys():
             lost.append(us[run.name] / min(us.values()))
             by_rules.append(us[rule.name] / min(us.values()))

@@ -97,10 +97,10 @@ def test_clusters_take_work_tiles_to_and_fro(clusters):
     check_tables("blocksparse/pipeline.cuh", {}, table)
 
 
-columns_of_strips = st.lists(st.integers(0, 40), max_size=60).map(lambda one: sorted(one, reverse=True))
+columns_of_panels = st.lists(st.integers(0, 40), max_size=60).map(lambda one: sorted(one, reverse=True))
 
 
-@given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5), st.sampled_from([2, 7, 132]))
+@given(columns_of_panels, st.sampled_from(BLOCKS), st.integers(0, 5), st.sampled_from([2, 7, 132]))
 def test_the_busiest_cluster_is_known(columns, block, which, multiprocessors):
     one = sampled_schedules(shape_of(block))[which]
     items = Deal.of(one, block).clusters(columns, one.resident_clusters(multiprocessors))
@@ -116,15 +116,15 @@ def test_the_busiest_cluster_is_known(columns, block, which, multiprocessors):
     assert found == pytest.approx(wanted)
 
 
-@given(columns_of_strips, st.sampled_from(BLOCKS), st.integers(0, 5))
+@given(columns_of_panels, st.sampled_from(BLOCKS), st.integers(0, 5))
 def test_every_block_column_of_a_panel_is_computed(columns, block, which):
     layout = shape_of(block, cols=40 * block)
     one = sampled_schedules(layout)[which]
     parts_of_block, seen = block // min(block, one.tokens), [0] * len(columns)
     for cluster in Deal.of(one, block).clusters(columns, 3):
-        for strip, each in cluster:
+        for panel, each in cluster:
             assert each * min(block, one.tokens) <= one.tokens
-            seen[strip] += each * one.cluster_n
+            seen[panel] += each * one.cluster_n
     for all_pieces, kept in zip(seen, columns, strict=True):
         assert all_pieces >= kept * parts_of_block
     assert one.block_columns(block) * min(block, one.tokens) == one.tokens
@@ -150,9 +150,9 @@ def test_the_modelled_columns_are_those_of_random_layouts(block):
 def test_at_most_2048_panels_are_modelled(block, monkeypatch):
     original, looked_at = blocks_wgmma._kept_columns, []
 
-    def met_columns(layout: BlockSparseShape, strips: int, share: float) -> blocks_wgmma.Columns:
-        looked_at.append(strips)
-        return original(layout, strips, share)
+    def met_columns(layout: BlockSparseShape, panels: int, share: float) -> blocks_wgmma.Columns:
+        looked_at.append(panels)
+        return original(layout, panels, share)
 
     monkeypatch.setattr(blocks_wgmma, "_kept_columns", met_columns)
     desc = BlockSparseMatmulDescriptor(

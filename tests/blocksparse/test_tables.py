@@ -60,32 +60,32 @@ def check(tables: BlockSparseTables, layout: BlockSparseLayout) -> None:
     check_groups(layout, found)
     if layout.shape.block < 64:
         rows = found.row_panel_pointers, found.row_panel_kept, found.row_panel_places
-        check_strips(layout.bitmap, 128 // layout.shape.block, places, rows)
+        check_panels(layout.bitmap, 128 // layout.shape.block, places, rows)
         columns = found.column_panel_pointers, found.column_panel_kept, found.column_panel_places
         transposed_places = [(head, col, row) for head, row, col in places]
-        check_strips(transposed, 128 // layout.shape.block, transposed_places, columns)
+        check_panels(transposed, 128 // layout.shape.block, transposed_places, columns)
         tiles = found.row_narrow_panel_pointers, found.row_narrow_panel_kept, found.row_narrow_panel_places
-        check_strips(layout.bitmap, 64 // layout.shape.block, places, tiles)
+        check_panels(layout.bitmap, 64 // layout.shape.block, places, tiles)
         tiles = (
             found.column_narrow_panel_pointers,
             found.column_narrow_panel_kept,
             found.column_narrow_panel_places,
         )
-        check_strips(transposed, 64 // layout.shape.block, transposed_places, tiles)
+        check_panels(transposed, 64 // layout.shape.block, transposed_places, tiles)
     else:
         assert found.row_panel_pointers.size == found.column_panel_places.size == 0
         assert found.row_narrow_panel_pointers.size == found.column_narrow_panel_places.size == 0
 
 
-def check_strips(
+def check_panels(
     kept: np.ndarray, size: int, places: list[tuple[int, int, int]], found: tuple[np.ndarray, ...]
 ) -> None:
     """Check the block columns of each row panel, and where the values of their blocks lie."""
     heads, lines, across = kept.shape
     pointers, met, of_lines = found
-    strips = [(head, line) for head in range(heads) for line in range(0, lines, size)]
+    panels = [(head, line) for head in range(heads) for line in range(0, lines, size)]
     assert pointers[0] == 0
-    for at, (head, line) in enumerate(strips):
+    for at, (head, line) in enumerate(panels):
         wanted = [c for c in range(across) if kept[head, line : line + size, c].any()]
         part = slice(pointers[at], pointers[at + 1])
         assert met[part].tolist() == wanted
@@ -106,12 +106,12 @@ def check_bits(kept: np.ndarray, bits: np.ndarray) -> None:
 
 
 def check_order(kept: np.ndarray, size: int, order: np.ndarray, counts: np.ndarray) -> None:
-    """Strips of so many lines, by the columns in which they keep anything."""
+    """Panels of so many lines, by the columns in which they keep anything."""
     heads, lines, _ = kept.shape
     starts = [(head, line) for head in range(heads) for line in range(0, lines, size)]
     wanted = [int(kept[head, line : line + size].any(0).sum()) for head, line in starts]
     assert counts.tolist() == wanted
-    assert order.tolist() == sorted(range(len(wanted)), key=lambda strip: -wanted[strip])
+    assert order.tolist() == sorted(range(len(wanted)), key=lambda panel: -wanted[panel])
 
 
 def check_groups(layout: BlockSparseLayout, found: LookUp) -> None:

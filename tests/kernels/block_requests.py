@@ -150,7 +150,7 @@ def cuts_of(desc: BlockSparseMatmulDescriptor) -> list[Cut]:
     if desc.op == "sdd":
         return []
     few = desc.model_copy(update={"n": blocks_wgmma.TOKENS[0], "batch": 1})
-    return [cut for cut in others(few, Cut(NARROW)) if cut.parts <= 2]
+    return [cut for cut in others(few, Cut(NARROW)) if cut.cluster_slices <= 2]
 
 
 @functools.cache

@@ -5,9 +5,9 @@
 // Lane 4 * group + quad. kAlongK: k is contiguous in the operand; otherwise its rows, or tokens, are.
 #pragma once
 
-// Row of a lane's row `half` of m16 tile `strip`, among the kStrips * 16 rows of a CTA.
-template <bool kAlongK, int kStrips> __device__ constexpr int fragment_row(int group, int strip, int half) {
-  return kAlongK ? 16 * strip + 8 * half + group : 2 * kStrips * group + 2 * strip + half;
+// Row of a lane's row `half` of m16 tile `m16_tile`, among the kM16Tiles * 16 rows of a CTA.
+template <bool kAlongK, int kM16Tiles> __device__ constexpr int fragment_row(int group, int m16_tile, int half) {
+  return kAlongK ? 16 * m16_tile + 8 * half + group : 2 * kM16Tiles * group + 2 * m16_tile + half;
 }
 
 // Token of column `column` of n8 tile `tile`, among the kN8Tiles * 8 tokens of a CTA.
@@ -21,11 +21,11 @@ template <int kDepth> __device__ constexpr int fragment_k(int quad, int step, in
   return kDepth / 4 * quad + 4 * step + i;
 }
 
-// The word of a lane's loaded cells of op(S) that has value `i` of row `half` of a strip. A word has two values: two k
-// of a row, or two rows at one k.
-template <bool kAlongK, int kStrips, int kDepth>
-__device__ constexpr int left_word(int strip, int half, int step, int i) {
-  return kAlongK ? (2 * strip + half) * (kDepth / 8) + 2 * step + i / 2 : (4 * step + i) * kStrips + strip;
+// The word of a lane's loaded cells of op(S) that has value `i` of row `half` of an m16 tile. A word has two values:
+// two k of a row, or two rows at one k.
+template <bool kAlongK, int kM16Tiles, int kDepth>
+__device__ constexpr int left_word(int m16_tile, int half, int step, int i) {
+  return kAlongK ? (2 * m16_tile + half) * (kDepth / 8) + 2 * step + i / 2 : (4 * step + i) * kM16Tiles + m16_tile;
 }
 
 // The word of a lane's loaded cells of X that has value `i` of a tile. A word has two k of a token, or two tokens at

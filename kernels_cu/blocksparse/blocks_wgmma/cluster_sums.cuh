@@ -12,7 +12,7 @@ struct ClusterSums {
   static constexpr int kPitch = kOfRows ? Config::kTileN + 8 : Config::kTileM + 4;
   static constexpr int kBytes = 4 * kPitch * (kOfRows ? Config::kTileM : Config::kTileN);
   static constexpr int kAtOnce = 4;  // results of a thread whose sums are loaded together
-  static_assert(Config::kParts == 1 || kBytes <= Config::kStagingAt, "the stages have room for the sums");
+  static_assert(Config::kClusterSlices == 1 || kBytes <= Config::kStagingAt, "the stages have room for the sums");
 
   const BlocksWgmmaParams& p;
   u32 base;
@@ -35,8 +35,8 @@ struct ClusterSums {
   template <class Sum, class Round> __device__ __forceinline__ void write(const WorkTile& work, Round round) const {
     const int head_rows = p.head_block_rows * Config::kBlock, rows = min(head_rows - (int)work.row(), Config::kTileM);
     const int tokens = min((int)(p.tokens - work.token), Config::kTileN), eights = (tokens + 7) / 8;
-    const int begin = (int)work.slice * eights / Config::kParts * 8,
-              end = min(((int)work.slice + 1) * eights / Config::kParts * 8, tokens);
+    const int begin = (int)work.slice * eights / Config::kClusterSlices * 8,
+              end = min(((int)work.slice + 1) * eights / Config::kClusterSlices * 8, tokens);
     const int width = kOfRows ? end - begin : rows, count = (end - begin) * rows;  // of a line, and results in all
     auto* const out = (Config::Out::Bits*)p.out + (i64)work.matrix(p) * head_rows * p.tokens;
     for (int first = threadIdx.x; first < count; first += kAtOnce * Config::kConsumerThreads) {
@@ -48,7 +48,7 @@ struct ClusterSums {
         row[j] = kOfRows ? line : across, token[j] = begin + (kOfRows ? across : line);
       }
 #pragma unroll
-      for (int slice = 0; slice < Config::kParts; ++slice)
+      for (int slice = 0; slice < Config::kClusterSlices; ++slice)
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j)
           sums[j] += Quad<Sum>::of_bits(__float_as_uint(load_cluster(cluster_address(place(row[j], token[j]), slice))));

@@ -5,12 +5,12 @@
 #include "ptx/tma_cache_hint.cuh"
 #include "ptx/wgmma_dense.cuh"
 
-#define S24_CLUSTER_SIZE (S24_CLUSTER_N * S24_PARTS)
+#define S24_CLUSTER_SIZE (S24_CLUSTER_N * S24_CLUSTER_SLICES)
 #include "common/cluster.cuh"
 
 // How long panels are computed. None: like other panels. Apart: several CTAs each sum a slice, and exchange the sums
-// in the workspace. InTurn: one CTA sums the slices one after the other. LongFirst: whole, before all other panels.
-enum class Slices { None, Apart, InTurn, LongFirst };
+// in the workspace. Sequential: one CTA sums the slices one after the other. LongFirst: whole, before all other panels.
+enum class Slices { None, Apart, Sequential, LongFirst };
 
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK;
@@ -25,8 +25,9 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
   static constexpr bool kUnalignedRows = S24_UNALIGNED_ROWS;        // rows of C begin where TMA cannot store them
   static constexpr Slices kSlices = Slices(S24_SLICES);
-  static constexpr int kParts = S24_PARTS;  // slices of every panel, which a cluster computes and adds; 1 if whole
-  static constexpr bool kCuts = kSlices == Slices::Apart || kSlices == Slices::InTurn || kParts > 1;
+  static constexpr int kClusterSlices =
+      S24_CLUSTER_SLICES;  // slices of every panel, which a cluster computes and adds; 1 if whole
+  static constexpr bool kCuts = kSlices == Slices::Apart || kSlices == Slices::Sequential || kClusterSlices > 1;
   static constexpr bool kClaims = kSlices == Slices::Apart || kSlices == Slices::LongFirst;  // if a panel is long
   static constexpr bool kXCopied = S24_X_COPIED;  // by a pre-pass, which began once everything before it was done
   static constexpr bool kRaw = S24_RAW;           // results are the integer sums themselves
@@ -72,7 +73,7 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
                 "a warpgroup has 64 rows and whole groups of tokens");
   static_assert(kBytes == 2 || (kSparseMajor == Major::K && kDenseMajor == Major::K),
                 "only 16-bit elements may be MN-major");
-  static_assert(kParts == 1 || (kSlices == Slices::None && !kSampled && kClusterN == 1),
+  static_assert(kClusterSlices == 1 || (kSlices == Slices::None && !kSampled && kClusterN == 1),
                 "if every panel is cut, a cluster has its slices");
   static_assert(kBoxBytes >= 32, "a block holds at least one k step of wgmma");
 

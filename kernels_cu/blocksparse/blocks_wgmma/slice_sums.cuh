@@ -102,7 +102,7 @@ struct SlicesApart {
 
 // One CTA computes the slices of a panel one after the other. The sums of those before stay in registers if they are
 // few. Otherwise they wait in the CTA's part of the workspace, where each thread reads what it wrote.
-template <class Sum> struct SlicesInTurn {
+template <class Sum> struct SlicesSequential {
   static constexpr bool kStay = Config::kAccumulators <= 64;
   static constexpr int kChunk = kQuads < 16 ? kQuads : 16;  // quads that are loaded together
 

@@ -87,7 +87,7 @@ struct WorkSequence {
   __device__ __forceinline__ WorkSequence(const BlocksWgmmaParams& p, u32 base)
       : scheduler(p), base(base), index(work_tile(0)) {}
 
-  static constexpr int kCtas = Config::kClusterN * Config::kParts;  // of a cluster
+  static constexpr int kCtas = Config::kClusterN * Config::kClusterSlices;  // of a cluster
   static __device__ __forceinline__ u32 clusters() { return gridDim.x / kCtas; }
   static __device__ __forceinline__ u32 work_tile(u32 round) {
     return work_tile_of(round, blockIdx.x / kCtas, clusters());
@@ -121,7 +121,7 @@ struct WorkTile {
   int first;                          // the first block column: its index in the tables for sdd, or in the panel
   u32 slice, slices;                  // the slice of the panel; the panel's slices
   u32 in_partials;                    // index of the panel's first slice in p.partials
-  int columns;                        // InTurn, or with kParts: block columns of the panel
+  int columns;                        // Sequential, or with kClusterSlices: block columns of the panel
   static constexpr int kSliceFields = 5;
 
   __device__ __forceinline__ WorkTile(const BlocksWgmmaParams& p, const WorkSequence& sequence, u32 cta_rank) {
@@ -148,13 +148,13 @@ struct WorkTile {
     if constexpr (!Config::kCuts) {
       panel = (u32)p.panel_order[position];
       first = 0, count = p.panel_columns[panel];
-    } else if constexpr (Config::kSlices == Slices::InTurn) {
+    } else if constexpr (Config::kSlices == Slices::Sequential) {
       panel = (u32)p.panel_order[position];
       columns = p.panel_columns[panel], slices = (u32)p.panel_slices[panel];
       take_slice(0);
-    } else if constexpr (Config::kParts > 1) {
+    } else if constexpr (Config::kClusterSlices > 1) {
       panel = (u32)p.panel_order[position];
-      columns = p.panel_columns[panel], slices = Config::kParts;
+      columns = p.panel_columns[panel], slices = Config::kClusterSlices;
       take_slice(blockIdx.x % slices);
     } else {
       const int* const found = p.slices + (i64)kSliceFields * position;
@@ -169,9 +169,9 @@ struct WorkTile {
     slice = index, first = (int)((u64)index * columns / slices);
     count = (int)((u64)(index + 1) * columns / slices) - first;
   }
-  // Calls `act` for this slice; with InTurn for each slice of the panel.
+  // Calls `act` for this slice; with Sequential for each slice of the panel.
   template <class Act> __device__ __forceinline__ void for_slices(Act act) {
-    if constexpr (Config::kSlices == Slices::InTurn) {
+    if constexpr (Config::kSlices == Slices::Sequential) {
       act(*this);
       for (u32 next = 1; next < slices; ++next) {
         take_slice(next);

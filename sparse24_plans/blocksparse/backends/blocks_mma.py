@@ -102,7 +102,7 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> d
         "BLOCK": desc.layout.block,
         "WARPS": schedule.warps,
         "RESIDENT_WARPS": schedule.resident_warps,
-        "STRIPS": schedule.strips,
+        "M16_TILES": schedule.m16_tiles,
         "N8_TILES": schedule.n8_tiles,
         "DEPTH": schedule.depth,
         "UNITS": schedule.units,

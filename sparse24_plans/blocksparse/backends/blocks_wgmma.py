@@ -102,14 +102,15 @@ class Kernel(PreparingKernel):
         if cut.slices == APART:
             most_tiles = schedule.most_work_tiles(desc)
         resident = schedule.resident_clusters(device.multiprocessors)
-        clusters = work_tiles if cut.parts > 1 else min(most_tiles, resident)
-        self._ctas = clusters * schedule.cluster_n * cut.parts
+        clusters = work_tiles if cut.cluster_slices > 1 else min(most_tiles, resident)
+        cluster = schedule.cluster_n * cut.cluster_slices
+        self._ctas = clusters * cluster
         self.details = (
             ("up to " if problem.sampled else "")
             + f"{work_tiles * schedule.cluster_n} tiles of {schedule.rows} rows x {schedule.tokens} tokens "
-            f"on {self._ctas} CTAs, clusters of {schedule.cluster_n * cut.parts}, {schedule.stages} stages"
+            f"on {self._ctas} CTAs, clusters of {cluster}, {schedule.stages} stages"
             + _SLICES[cut.slices]
-            + (f"; every panel is cut, and summed by {cut.parts} CTAs" if cut.parts > 1 else "")
+            + (f"; every panel is cut, and summed by {cluster} CTAs" if cut.cluster_slices > 1 else "")
             + self._prepasses.details
         )
         self._function = load(
@@ -219,7 +220,7 @@ def defines(
         "UNALIGNED_ROWS": int(problem.unaligned_rows),
         "SAMPLED": int(problem.sampled),
         "SLICES": cut.slices,
-        "PARTS": cut.parts,
+        "CLUSTER_SLICES": cut.cluster_slices,
         "X_COPIED": int(not problem.sampled and [one.name for one in launched(prepared)] == [problem.right]),
         "RAW": int(desc.out_element is ElementKind.I32 and desc.is_plain),
     }

@@ -49,7 +49,7 @@ class Kernel(BaseKernel[BlockSparseMatmulDescriptor]):
         schedule = SddMmaSchedule.of(desc, device.multiprocessors)
         self._ctas = schedule.ctas(desc)
         self.details = (
-            f"{self._ctas} CTAs of {WARPS} warps, each with {16 * schedule.strips} rows of up to "
+            f"{self._ctas} CTAs of {WARPS} warps, each with {16 * schedule.m16_tiles} rows of up to "
             f"{schedule.run_blocks} blocks"
         )
         self._function = load(_SOURCE, "sdd_mma", 32 * WARPS, device, defines(desc, schedule))
@@ -89,7 +89,7 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: SddMmaSchedule) -> dict
     return {
         **type_defines(desc),
         "BLOCK": desc.layout.block,
-        "STRIPS": schedule.strips,
+        "M16_TILES": schedule.m16_tiles,
         "WORDS": schedule.words,
         "VECTOR": schedule.vector,
         "LEFT_ALONG_K": int(left_along_k),

@@ -11,12 +11,12 @@ from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, Prepared, prepared_bytes
 from .blocks_wgmma_cost import by_order_and_block, dense_bytes, expected_longest_panel
 
-STRIP_ROWS, TILE_TOKENS = 16, 8
+M16_ROWS, TILE_TOKENS = 16, 8
 """Rows and tokens of an mma."""
-_STRIPS = (4, 2, 1)
-"""Numbers of strips of a CTA."""
-_MAX_STRIPS = {1: 4, 2: 2, 4: 2, 8: 1}
-"""Most strips of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
+_M16_TILES = (4, 2, 1)
+"""Numbers of m16 tiles of a CTA."""
+_MAX_M16_TILES = {1: 4, 2: 2, 4: 2, 8: 1}
+"""Most m16 tiles of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
 _SHARES = ((16, 4), (64, 8), (math.inf, 16))
 """The most units of a block row, and its shares."""
 _LANE_WORDS = 32
@@ -39,8 +39,8 @@ class BlocksMmaSchedule(NamedTuple):
 
     warps: int
     """Warps of a CTA."""
-    strips: int
-    """Strips of 16 rows of a CTA's tile."""
+    m16_tiles: int
+    """m16 tiles, each of 16 rows, of a CTA's tile."""
     n8_tiles: int
     """Tiles of eight tokens of a CTA's tile."""
     depth: int
@@ -55,12 +55,12 @@ class BlocksMmaSchedule(NamedTuple):
         tiles = {widest: along_k}
         if not along_k and desc.n % widest:
             # With blocks of 16, a transposed X would be read in pieces of 32 bytes, so its rows are padded.
-            tiles = {widest: desc.layout.block > STRIP_ROWS, math.gcd(desc.n, widest): False}
+            tiles = {widest: desc.layout.block > M16_ROWS, math.gcd(desc.n, widest): False}
         return [
-            cls(warps, strips, n8_tiles, depth, x_along_k)
+            cls(warps, m16_tiles, n8_tiles, depth, x_along_k)
             for n8_tiles, x_along_k in tiles.items()
-            for strips in _STRIPS
-            if strips <= min(desc.layout.block // STRIP_ROWS, _MAX_STRIPS[n8_tiles])
+            for m16_tiles in _M16_TILES
+            if m16_tiles <= min(desc.layout.block // M16_ROWS, _MAX_M16_TILES[n8_tiles])
             for warps in _WARPS
         ]
 
@@ -80,7 +80,7 @@ class BlocksMmaSchedule(NamedTuple):
     @property
     def name(self) -> str:
         """The name of this schedule among the problem's others, in files of measured times."""
-        return f"{self.warps},{self.strips},{self.n8_tiles}"
+        return f"{self.warps},{self.m16_tiles},{self.n8_tiles}"
 
     def prepared(self, desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
         """X, if a pre-pass must copy it.
@@ -126,11 +126,11 @@ class BlocksMmaSchedule(NamedTuple):
 
         More fit if a unit has few rows, and X is not loaded as single tokens, each of which takes a register.
         """
-        if self.n8_tiles > 1 or self.strips == max(_STRIPS):
+        if self.n8_tiles > 1 or self.m16_tiles == max(_M16_TILES):
             return 16
         if self.x_along_k:
             return 24
-        return 16 if self.strips == 1 else 20
+        return 16 if self.m16_tiles == 1 else 20
 
     def resident_ctas(self, multiprocessors: int) -> int:
         """CTAs that run at once."""
@@ -139,7 +139,7 @@ class BlocksMmaSchedule(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of a CTA's tile."""
-        return STRIP_ROWS * self.strips
+        return M16_ROWS * self.m16_tiles
 
     @property
     def tokens(self) -> int:
@@ -154,8 +154,8 @@ class BlocksMmaSchedule(NamedTuple):
     @property
     def units(self) -> int:
         """Units of a warp whose values are in flight."""
-        words = _LANE_WORDS // 2 if self.n8_tiles == max(_MAX_STRIPS) else _LANE_WORDS
-        return max(words // (self.strips * self.depth // 4), 1)
+        words = _LANE_WORDS // 2 if self.n8_tiles == max(_MAX_M16_TILES) else _LANE_WORDS
+        return max(words // (self.m16_tiles * self.depth // 4), 1)
 
     @property
     def x_units(self) -> int:
@@ -200,8 +200,8 @@ def unit_depth(block: int) -> int:
 
 def _widest(desc: BlockSparseMatmulDescriptor) -> int:
     """Most tiles of eight tokens of a CTA. Units of large blocks leave less room for X."""
-    most = 8 if unit_depth(desc.layout.block) == STRIP_ROWS else 4
-    return next(one for one in _MAX_STRIPS if TILE_TOKENS * one >= desc.n or one == most)
+    most = 8 if unit_depth(desc.layout.block) == M16_ROWS else 4
+    return next(one for one in _MAX_M16_TILES if TILE_TOKENS * one >= desc.n or one == most)
 
 
 @lru_cache(256)

@@ -25,21 +25,21 @@ _ELEMENT_BYTES = 2
 
 
 def work(
-    desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, most: float, ctas: int, parts: int = 1
+    desc: BlockSparseMatmulDescriptor, rows: int, tokens: int, most: float, ctas: int, cluster_slices: int = 1
 ) -> tuple[float, ...]:
     """The amount of each kind of work in ``TERMS`` with tiles of ``rows`` x ``tokens``, ``ctas`` at once.
 
     No CTA computes more than ``most`` block columns of a panel, and every panel or slice is computed in
-    ``parts``.
+    ``cluster_slices``.
     """
     one, size = desc.layout, desc.element.itemsize
     panels, tiles = panel_count(desc, rows), -(-desc.n // tokens)
     mean, longest = mean_panel(desc, rows), min(expected_longest_panel(desc, rows), most)
     if desc.longest_panel:  # blocks may be kept close together, so that no panel is as long as the mean
         mean = min(mean, float(desc.longest_panel))
-    waves = max(panels * parts * tiles / ctas, 1.0)
+    waves = max(panels * cluster_slices * tiles / ctas, 1.0)
     # A partial wave takes a part of a whole one, and no CTA ends before its longest slice does.
-    steps = max((waves + ceil(waves)) / 2 * mean, longest) / parts * one.block * size / _STEP_BYTES
+    steps = max((waves + ceil(waves)) / 2 * mean, longest) / cluster_slices * one.block * size / _STEP_BYTES
     cells = desc.batch * one.blocks * one.block**2
     return (
         steps,

@@ -30,7 +30,7 @@ EVEN_SLICES, EVEN_CLUSTERS = "even_slices", "even_clusters"
 clusters that run at once."""
 EXCHANGE_TERMS = ("exchange_us", "cell_us", "wave_us")
 """The names of what takes time if clusters add the slices of panels."""
-_MAX_PARTS = 8
+_MAX_CLUSTER_SLICES = 8
 """Most slices into which every panel is cut: CTAs of the largest cluster that every device has."""
 _MAX_WAVES = 4
 """Most waves of clusters with which cutting every panel is tried: with more, the tiles without a long panel
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
     """Workspace bytes of the counters of claimed work tiles and of arrivals."""
     sum_bytes: int = 0
     """Workspace bytes of the sums of slices."""
-    parts: int = 1
+    cluster_slices: int = 1
     """Slices of every panel, which the CTAs of a cluster compute. 1: none is cut on this account."""
 
     @property
@@ -69,16 +69,16 @@ class Cut(NamedTuple):
         """The name of this cut among a problem's others, in files of measured times."""
         one = self.schedule
         rows = "" if one.rows == PANEL_ROWS else f",{one.rows}"
-        parts = "" if self.parts == 1 else f"/{self.parts}"
-        return f"{one.tokens},{one.cluster_n},{self.slices}{rows}{parts}"
+        evenly = "" if self.cluster_slices == 1 else f"/{self.cluster_slices}"
+        return f"{one.tokens},{one.cluster_n},{self.slices}{rows}{evenly}"
 
     @classmethod
     def named(cls, name: str) -> Cut:
         """The cut of such a name, without its workspace."""
-        tile, _, parts = name.partition("/")
+        tile, _, evenly = name.partition("/")
         tokens, cluster_n, slices, *narrow = map(int, tile.split(","))
         rows = narrow[0] if narrow else PANEL_ROWS
-        return cls(tile_of(rows, tokens, cluster_n), slices, parts=int(parts or 1))
+        return cls(tile_of(rows, tokens, cluster_n), slices, cluster_slices=int(evenly or 1))
 
     @classmethod
     def of(
@@ -136,19 +136,20 @@ class Cut(NamedTuple):
         random layouts, for which others would wait at the end, there may be several waves of clusters.
         """
         across = desc.reduction // desc.layout.block
-        several = range(2, min(across, _MAX_PARTS) + 1)
-        cuts = [Cut(self.schedule._replace(cluster_n=1), parts=parts) for parts in several]
+        several = range(2, min(across, _MAX_CLUSTER_SLICES) + 1)
+        alone = self.schedule._replace(cluster_n=1)
+        cuts = [Cut(alone, cluster_slices=slices) for slices in several]
         most = _MAX_WAVES if desc.n <= TOKENS[0] and _is_uneven(desc) else 1
         return [cut for cut in cuts if 0 < cut.cluster_waves(desc) <= most]
 
     def cluster_waves(self, desc: BlockSparseMatmulDescriptor) -> float:
-        """How many times the clusters that an H200 runs at once compute all work tiles, with ``parts``."""
-        return self.schedule.work_tiles(desc) / clusters_of(self.parts, self.schedule.ctas_per_sm)
+        """Work tiles over the clusters of ``cluster_slices`` CTAs that an H200 runs at once."""
+        return self.schedule.work_tiles(desc) / clusters_of(self.cluster_slices, self.schedule.ctas_per_sm)
 
 
-def clusters_of(parts: int, ctas_per_sm: int) -> int:
-    """Number of clusters of ``parts`` CTAs that run at once on an H200."""
-    return int(constants(EVEN_CLUSTERS)[str(parts)]) * ctas_per_sm
+def clusters_of(cluster_slices: int, ctas_per_sm: int) -> int:
+    """Number of clusters of ``cluster_slices`` CTAs that run at once on an H200."""
+    return int(constants(EVEN_CLUSTERS)[str(cluster_slices)]) * ctas_per_sm
 
 
 def as_run(
@@ -230,9 +231,9 @@ def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
     if cut.slices in (APART, SEQUENTIAL) and slicing:
         most = slicing.longest if one.rows == PANEL_ROWS else slicing.longest_narrow
     ctas = REFERENCE_SMS * one.ctas_per_sm
-    if cut.parts > 1:
-        ctas = cut.parts * clusters_of(cut.parts, one.ctas_per_sm)
-    return work(desc, one.rows, one.tokens, most, ctas, cut.parts)
+    if cut.cluster_slices > 1:
+        ctas = cut.cluster_slices * clusters_of(cut.cluster_slices, one.ctas_per_sm)
+    return work(desc, one.rows, one.tokens, most, ctas, cut.cluster_slices)
 
 
 def cuts_us(desc: BlockSparseMatmulDescriptor, cuts: Sequence[Cut]) -> list[float]:
@@ -255,7 +256,7 @@ def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
 
     The exchange for long panels takes longer with wider tiles, unless few tokens leave most of a tile empty.
     """
-    if cut.parts > 1:
+    if cut.cluster_slices > 1:
         costs = constants(EVEN_SLICES)
         amounts = zip(EXCHANGE_TERMS, cluster_exchange(desc, cut), strict=True)
         return float(sum(costs[name] * amount for name, amount in amounts))

@@ -11,10 +11,10 @@ MAX_TERMS = 64
 """Most products of a sum: a warp keeps its rows of op(A) in registers."""
 WARPS = 4
 """Warps of a CTA."""
-_STRIP_ROWS = 16
+_M16_ROWS = 16
 """Rows of an mma."""
-_STRIPS = (4, 2, 1)
-"""Numbers of strips of a warp."""
+_M16_TILES = (4, 2, 1)
+"""Numbers of m16 tiles of a warp."""
 _LEFT_WORDS = 24
 """Registers of a lane for op(A)."""
 _WORD_TERMS = 8
@@ -28,8 +28,8 @@ _RUN_CELLS = 4096
 class SddMmaSchedule(NamedTuple):
     """Everything that the kernel is compiled with beyond the problem's types, and the length of runs."""
 
-    strips: int
-    """Strips of 16 rows that a warp computes of each of its blocks."""
+    m16_tiles: int
+    """m16 tiles, each of 16 rows, that a warp computes of each of its blocks."""
     words: int
     """Registers of a lane for a row of op(A), or a column of op(B)."""
     vector: int
@@ -39,17 +39,17 @@ class SddMmaSchedule(NamedTuple):
 
     @classmethod
     def of(cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> SddMmaSchedule:
-        """The schedule with the most strips, and then the longest runs, that keeps the device busy.
+        """The schedule with the most m16 tiles, and then the longest runs, that keeps the device busy.
 
-        Below ``busy`` warps per SM warps get fewer strips, and runs are shortened to reach ``enough``.
+        Below ``busy`` warps per SM warps get fewer m16 tiles, and runs are shortened to reach ``enough``.
         """
         block, words = desc.layout.block, max(-(-desc.n // _WORD_TERMS), 1)
         limits = constants("sdd_mma_warps")
         vector = next(one for one in _VECTORS if desc.n % one == 2 * words % one == 0)
-        most = min(block // _STRIP_ROWS, _LEFT_WORDS // (2 * words))
-        tried = [cls(one, words, vector, 1) for one in _STRIPS if one <= most]
+        most = min(block // _M16_ROWS, _LEFT_WORDS // (2 * words))
+        tried = [cls(one, words, vector, 1) for one in _M16_TILES if one <= most]
         found = first_enough(tried, lambda one: one.warps(desc) >= limits["busy"] * multiprocessors)
-        longest = _RUN_CELLS // (found.strips * _STRIP_ROWS * block)
+        longest = _RUN_CELLS // (found.m16_tiles * _M16_ROWS * block)
         enough = found.warps(desc) // (limits["enough"] * multiprocessors)
         return found._replace(run_blocks=max(min(longest, enough), 1))
 
@@ -64,7 +64,7 @@ class SddMmaSchedule(NamedTuple):
 
     def warps(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Warps that have work."""
-        row_tiles = desc.layout.block // (_STRIP_ROWS * self.strips)
+        row_tiles = desc.layout.block // (_M16_ROWS * self.m16_tiles)
         return desc.batch * self.runs(desc) * row_tiles
 
     def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
