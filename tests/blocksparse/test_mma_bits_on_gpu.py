@@ -74,7 +74,7 @@ def test_bits_of_another_run(op):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("n", [1, 8, 12, 36, 63])
-def test_bits_do_not_depend_on_strips_or_transposition(op, block, n, monkeypatch):
+def test_bits_do_not_depend_on_m16_tiles_or_transposition(op, block, n, monkeypatch):
     """One product with the most m16 tiles and with one, and with either operand stored either way."""
     layout = random_layout(seed=block, heads=2, rows=768 // block, cols=1280 // block, block=block)
     sparse, dense = ("a", "b") if op == "dsd" else ("b", "a")
@@ -102,7 +102,7 @@ def test_bits_do_not_depend_on_strips_or_transposition(op, block, n, monkeypatch
 
 def of_lengths(block: int, seed: int, *, transposed: bool) -> BlockSparseLayout:
     """Block rows of op(S) with lengths round those at which the number of shares changes, and a long one."""
-    lengths = (0, 1, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 47, 64, 65, 600)
+    lengths = (0, 1, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 47, 64, 65, 127, 128, 129, 257, 600)
     rng = np.random.default_rng(seed)
     kept = np.zeros((1, len(lengths), 10240 // block + 8), bool)
     for row, length in enumerate(lengths):

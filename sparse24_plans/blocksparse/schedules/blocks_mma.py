@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...plan.kernel import align_up
 from ...plan.schedule_choice import CostModel, fastest
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, Prepared, prepared_bytes
@@ -19,6 +20,8 @@ _MAX_M16_TILES = {1: 4, 2: 2, 4: 2, 8: 1}
 """Most m16 tiles of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
 _SHARES = ((16, 4), (64, 8), (math.inf, 16))
 """The most units of a block row, and its shares."""
+_SLICE_UNITS = 128
+"""Units of a slice of a block row, unless it would have more than the most slices."""
 _LANE_WORDS = 32
 """Registers of a lane for values in flight, and for cells of X in flight. With 64 tokens values have half."""
 _WARPS = (4, 8, 16)
@@ -47,6 +50,8 @@ class BlocksMmaSchedule(NamedTuple):
     """k of a unit, which a warp multiplies at a time."""
     x_along_k: bool
     """Whether k is contiguous in X; otherwise its tokens are."""
+    row_slices: int
+    """Most slices of a block row, which the CTAs of a cluster compute. It follows from the layout alone."""
 
     @classmethod
     def candidates(cls, desc: BlockSparseMatmulDescriptor) -> list[BlocksMmaSchedule]:
@@ -57,7 +62,7 @@ class BlocksMmaSchedule(NamedTuple):
             # With blocks of 16, a transposed X would be read in pieces of 32 bytes, so its rows are padded.
             tiles = {widest: desc.layout.block > M16_ROWS, math.gcd(desc.n, widest): False}
         return [
-            cls(warps, m16_tiles, n8_tiles, depth, x_along_k)
+            cls(warps, m16_tiles, n8_tiles, depth, x_along_k, row_slices(desc))
             for n8_tiles, x_along_k in tiles.items()
             for m16_tiles in _M16_TILES
             if m16_tiles <= min(desc.layout.block // M16_ROWS, _MAX_M16_TILES[n8_tiles])
@@ -80,7 +85,8 @@ class BlocksMmaSchedule(NamedTuple):
     @property
     def name(self) -> str:
         """The name of this schedule among the problem's others, in files of measured times."""
-        return f"{self.warps},{self.m16_tiles},{self.n8_tiles}"
+        sliced = "" if self.row_slices == 1 else f"/{self.row_slices}"
+        return f"{self.warps},{self.m16_tiles},{self.n8_tiles}{sliced}"
 
     def prepared(self, desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
         """X, if a pre-pass must copy it.
@@ -106,6 +112,7 @@ class BlocksMmaSchedule(NamedTuple):
         waves = self.ctas(desc) / self.resident_ctas(multiprocessors)
         waves = max((waves + math.ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
         units, copies = longest * one.block / self.depth, self.prepared(desc)
+        units /= min(self.row_slices, max(units / _SLICE_UNITS, 1.0))
         rounds = units / min(self.warps, shares_of(units))
         cells_of_a_thread = self.rows * self.tokens / (32 * self.warps)
         return (
@@ -173,6 +180,19 @@ class BlocksMmaSchedule(NamedTuple):
         """CTAs of the launch, each with a tile of the result."""
         return desc.batch * block_rows(desc) * (desc.layout.block // self.rows) * self.n_tiles(desc)
 
+    def long_rows(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """The most block rows that can be so long that they have several slices."""
+        if self.row_slices == 1:
+            return 0
+        units = desc.layout.blocks * desc.layout.block // self.depth
+        return min(units // (_SLICE_UNITS + 1), block_rows(desc))
+
+    def grid(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """CTAs that are launched: whole clusters, one for each tile of a row that may have slices."""
+        of_row = self.ctas(desc) // max(block_rows(desc), 1)
+        whole = (block_rows(desc) - self.long_rows(desc)) * of_row
+        return align_up(self.long_rows(desc) * of_row * self.row_slices + whole, self.row_slices)
+
     def shared_bytes(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Shared memory for the slots, padded as ``gemm/split_k.cuh`` pads them."""
         rows, tokens = self.rows, self.tokens
@@ -191,6 +211,12 @@ def shares_of(units: float) -> int:
 def block_rows(desc: BlockSparseMatmulDescriptor) -> int:
     """Block rows of op(S) in all heads."""
     return desc.layout.heads * KernelProblem(desc).head_block_rows
+
+
+def row_slices(desc: BlockSparseMatmulDescriptor) -> int:
+    """Most slices of a block row: several if a row is known to be much longer than others."""
+    import os
+    return int(os.environ.get("RS", "1"))
 
 
 def unit_depth(block: int) -> int:
