@@ -360,9 +360,9 @@ def _fill_side(
 
 def _fill_side_slices(found: dict[str, Array], shape: BlockSparseShape, side: str, other: str) -> None:
     """Fill the slices of one side's panels, whose own tables are there."""
-    widths = {PANEL_ROWS: f"{side}_", NARROW_PANEL_ROWS: f"{side}_narrow_"}
-    if not has_narrow_slices(shape):
-        del widths[NARROW_PANEL_ROWS]
+    widths = {PANEL_ROWS: f"{side}_"}
+    if has_narrow_slices(shape):
+        widths[NARROW_PANEL_ROWS] = f"{side}_narrow_"
     slices = dict[str, Array]()
     for rows, panels in widths.items():
         slicing = Slicing.of(shape, by_columns=side == "column", rows=rows)

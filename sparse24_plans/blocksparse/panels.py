@@ -59,7 +59,7 @@ def narrow_panel_block_rows(shape: BlockSparseShape) -> int:
 
 
 def has_narrow_slices(shape: BlockSparseShape) -> bool:
-    """Whether narrow panels have slices: they aren't the panels themselves."""
+    """Whether narrow panels have slices. With blocks of 128 they are the panels themselves."""
     return narrow_panel_rows(shape.block) < PANEL_ROWS
 
 

@@ -21,10 +21,11 @@ from sparse24_plans import (
     explain,
 )
 from sparse24_plans.blocksparse.guarantees import blocks_wgmma
-from sparse24_plans.blocksparse.kernel_problem import KernelProblem, slice_bytes
+from sparse24_plans.blocksparse.kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
 from sparse24_plans.blocksparse.panels import SLICE_FIELDS, Slicing
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
 from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
+from sparse24_plans.plan.kernel import align_up
 
 from ..sample_devices import H200
 from ..support import same_bits
@@ -269,7 +270,11 @@ def test_order_of_panels_changes_no_bit(op, block):
 def narrow_plan_of(slices: int = cuts.APART, **fields: Any) -> BlockSparseMatmulPlan:
     """A plan with tiles of 64 x 64 that cuts narrow panels of blocks of 64, or takes the long ones first."""
     desc = BlockSparseMatmulDescriptor(**{"n": 72, "batch": 2, "element": "bf16", **fields})
-    needed = slice_bytes(KernelProblem(desc), 64) if slices == cuts.APART else (256 * (slices > 0), 0)
+    needed = {
+        cuts.APART: slice_bytes(KernelProblem(desc), 64),
+        cuts.LONG_FIRST: (align_up(COUNTER_BYTES), 0),
+        cuts.NO_SLICES: (0, 0),
+    }[slices]
     with running(cuts.Cut(cuts.NARROW, slices, *needed)):
         plan = select({"max_workspace_bytes": (1 << 35) + slices}, **fields)
     assert "tiles of 64 rows x 64 tokens" in plan.explain().details
