@@ -127,7 +127,7 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # Few tokens make panels worth cutting that more do not, long ones or all. Sums of integers have the same
     # bits then.
     found = blocks_wgmma_any(problem)
-    may_cut = KernelProblem(problem).slicing is not None or may_be_evened(problem)
+    may_cut = KernelProblem(problem).slicing() is not None or may_be_evened(problem)
     if not may_cut or problem.element is ElementKind.S8:
         return found
     return found.model_copy(update={"batch_invariant": False})
