@@ -22,11 +22,9 @@ NARROW_PANEL_ROWS = 64
 """Rows of a narrow panel, for ``sdd``, and for small blocks if narrow panels are less work."""
 FEW_BLOCK_ROWS = 2
 """Most block rows of a panel for which kernels read the bits of each."""
-# The four numbers below say where sums are cut: they define bits, as a format does, and no fit moves them.
+# The three numbers below say where sums are cut: they define bits, as a format does, and no fit moves them.
 _MIN_SLICE_CELLS = 512
 """Cells of k that a slice may always have: an exchange of its sums takes as long as multiplying hundreds."""
-_MIN_NARROW_SLICE_CELLS = 512
-"""The same for narrow panels of blocks of 64, which have slices of their own."""
 _UNCUT_CELLS = 640
 """Cells of k by which a panel may be longer than a slice without being cut, for the same reason."""
 MAX_DEVIATIONS = 3.0
@@ -85,9 +83,7 @@ def _longest(shape: BlockSparseShape, across: int, rows: int) -> int:
     """The most columns that are expected of a panel of ``rows`` rows, if blocks are kept at random."""
     mean, deviation = expected_columns(shape, across, max(rows // shape.block, 1))
     expected = math.ceil(round(mean + MAX_DEVIATIONS * deviation, 6))
-    has_own_slices = rows < PANEL_ROWS and not is_small(shape)
-    least = _MIN_NARROW_SLICE_CELLS if has_own_slices else _MIN_SLICE_CELLS
-    return max(least // shape.block, expected, -(-across // (MAX_SLICES - 1)))
+    return max(_MIN_SLICE_CELLS // shape.block, expected, -(-across // (MAX_SLICES - 1)))
 
 
 def slices_of(lengths: Array, longest: int, uncut: int) -> Array:
