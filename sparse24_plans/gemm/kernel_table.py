@@ -208,7 +208,6 @@ def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
         layout=TILE64X64_LAYOUT if terms == MAX_TERMS else TILE64X64_PARTS_LAYOUT,
         limits=partial(limits.f32_split, terms),
         column_order=False,
-        batches=False,
         for_a_bound=terms < MAX_TERMS,
         split_terms=terms,
         quantized=False,

@@ -29,6 +29,8 @@ SPLIT_CTA_ELEMENTS = 2048
 """Elements of X that one CTA of the pre-pass kernel splits."""
 SPLIT_CHUNK_BYTES, _MIN_CHUNK = 512 << 20, 128
 """Most bytes of bf16 terms of X that the workspace holds at once, and tokens whose terms it always holds."""
+_MAX_SPLIT_BATCHES = 1024
+"""Most batches that are launched one after the other: they take the host several milliseconds."""
 DIRECT_TOKENS, _SECTOR = 64, 32
 """A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
 its columns begin at multiples of a memory sector, _SECTOR bytes."""
@@ -153,9 +155,14 @@ def _unaligned_columns(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def f32_split(terms: int, problem: GemmSparse24Descriptor) -> str | None:
-    """Refuse problems of which the pre-pass kernel can't write ``terms`` bf16 terms of a chunk of X."""
+    """Refuse problems of which the pre-pass kernel can't write ``terms`` bf16 terms of a chunk of X.
+
+    Batches are launched one after the other, so the other limits are those of one batch.
+    """
+    if problem.batch_count > _MAX_SPLIT_BATCHES:
+        return f"launches at most {_MAX_SPLIT_BATCHES} batches one after the other, got {problem.batch_count}"
     blocks = -(-most_chunk(terms, problem) * problem.k // SPLIT_CTA_ELEMENTS)
-    return wgmma_sp(problem) or grid_limit_refusal(blocks)
+    return _stacked_tiles(problem) or wgmma_sp(problem.one_batch) or grid_limit_refusal(blocks)
 
 
 def most_chunk(terms: int, problem: GemmSparse24Descriptor, room: int = SPLIT_CHUNK_BYTES) -> int:

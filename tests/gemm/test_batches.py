@@ -266,7 +266,7 @@ def test_every_own_kernel_serves_batches_or_says_why_not():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("element", ["bf16", "s8", "fp8_e4m3"])
+@pytest.mark.parametrize("element", ["f32", "bf16", "s8", "fp8_e4m3"])
 def test_batches_have_the_arithmetic_of_their_product(element, shared):
     """The arithmetic is the same even if many batches would be faster without split-K."""
     rng = np.random.default_rng(1)
