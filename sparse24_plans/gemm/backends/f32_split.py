@@ -18,7 +18,7 @@ from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.operands import Views
 from ..arithmetic.tensor_core import named
-from ..groups import PER_TOKEN, lines_of, views_of_batch
+from ..groups import PER_TOKEN, batches_of, lines_of
 from ..limits import BF16, SPLIT_CTA_ELEMENTS, most_chunk, producers_split
 from ..schedules.f32_split_heuristics import RANGE_TILES, Chunking, Regions, needed_workspace
 from ..schedules.wgmma_sp import WgmmaSpSchedule
@@ -68,22 +68,9 @@ class Kernel(WgmmaKernel):
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self.descriptor.is_empty:
             return nothing
-        return launch_in_order(
-            *(one for batch in self._batches(views) for one in self._launches(batch, workspace))
-        )
-
-    def _batches(self, views: Views) -> Iterator[Views]:
-        """The operands of each batch."""
-        desc = self.descriptor
-        if not desc.is_batched:
-            yield views
-            return
-        packed, shape = views["packed"], self.tiles.packed_shape(desc.m, desc.k)
-        apart = 0 if desc.shared_weight else prod(shape)
-        tensors = {name: view for name, view in views.items() if name != "packed"}
-        for batch in range(desc.batch_count):
-            weight = TensorView(packed.address + batch * apart, shape, packed.element, packed.device)
-            yield {**views_of_batch(desc, tensors, batch), "packed": weight}
+        packed_bytes = prod(self.tiles.packed_shape(self.descriptor.m, self.descriptor.k))
+        batches = batches_of(self.descriptor, views, packed_bytes)
+        return launch_in_order(*(one for batch in batches for one in self._launches(batch, workspace)))
 
     def _launches(self, views: Views, workspace: int) -> Iterator[Launch]:
         """The launches of each chunk of one batch."""
