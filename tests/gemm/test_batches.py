@@ -18,9 +18,7 @@ from sparse24_plans import (
     Sparse24Weight,
     TensorView,
     TuningTable,
-    UnsupportedError,
     explain,
-    export_plans,
     load_run,
     save_run,
 )
@@ -302,10 +300,8 @@ def test_batches_have_the_slices_of_their_products_tuned_schedule():
     assert f"K in {usual} slices" in explain(many, device=device).details
 
 
-def test_batches_are_neither_tuned_nor_exported(tmp_path):
+def test_batches_are_not_tuned():
     desc = GemmSparse24Descriptor(n=16, m=64, k=64, element="bf16", batches=3)
-    with pytest.raises(UnsupportedError, match="expected a product without batches for export"):
-        export_plans([desc], tmp_path / "plans", device=H200)
     with pytest.raises(InvalidProblemError, match="problems: expected batches None"):
         search._jobs([desc.one_batch, desc], None, H200)
 
