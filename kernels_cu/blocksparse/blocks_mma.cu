@@ -61,8 +61,8 @@ using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kTokensConti
 constexpr int kM16Tiles = Config::kM16Tiles, kN8Tiles = Config::kN8Tiles;
 using Accumulators = float[kM16Tiles][kN8Tiles][4];
 
-// The work tile of a CTA. CTAs with the same values follow each other, so that L2 has them. With kRowSlices, clusters for
-// the long block rows come first. The CTAs behind them have a row each, and share nothing with their cluster.
+// The work tile of a CTA. CTAs with the same values follow each other, so that L2 has them. If rows may have several
+// slices, clusters for them come first. The CTAs behind have a whole row each, and share nothing with their cluster.
 struct WorkTile {
   u32 block_row, head, batch, token;  // block_row: among all heads; token: the tile's first
   int row;                            // the tile's first, in the block row
@@ -302,7 +302,7 @@ struct ResultTile {
   }
 };
 
-// Calls `visit(token, row, place in a buffer)` for the results of a thread among `threads`, of which it is number `own`.
+// Calls `visit(token, row, place in a buffer)` for the results of thread `own` of `threads`.
 template <class Visit>
 __device__ __forceinline__ void visit_results(const ResultTile& tile, int own, int threads, Visit visit) {
   for (int i = own; i < Config::kTileM * Config::kTileN; i += threads) {

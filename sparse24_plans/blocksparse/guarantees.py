@@ -103,8 +103,8 @@ def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
-    # An m16 tile lies in one block row, whose number of kept blocks decides into how many shares they
-    # are divided. The sums of the shares are added in order: steps are fewer than k.
+    # An m16 tile lies in one block row, whose number of kept blocks decides into how many slices and shares
+    # they are divided. The sums of shares, and of slices, are added in order: steps are fewer than k.
     return tensor_cores(problem).model_copy(update={"nonfinite": "skips_pruned"})
 
 

@@ -52,7 +52,7 @@ class Kernel(PreparingKernel):
         desc, device = self.descriptor, choice.device
         problem, most = self._problem, choice.preference.max_workspace_bytes
         schedule = BlocksMmaSchedule.of(desc, device.multiprocessors, most)
-        if device.compute_capability < HOPPER:  # which brought clusters
+        if device.compute_capability != HOPPER:  # slices were measured there alone
             schedule = schedule._replace(row_slices=1)
         prepared = schedule.prepared(desc)
         self._prepare(prepared, device)
@@ -62,7 +62,9 @@ class Kernel(PreparingKernel):
         self._ordered = waits or schedule.row_slices > 1
         self.details = (
             f"{self._ctas} CTAs of {schedule.rows} rows x {schedule.tokens} tokens, "
-            f"{schedule.warps} warps a block row{self._prepasses.details}"
+            f"{schedule.warps} warps a block row"
+            + (f", clusters of {schedule.row_slices} for long ones" if schedule.row_slices > 1 else "")
+            + self._prepasses.details
         )
         self._function = load(
             _SOURCE,
