@@ -115,6 +115,9 @@ class GemmEntry(KernelEntry):
             else None
         )
 
+    def slower(self, descriptor: GemmSparse24Descriptor) -> str | None:
+        return limits.small_batches(descriptor) if self.split_terms else None
+
     def other_kind(self, descriptor: GemmSparse24Descriptor) -> str | None:
         return "serves groups only" if self.only_groups and not descriptor.groups else None
 

@@ -31,6 +31,9 @@ SPLIT_CHUNK_BYTES, _MIN_CHUNK = 512 << 20, 128
 """Most bytes of bf16 terms of X that the workspace holds at once, and tokens whose terms it always holds."""
 _MAX_LAUNCHED_BATCHES = 1024
 """Most batches that are launched one after the other: they take the host several milliseconds."""
+_LARGE_WEIGHT = 1 << 20
+"""Cells of a float32 weight from which a launch for each batch is faster than one of the strict kernel, as
+measured on an H200."""
 DIRECT_TOKENS, _SECTOR = 64, 32
 """A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
 its columns begin at multiples of a memory sector, _SECTOR bytes."""
@@ -71,6 +74,17 @@ def _many_batches(problem: GemmSparse24Descriptor) -> str | None:
             f"launches at most {_MAX_LAUNCHED_BATCHES} batches one after the other, got {problem.batch_count}"
         )
     return None
+
+
+def small_batches(problem: GemmSparse24Descriptor) -> str | None:
+    """The reason why the strict kernel multiplies batches of float32 faster, in its one launch, or None.
+
+    A launch for each batch takes some microseconds. Neither n nor the number of batches decides, because the
+    two kernels' weights have different layouts.
+    """
+    if not problem.is_batched or problem.m * problem.k >= _LARGE_WEIGHT:
+        return None
+    return f"launches each batch: is preferred for m x k from {_LARGE_WEIGHT}, not {problem.m} x {problem.k}"
 
 
 def mma_sp(problem: GemmSparse24Descriptor) -> str | None:

@@ -156,7 +156,7 @@ def test_batches(element, out, epilogue, shared_weight):
 
 
 def test_batches_of_channels_scales():
-    desc = descriptor("s8", "f16", alpha=1.0, scale_w="row", k=64, batches=3)
+    desc = descriptor("s8", "bf16", alpha=1.0, scale_w="row", k=64, batches=3)
     plan = GemmSparse24Plan.select(desc, device=0, preference=FORCED)
     case = batched_case(plan, 2, gap=16)
     found = case.run()

@@ -13,6 +13,7 @@ from sparse24_plans import (
     GemmSparse24Plan,
     PlanPreference,
     UnsupportedError,
+    explain,
 )
 from sparse24_plans.device.jit.launcher import recording
 from sparse24_plans.device.tensors import Device, TensorView
@@ -248,15 +249,23 @@ def test_batches_have_the_plan_and_the_workspace_of_one(row, n, m, k, shared):
     assert plans[0].workspace_size() == plans[1].workspace_size()
 
 
-def test_products_chosen_for_one_batch_are_chosen_for_many():
+@pytest.mark.parametrize("n", [0, 1, 64, 2000])
+@pytest.mark.parametrize("batches", [0, 2, 1024])
+def test_batches_of_large_weights_have_their_products_kernel(n, batches):
+    """Batches of small ones are faster in one launch of the strict kernel. A named backend serves all."""
     for wish, chosen in (
         ({}, "f32_split6"),
         ({"require": {"batch_invariant": True}}, "f32_split6_invariant"),
         ({"require": {"max_error_bound": 2.0**-10}}, "f32_split3"),
     ):
-        for change in ({}, {"batches": 3}, {"batches": 1024, "shared_weight": True}):
-            desc = GemmSparse24Descriptor(n=64, m=128, k=512, element="f32", **change)
-            assert GemmSparse24Plan.select(desc, preference=wish, device=HOPPER).kernel == chosen
+        for m in (1024, 960):
+            one = GemmSparse24Descriptor(n=n, m=m, k=1024, element="f32")
+            many = one.model_copy(update={"batches": batches, "shared_weight": n == 64})
+            assert explain(one, preference=wish, device=HOPPER).chosen == chosen
+            found = explain(many, preference=wish, device=HOPPER).chosen
+            assert found == (chosen if m == 1024 else "inflate_strict")
+            forced = {**wish, "prefer_backend": chosen.removesuffix("_invariant")}
+            assert explain(many, preference=forced, device=HOPPER).chosen == chosen
 
 
 @every_row
