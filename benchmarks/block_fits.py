@@ -346,12 +346,14 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
     way = PACKED_MODELS[model]
     if way is DENSE:
         return dense_problems(gpu)
-    if model in LARGE_MODELS:
-        return [(desc, timed_tiles(desc, us)) for desc, us in large_blocks(gpu) if way.model(desc) == model]
-    lines = [(row, desc) for row, desc in packed_lines(gpu) if way.model(desc) == model]
     if way is FEW:
-        return [(desc, timed_schedules(desc, row["mma_us"])) for row, desc in lines if "mma_us" in row]
-    return [(desc, timed_tiles(desc, uncut(row))) for row, desc in lines if "us" in row]
+        timed, lines = timed_schedules, [(desc, row.get("mma_us", {})) for row, desc in packed_lines(gpu)]
+    elif model in LARGE_MODELS:
+        timed, lines = timed_tiles, list(large_blocks(gpu))
+    else:
+        timed, lines = timed_tiles, [(desc, uncut(row)) for row, desc in packed_lines(gpu)]
+    found = [(desc, timed(desc, us)) for desc, us in lines if way.model(desc) == model]
+    return [problem for problem in found if problem[1]]
 
 
 def large_blocks(gpu: str) -> Iterator[tuple[BlockSparseMatmulDescriptor, Mapping[str, float]]]:
@@ -362,13 +364,13 @@ def large_blocks(gpu: str) -> Iterator[tuple[BlockSparseMatmulDescriptor, Mappin
         names = [Cut(one).name for one in tiles_of_large_blocks(desc)]
         yield desc, {name: row["us"][name] for name in names if name in row["us"]}
     for packed, desc in packed_lines(gpu):
-        if packed["block"] >= NARROW_PANEL_ROWS and "us" in packed:
+        if packed["block"] >= NARROW_PANEL_ROWS:
             yield desc, uncut(packed)
 
 
 def uncut(row: Mapping[str, Any]) -> dict[str, float]:
     """The times of a line's cuts in which not every panel is cut."""
-    return {name: us for name, us in row["us"].items() if "/" not in name}
+    return {name: us for name, us in row.get("us", {}).items() if "/" not in name}
 
 
 def timed_tiles(

@@ -158,8 +158,8 @@ def cuts_of(desc: BlockSparseMatmulDescriptor) -> dict[str, Cut]:
         if one.tokens > 64 and one.tokens >= 2 * desc.n:
             continue  # half of the tile would have no tokens
         ways = [Cut(one), Cut(one, LONG_FIRST, align_up(COUNTER_BYTES))]
-        if problem.slicing is not None:
-            ways.append(Cut(one, APART, *slice_bytes(problem)))
+        if problem.slicing() is not None:
+            ways.append(Cut(one, APART, *slice_bytes(problem, one.rows)))
         found |= {cut.name: cut for cut in ways}
     return found
 

@@ -6,14 +6,16 @@
 // its k, a lane has the values of two k in two words, and exchanges their halves.
 //
 // A CTA computes kM16Tiles * 16 rows of a block row and up to kN8Tiles * 8 tokens. Its warps take the shares of the
-// block row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone.
+// block row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone. If a layout has
+// block rows that are much longer than others, a cluster computes a tile of these: each CTA takes a slice of the row.
 //
 //   role       threads      what it does
 //   Mainloop   warps        loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; after a share puts
 //                           its sums into shared memory. If a pre-pass copies X, it loads tables and op(S) meanwhile
-//   write      all threads  adds the sums of slots, epilogue, store
+//   write      all threads  adds the sums of slots, then those of slices; epilogue, store
 //
-//   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has both halves
+//   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has both halves. Round
+//              the sums of slices, two of the cluster
 //   registers  4 * kM16Tiles * kN8Tiles accumulators, at most 32; op(S) of kUnits and X of kXUnits, up to 32 words each
 //
 //   table   | blocks of 32 units |                    to shared memory; the next 32 are prefetched to L2
@@ -28,10 +30,14 @@
 #include "ptx/mma.cuh"
 #include "ptx/prefetch.cuh"
 
+#define S24_CLUSTER_SIZE S24_ROW_SLICES
+#include "common/cluster.cuh"
+
 // All compile-time constants; macros are read here alone.
 struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr int kBlock = S24_BLOCK, kWarps = S24_WARPS, kM16Tiles = S24_M16_TILES, kN8Tiles = S24_N8_TILES;
   static constexpr int kUnits = S24_UNITS, kXUnits = S24_X_UNITS;
+  static constexpr int kRowSlices = S24_ROW_SLICES;  // CTAs of a cluster: the most slices of a block row
   // Whether k is contiguous in op(S), and in X; otherwise rows or tokens are.
   static constexpr bool kLeftAlongK = S24_LEFT_ALONG_K, kRightAlongK = S24_RIGHT_ALONG_K;
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows are
@@ -55,21 +61,38 @@ using Buffer = ReduceBuffer<Config::kTileM, Config::kTileN, Config::kTokensConti
 constexpr int kM16Tiles = Config::kM16Tiles, kN8Tiles = Config::kN8Tiles;
 using Accumulators = float[kM16Tiles][kN8Tiles][4];
 
-// The work tile of a CTA. CTAs with the same values follow each other, so that L2 has them.
+// The work tile of a CTA. CTAs with the same values follow each other, so that L2 has them. If rows may have several
+// slices, clusters for them come first. The CTAs behind have a whole row each, and share nothing with their cluster.
 struct WorkTile {
   u32 block_row, head, batch, token;  // block_row: among all heads; token: the tile's first
   int row;                            // the tile's first, in the block row
-  int first, count;                   // entries of the block row
+  int slice = 0, slices = 1;          // of the block row
+  int first, count;                   // entries of the slice
 
   __device__ __forceinline__ explicit WorkTile(const BlocksMmaParams& p) {
-    u32 at = blockIdx.x;
+    u32 at = blockIdx.x, begin = 0, end = p.block_rows;  // the CTA's row is one of these, in their order
+    bool is_long = false;
+    if constexpr (Config::kRowSlices > 1) {
+      const u32 clusters = p.long_rows * p.n_tiles * Config::kRowTiles * p.batch;
+      is_long = at / Config::kRowSlices < clusters;
+      if (is_long) slice = at % Config::kRowSlices, at /= Config::kRowSlices, end = p.long_rows;
+      else at -= clusters * Config::kRowSlices, begin = p.long_rows;
+    }
     token = at % p.n_tiles * Config::kTileN, at /= p.n_tiles;
     row = at % Config::kRowTiles * Config::kTileM, at /= Config::kRowTiles;
-    block_row = at % p.block_rows, batch = at / p.block_rows;
+    block_row = begin + at % (end - begin), batch = at / (end - begin);
     if (p.order) block_row = p.order[block_row];
     head = block_row / p.head_block_rows;
     first = p.pointers[block_row], count = p.pointers[block_row + 1] - first;
+    if (is_long) take_slice();
   }
+  __device__ __forceinline__ void take_slice() {
+    slices = slices_of<Config::kRowSlices>(count * Config::kBlockUnits);
+    const int begin = slice_start(count, slice, slices), end = slice_start(count, slice + 1, slices);
+    first += begin, count = end - begin;
+  }
+  // CTAs of a cluster have no work if their row has fewer slices, or if they are behind the last row.
+  __device__ __forceinline__ bool exists(const BlocksMmaParams& p) const { return slice < slices && batch < p.batch; }
   __device__ __forceinline__ i64 matrix(const BlocksMmaParams& p) const { return (i64)batch * p.heads + head; }
   // First row of the tile, in its head.
   __device__ __forceinline__ i64 first_row(const BlocksMmaParams& p) const {
@@ -268,8 +291,10 @@ struct Mainloop {
 struct ResultTile {
   i64 out, bias;
   u32 tokens;
+  int slice, slices;
 
   __device__ __forceinline__ void set(const BlocksMmaParams& p, const WorkTile& work) {
+    slice = work.slice, slices = work.slices;
     const i64 row = work.first_row(p);
     out = work.matrix(p) * p.out_matrix + row * p.out_row + work.token * p.out_token;
     bias = (i64)work.head * p.head_block_rows * Config::kBlock + row;
@@ -277,20 +302,52 @@ struct ResultTile {
   }
 };
 
-__device__ __forceinline__ void write(const BlocksMmaParams& p, const ResultTile& tile, const Slots& slots) {
-  for (int i = threadIdx.x; i < Config::kTileM * Config::kTileN; i += Config::kThreads) {
+// Calls `visit(token, row, place in a buffer)` for the results of thread `own` of `threads`.
+template <class Visit>
+__device__ __forceinline__ void visit_results(const ResultTile& tile, int own, int threads, Visit visit) {
+  for (int i = own; i < Config::kTileM * Config::kTileN; i += threads) {
     const int token = Config::kTokensContiguous ? i % Config::kTileN : i / Config::kTileM;
     if (token >= tile.tokens) continue;
     const int row = Config::kTokensContiguous ? i / Config::kTileN : i % Config::kTileM;
-    float v[kSlots];
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot)
-      v[slot] = slot < slots.count ? slots.of(slot)[Buffer::offset(token, row) / 4] : 0.0f;
-    reduce_in_order(v);
-    const float bias = p.bias ? bias_at<Config>(p.bias, tile.bias + row) : 0.0f;
-    ((Config::Out::Bits*)p.out)[tile.out + row * p.out_row + token * p.out_token] =
-        Config::Out::from_float(epilogue<Config, FastMath>(v[0], p.alpha, bias));
+    visit(token, row, (int)Buffer::offset(token, row) / 4);
   }
+}
+
+// Adds the sums of slots.
+__device__ __forceinline__ float sum_of_slots(const Slots& slots, int at) {
+  float v[kSlots];
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) v[slot] = slot < slots.count ? slots.of(slot)[at] : 0.0f;
+  reduce_in_order(v);
+  return v[0];
+}
+
+__device__ __forceinline__ void write_result(const BlocksMmaParams& p, const ResultTile& tile, int token, int row,
+                                             float sum) {
+  const float bias = p.bias ? bias_at<Config>(p.bias, tile.bias + row) : 0.0f;
+  ((Config::Out::Bits*)p.out)[tile.out + row * p.out_row + token * p.out_token] =
+      Config::Out::from_float(epilogue<Config, FastMath>(sum, p.alpha, bias));
+}
+
+// Adds the sums of slices in their order. Each CTA writes a part of the results, and reads the first slots of all CTAs.
+__device__ __forceinline__ void write_sliced(const BlocksMmaParams& p, const ResultTile& tile, const Slots& slots) {
+  visit_results(tile, threadIdx.x, Config::kThreads,
+                [&](int, int, int at) { slots.buffers[at] = sum_of_slots(slots, at); });
+  cluster_sync();
+  const int own = tile.slice * Config::kThreads + threadIdx.x;
+  visit_results(tile, own, tile.slices * Config::kThreads, [&](int token, int row, int at) {
+    const u32 mine = shared_address(slots.buffers + at);
+    float sum = load_cluster(cluster_address(mine, 0));
+    for (int slice = 1; slice < tile.slices; ++slice) sum += load_cluster(cluster_address(mine, slice));
+    write_result(p, tile, token, row, sum);
+  });
+  cluster_sync();  // no CTA exits while another reads its sums
+}
+
+__device__ __forceinline__ void write(const BlocksMmaParams& p, const ResultTile& tile, const Slots& slots) {
+  if (Config::kRowSlices > 1 && tile.slices > 1) return write_sliced(p, tile, slots);
+  visit_results(tile, threadIdx.x, Config::kThreads,
+                [&](int token, int row, int at) { write_result(p, tile, token, row, sum_of_slots(slots, at)); });
 }
 
 // Prefetches the tables and the values. All lanes of a warp call it together.
@@ -302,7 +359,7 @@ __device__ __forceinline__ void prefetch_operand(const BlocksMmaParams& p) {
   prefetch_part_l2(p.values, 2 * p.blocks * (Config::kBlock * Config::kBlock));
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResidentWarps / Config::kWarps)
+extern "C" __global__ void S24_CLUSTER __launch_bounds__(Config::kThreads, Config::kResidentWarps / Config::kWarps)
     blocks_mma(const __grid_constant__ BlocksMmaParams p) {
   extern __shared__ __align__(16) float buffers[];
   __shared__ ResultTile tile;
@@ -313,6 +370,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kResident
     grid_dependency_wait();
   }
   const WorkTile work(p);
+  if (Config::kRowSlices > 1 && !work.exists(p)) return;
   const int warp = threadIdx.x / 32;
   WarpTables& mine = of_warps[warp];
   if (threadIdx.x == 0) tile.set(p, work);

@@ -32,10 +32,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
     inflate_blocks(const __grid_constant__ InflateBlocksParams p) {
   using Bits = Config::In::Bits;
   constexpr u32 kVector = 16 / sizeof(Bits), kPerBlock = Config::kBlock / kVector, kPerRow = 32 * kPerBlock;
-  constexpr u32 kParts = Config::kBlock / Config::kRows;  // work items of a block row and word
+  constexpr u32 kRowGroups = Config::kBlock / Config::kRows;  // work items of a block row and word
   const u32 lane = threadIdx.x % 32, block_rows = (u32)p.block_rows;
   for (u32 work = blockIdx.x; work < (u32)p.work_items; work += gridDim.x) {
-    const u32 part = work % kParts, item = work / kParts, word = item % p.bit_words, line = item / p.bit_words;
+    const u32 row_group = work % kRowGroups, item = work / kRowGroups, word = item % p.bit_words,
+              line = item / p.bit_words;
     const u32 block_row = line % block_rows, batch = line / block_rows;
     const int* kept = p.kept + (i64)block_row * p.bit_words;
     u32 before = 0;
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
     const u32 bits = kept[word];
     const i64 first = batch * p.blocks + p.pointers[block_row] + __reduce_add_sync(~0u, before);
     const i64 column0 = (i64)word * 32 * Config::kBlock;
-    const u32 row0 = part * Config::kRows, blocks = min(32u, (u32)((p.row_cells - column0) / Config::kBlock));
+    const u32 row0 = row_group * Config::kRows, blocks = min(32u, (u32)((p.row_cells - column0) / Config::kBlock));
     const Bits* values = (const Bits*)p.values + row0 * Config::kBlock;
     Bits* dense = (Bits*)p.dense + ((i64)line * Config::kBlock + row0) * p.row_cells + column0;
 #pragma unroll 4

@@ -31,10 +31,10 @@ struct Side {
 struct Shared {
   Side rows, columns;
   int *row_starts, *column_starts, *group_starts;  // starts of this head's lines, and the last one's end
-  u32 *row_cuts, *column_cuts;                     // for each length of a panel, its slices and their most columns
-  u32* bits;                                       // bits of this head's rows
-  u32 stride;                                      // words from one row's bits to the next, odd: banks differ
-  int* sums;                                       // one for each warp
+  u32 *row_cuts, *column_cuts;  // for each length of a panel, then of a narrow one: its slices, their most columns
+  u32* bits;                    // bits of this head's rows
+  u32 stride;                   // words from one row's bits to the next, odd: banks differ
+  int* sums;                    // one for each warp
 
   __device__ __forceinline__ Shared(const BlockTablesParams& p, int* at) : stride(p.row_words | 1) {
     const auto take = [&at](u32 count) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void write_cuts(u32* cuts, u32 most, u32 longest, u32
   }
 }
 
-// The tables of the slices of one side's panels.
+// The tables of the slices of one side's panels. Narrow panels have no table `of_panels`.
 struct Slices {
   int *table, *total, *of_panels, *long_panels;
   u32 room;
@@ -296,7 +296,7 @@ __device__ __forceinline__ void write_slices(const Share& share, const int* leng
     }
     before = __reduce_add_sync(~0u, before), in_partials = __reduce_add_sync(~0u, in_partials);
     long_panels = __reduce_add_sync(~0u, long_panels);
-    if (lane == 0) to.of_panels[panel] = (int)count;
+    if (lane == 0 && to.of_panels) to.of_panels[panel] = (int)count;
     for (u32 slice = lane; slice < count; slice += 32) {
       const u32 begin = (u32)((u64)slice * length / count), end = (u32)((u64)(slice + 1) * length / count);
       int* const at = to.table + 5 * (i64)(before + slice);
@@ -369,5 +369,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
   write_slices(
       share, s.columns.panels, s.column_cuts, column_panels, p.heads * column_panels,
       {p.column_slices, p.column_slice_count, p.column_panel_slices, p.column_long_panels, p.column_slice_room});
+  if constexpr (Config::kLines > 1) {
+    __syncthreads();  // no warp reads the cuts of panels any more
+    write_cuts(s.row_cuts, p.block_cols, p.narrow_slice_columns, p.narrow_uncut_columns);
+    write_cuts(s.column_cuts, p.block_rows, p.narrow_slice_rows, p.narrow_uncut_rows);
+    __syncthreads();
+    write_slices(
+        share, s.rows.lines, s.row_cuts, p.block_rows, lines,
+        {p.row_narrow_slices, p.row_narrow_slice_count, nullptr, p.row_narrow_long_panels, p.row_narrow_slice_room});
+    write_slices(share, s.columns.lines, s.column_cuts, p.block_cols, p.heads * p.block_cols,
+                 {p.column_narrow_slices, p.column_narrow_slice_count, nullptr, p.column_narrow_long_panels,
+                  p.column_narrow_slice_room});
+  }
   if (own + 1 == p.heads && share.first) write_ends(p, s, total);
 }

@@ -55,6 +55,14 @@ class BlockTablesParams(KernelParams):
     column_panel_slices = field("int*", "Number of slices of each column panel.")
     row_long_panels = field("int*", "Number of row panels with several slices.")
     column_long_panels = field("int*", "Number of column panels with several slices.")
+    row_narrow_slices = field(
+        "int*", "Slices of narrow row panels, for blocks of 64 alone, as the next five."
+    )
+    column_narrow_slices = field("int*", "Slices of narrow column panels.")
+    row_narrow_slice_count = field("int*", "Number of slices of narrow row panels.")
+    column_narrow_slice_count = field("int*", "Number of slices of narrow column panels.")
+    row_narrow_long_panels = field("int*", "Number of narrow row panels with several slices.")
+    column_narrow_long_panels = field("int*", "Number of narrow column panels with several slices.")
     heads = field("u32", "Number of heads.")
     block_rows = field("u32", "Number of block rows of a head.")
     block_cols = field("u32", "Number of block columns of a head.")
@@ -71,6 +79,16 @@ class BlockTablesParams(KernelParams):
     uncut_rows = field("u32", "Most rows of a column panel that has one slice.")
     row_slice_room = field("u32", "Number of slices of row panels that the tables have room for.")
     column_slice_room = field("u32", "Number of slices of column panels that the tables have room for.")
+    narrow_slice_columns = field("u32", "Most columns of a slice of a narrow row panel.")
+    narrow_slice_rows = field("u32", "Most rows of a slice of a narrow column panel.")
+    narrow_uncut_columns = field("u32", "Most columns of a narrow row panel that has one slice.")
+    narrow_uncut_rows = field("u32", "Most rows of a narrow column panel that has one slice.")
+    row_narrow_slice_room = field(
+        "u32", "Number of slices of narrow row panels that the tables have room for."
+    )
+    column_narrow_slice_room = field(
+        "u32", "Number of slices of narrow column panels with room in the tables."
+    )
 
 
 def shared_bytes(shape: BlockSparseShape) -> int:
@@ -104,7 +122,10 @@ class TableKernel:
             )
         self._ctas, self._function = _ctas(shape), _function(panel_block_rows(shape), device)
         found = addresses(0, shape)
-        of_rows, of_columns = (Slicing.of(shape, by_columns=one) for one in (False, True))
+        (of_rows, of_columns), (of_narrow_rows, of_narrow_columns) = (
+            [Slicing.of(shape, by_columns=side, rows=rows) for side in (False, True)]
+            for rows in (PANEL_ROWS, NARROW_PANEL_ROWS)
+        )
         self._offsets = {name: at for name, at in found.items() if name in BlockTablesParams.declared}
         self._parameters = BlockTablesParams(
             heads=shape.heads,
@@ -123,6 +144,12 @@ class TableKernel:
             uncut_rows=of_columns.uncut,
             row_slice_room=of_rows.room,
             column_slice_room=of_columns.room,
+            narrow_slice_columns=of_narrow_rows.longest,
+            narrow_slice_rows=of_narrow_columns.longest,
+            narrow_uncut_columns=of_narrow_rows.uncut,
+            narrow_uncut_rows=of_narrow_columns.uncut,
+            row_narrow_slice_room=of_narrow_rows.room,
+            column_narrow_slice_room=of_narrow_columns.room,
         )
 
     def bind(self, bitmap: int, tables: int) -> Launch:

@@ -103,8 +103,8 @@ def tensor_cores(problem: BlockSparseDescriptor) -> PrecisionGuarantee:
 
 
 def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
-    # An m16 tile lies in one block row, whose number of kept blocks decides into how many shares they
-    # are divided. The sums of the shares are added in order: steps are fewer than k.
+    # An m16 tile lies in one block row, whose number of kept blocks decides into how many slices and shares
+    # they are divided. The sums of shares, and of slices, are added in order: steps are fewer than k.
     return tensor_cores(problem).model_copy(update={"nonfinite": "skips_pruned"})
 
 
@@ -127,7 +127,7 @@ def blocks_wgmma(problem: BlockSparseMatmulDescriptor) -> PrecisionGuarantee:
     # Few tokens make panels worth cutting that more do not, long ones or all. Sums of integers have the same
     # bits then.
     found = blocks_wgmma_any(problem)
-    may_cut = KernelProblem(problem).slicing is not None or may_be_evened(problem)
+    may_cut = KernelProblem(problem).slicing() is not None or may_be_evened(problem)
     if not may_cut or problem.element is ElementKind.S8:
         return found
     return found.model_copy(update={"batch_invariant": False})

@@ -14,6 +14,7 @@ from ..vocab import BlockSparseOp, ElementKind, EpilogueKind
 from .descriptor import BlockSparseMatmulDescriptor
 from .lookup_tables import addresses, words
 from .panels import (
+    NARROW_PANEL_ROWS,
     PANEL_ROWS,
     Slicing,
     expected_occupancy,
@@ -191,12 +192,17 @@ class KernelProblem:
         row_bytes = self.desc.n * self.desc.out_element.itemsize
         return self.tokens_contiguous and not self.sampled and row_bytes % TMA_BYTES != 0
 
-    @property
-    def slicing(self) -> Slicing | None:
-        """How long row panels are cut into slices; None for ``sdd``, and if no panel can be long."""
-        found = Slicing.of(self.desc.layout, by_columns=self.by_columns)
-        none_is_long = 0 < self.desc.longest_panel <= found.uncut_narrow
-        return found if found.more and not (self.sampled or none_is_long) else None
+    def slicing(self, rows: int = PANEL_ROWS) -> Slicing | None:
+        """How long panels of ``rows`` rows are cut into slices; None for ``sdd``, or if none can be long.
+
+        None can be if panels of 128 rows ask for no cut, or with blocks of 16 and 32 those of 64 rows.
+        """
+        asking, found = (
+            Slicing.of(self.desc.layout, by_columns=self.by_columns, rows=one)
+            for one in (NARROW_PANEL_ROWS if self.small else PANEL_ROWS, rows)
+        )
+        none_is_long = 0 < self.desc.longest_panel <= asking.uncut
+        return found if asking.more and not (self.sampled or none_is_long) else None
 
     def head_panels(self, rows: int) -> int:
         """Row panels of a head, each with ``rows`` rows of op(S)."""
@@ -267,15 +273,16 @@ def _other(major: int) -> int:
     return MN_MAJOR if major == K_MAJOR else K_MAJOR
 
 
-def slice_bytes(problem: KernelProblem) -> tuple[int, int]:
-    """Workspace bytes of the counters and of the sums of slices that are summed apart.
+def slice_bytes(problem: KernelProblem, rows: int) -> tuple[int, int]:
+    """Workspace bytes of the counters and of the sums of slices of panels of ``rows`` rows, summed apart.
 
     If a panel has several slices, the kernel stores the sums of each slice, four bytes each, and counts
     arrivals for each of the panel's tiles of 64 rows and 64 tokens. It also counts claimed work tiles.
     """
-    if problem.slicing is None:
+    slicing = problem.slicing(rows)
+    if slicing is None:
         return 0, 0
-    tiles = problem.slicing.cut * (PANEL_ROWS // _TILE) * problem.desc.batch
+    tiles = slicing.cut * (rows // _TILE) * problem.desc.batch
     tokens = -(-problem.desc.n // _TOKEN_GROUP) * _TOKEN_GROUP
     return align_up(COUNTER_BYTES * (1 + tiles * -(-tokens // _TILE))), 4 * tiles * _TILE * tokens
 

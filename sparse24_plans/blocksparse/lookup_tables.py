@@ -21,11 +21,13 @@ from ..errors import BackendUnavailableError, InvalidProblemError
 from .layout import BlockSparseLayout
 from .panels import (
     NARROW_PANEL_ROWS,
+    PANEL_ROWS,
     SLICE_FIELDS,
     KeptColumns,
     Slicing,
     fill_narrow_slices,
     fill_slices,
+    has_narrow_slices,
     head_panels,
     is_small,
     narrow_panel_block_rows,
@@ -111,7 +113,7 @@ class LookUp(NamedTuple):
     """[1]: number of row panels that are long enough to be cut, which come first in ``row_panels``."""
     column_long_panels: Array
     row_narrow_slices: Array
-    """[slices, 5]: slices of narrow panels, for blocks of 16 and 32 alone."""
+    """[slices, 5]: slices of narrow panels, for blocks below 128."""
     column_narrow_slices: Array
     row_narrow_slice_count: Array
     column_narrow_slice_count: Array
@@ -140,16 +142,13 @@ def _lengths(shape: BlockSparseShape) -> tuple[int, ...]:
 
 def _slice_lengths(shape: BlockSparseShape) -> tuple[int, ...]:
     """Slices of row panels and of column panels, their counts and long panels, and those of narrow panels."""
-    slicings = [Slicing.of(shape, by_columns=one) for one in (False, True)]
-    room = [SLICE_FIELDS * one.room for one in slicings]
-    lines = narrow_panel_block_rows(shape) * shape.block
-    panels = (one.panels for one in slicings)
-    whole = *room, 1, 1, *panels, 1, 1
-    narrow = [
-        SLICE_FIELDS * (shape.heads * head_panels(cells, lines) + 2 * one.more)
-        for one, cells in zip(slicings, (shape.rows, shape.cols), strict=True)
-    ]
-    return (*whole, *narrow, 1, 1, 1, 1) if is_small(shape) else (*whole, 0, 0, 0, 0, 0, 0)
+    whole, narrow = (
+        [Slicing.of(shape, by_columns=side, rows=rows) for side in (False, True)]
+        for rows in (PANEL_ROWS, NARROW_PANEL_ROWS)
+    )
+    room, narrow_room = ([SLICE_FIELDS * one.room for one in sides] for sides in (whole, narrow))
+    of_narrow = (*narrow_room, 1, 1, 1, 1) if has_narrow_slices(shape) else (0, 0, 0, 0, 0, 0)
+    return (*room, 1, 1, *(one.panels for one in whole), 1, 1, *of_narrow)
 
 
 def _panel_lengths(shape: BlockSparseShape, lines: int) -> tuple[list[int], list[int]]:
@@ -361,29 +360,38 @@ def _fill_side(
 
 def _fill_side_slices(found: dict[str, Array], shape: BlockSparseShape, side: str, other: str) -> None:
     """Fill the slices of one side's panels, whose own tables are there."""
-    by_columns = side == "column"
-    slicing = Slicing.of(shape, by_columns=by_columns)
-    lengths, table = found[f"{side}_panel_{other}s"], found[f"{side}_slices"].reshape(-1, SLICE_FIELDS)
-    slices = found[f"{side}_panel_slices"]
-    slices[...] = slices_of(lengths, slicing.longest, slicing.uncut)
-    found[f"{side}_long_panels"][...] = np.count_nonzero(slices > 1)
+    widths = {PANEL_ROWS: f"{side}_"}
+    if has_narrow_slices(shape):
+        widths[NARROW_PANEL_ROWS] = f"{side}_narrow_"
+    slices = dict[str, Array]()
+    for rows, panels in widths.items():
+        slicing = Slicing.of(shape, by_columns=side == "column", rows=rows)
+        slices[panels] = slices_of(found[f"{panels}panel_{other}s"], slicing.longest, slicing.uncut)
+        found[f"{panels}long_panels"][...] = np.count_nonzero(slices[panels] > 1)
     if is_small(shape):
-        across, cells = (shape.block_rows, shape.cols) if by_columns else (shape.block_cols, shape.rows)
-        of_narrow = slices_of(
-            found[f"{side}_narrow_panel_{other}s"], slicing.longest_narrow, slicing.uncut_narrow
-        )
-        found[f"{side}_narrow_long_panels"][...] = np.count_nonzero(of_narrow > 1)
-        head, panel = np.divmod(np.arange(len(of_narrow)), max(head_panels(cells, NARROW_PANEL_ROWS), 1))
-        panel_of = head * head_panels(cells) + panel // 2
-        np.maximum.at(slices, panel_of, of_narrow)
-        wide, narrow = (
-            KeptColumns(found[f"{kind}_pointers"], found[f"{kind}_kept"])
-            for kind in (f"{side}_panel", f"{side}_narrow_panel")
-        )
-        narrow_table = found[f"{side}_narrow_slices"].reshape(-1, SLICE_FIELDS)
-        count = fill_narrow_slices(narrow_table, slices, across, wide, narrow, panel_of)
-        found[f"{side}_narrow_slice_count"][...] = count
-    found[f"{side}_slice_count"][...] = fill_slices(table, lengths, slices, found[f"{side}_panels"])
+        _fill_joint_slices(found, shape, side, *slices.values())
+        del slices[widths[NARROW_PANEL_ROWS]]
+    found[f"{side}_panel_slices"][...] = slices[widths[PANEL_ROWS]]
+    for panels, counts in slices.items():
+        table, lengths = found[f"{panels}slices"].reshape(-1, SLICE_FIELDS), found[f"{panels}panel_{other}s"]
+        found[f"{panels}slice_count"][...] = fill_slices(table, lengths, counts, found[f"{panels}panels"])
+
+
+def _fill_joint_slices(
+    found: dict[str, Array], shape: BlockSparseShape, side: str, slices: Array, of_narrow: Array
+) -> None:
+    """Fill the slices of narrow panels of small blocks; ``slices`` gets the cuts that these ask for."""
+    across, cells = (shape.block_rows, shape.cols) if side == "column" else (shape.block_cols, shape.rows)
+    head, panel = np.divmod(np.arange(len(of_narrow)), max(head_panels(cells, NARROW_PANEL_ROWS), 1))
+    panel_of = head * head_panels(cells) + panel // 2
+    np.maximum.at(slices, panel_of, of_narrow)
+    wide, narrow = (
+        KeptColumns(found[f"{kind}_pointers"], found[f"{kind}_kept"])
+        for kind in (f"{side}_panel", f"{side}_narrow_panel")
+    )
+    table = found[f"{side}_narrow_slices"].reshape(-1, SLICE_FIELDS)
+    count = fill_narrow_slices(table, slices, across, wide, narrow, panel_of)
+    found[f"{side}_narrow_slice_count"][...] = count
 
 
 def _fill_bits(kept: Any, bits: Array) -> None:

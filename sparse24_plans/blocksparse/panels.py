@@ -56,6 +56,11 @@ def narrow_panel_block_rows(shape: BlockSparseShape) -> int:
     return narrow_panel_rows(shape.block) // shape.block
 
 
+def has_narrow_slices(shape: BlockSparseShape) -> bool:
+    """Whether narrow panels have slices. With blocks of 128 they are the panels themselves."""
+    return narrow_panel_rows(shape.block) < PANEL_ROWS
+
+
 def is_small(shape: BlockSparseShape) -> bool:
     """Whether blocks are so small that the columns of a panel's block rows are looked up together."""
     return panel_block_rows(shape) > FEW_BLOCK_ROWS
@@ -74,9 +79,9 @@ def expected_columns(shape: BlockSparseShape, across: int, lines: int) -> tuple[
     return across * occupancy, math.sqrt(across * occupancy * (1 - occupancy))
 
 
-def _longest(shape: BlockSparseShape, across: int, lines: int) -> int:
-    """The most columns that are expected of a panel of ``lines`` block rows, if blocks are kept at random."""
-    mean, deviation = expected_columns(shape, across, lines)
+def _longest(shape: BlockSparseShape, across: int, rows: int) -> int:
+    """The most columns that are expected of a panel of ``rows`` rows, if blocks are kept at random."""
+    mean, deviation = expected_columns(shape, across, max(rows // shape.block, 1))
     expected = math.ceil(round(mean + MAX_DEVIATIONS * deviation, 6))
     return max(_MIN_SLICE_CELLS // shape.block, expected, -(-across // (MAX_SLICES - 1)))
 
@@ -90,40 +95,36 @@ def slices_of(lengths: Array, longest: int, uncut: int) -> Array:
 
 
 class Slicing(NamedTuple):
-    """How the row panels of a shape are cut; its column panels with ``by_columns``.
+    """How the row panels of a shape are cut that have 128 or 64 rows; its column panels with ``by_columns``.
 
-    With blocks of 16 and 32 a panel has as many slices as either of its narrow panels or itself asks for.
+    With blocks of 16 and 32 a panel has as many slices as either of its narrow panels or itself asks for, and
+    its narrow panels have as many. With blocks of 64 each width has slices of its own.
     """
 
     longest: int
     """Maximum columns of a slice. The slices of one panel have nearly equal lengths."""
-    longest_narrow: int
-    """Maximum columns of a slice of a narrow panel."""
     uncut: int
-    """Maximum columns of a panel that is not cut."""
-    uncut_narrow: int
-    """Maximum columns of a narrow panel that does not make its wide panel be cut."""
+    """Maximum columns of a panel that asks for no cut."""
     panels: int
-    """Row panels of all heads."""
+    """Panels of all heads."""
     more: int
     """Maximum number of slices beyond the first of each panel."""
 
     @classmethod
-    @lru_cache(maxsize=1024)
-    def of(cls, shape: BlockSparseShape, *, by_columns: bool) -> Slicing:
+    @lru_cache(maxsize=2048)
+    def of(cls, shape: BlockSparseShape, *, by_columns: bool, rows: int = PANEL_ROWS) -> Slicing:
         lines, across = shape.block_rows, shape.block_cols
         if by_columns:
             lines, across = across, lines
-        size = panel_block_rows(shape)
-        longest = narrow = _longest(shape, across, size)
-        panels = parts = shape.heads * head_panels(lines * shape.block)
-        if is_small(shape):
-            narrow = min(longest, _longest(shape, across, size // 2))
-            parts = shape.heads * head_panels(lines * shape.block, NARROW_PANEL_ROWS)
-        kept = min(shape.blocks, parts * across)  # columns of all panels, or of all narrow ones
-        uncut, uncut_narrow = (one + _UNCUT_CELLS // shape.block for one in (longest, narrow))
-        most = -(-across // narrow) - 1 if across > uncut_narrow else 0
-        return cls(longest, narrow, uncut, uncut_narrow, panels, min(kept // narrow, panels * most))
+        wide, narrow = (_longest(shape, across, one) for one in (PANEL_ROWS, NARROW_PANEL_ROWS))
+        longest = {PANEL_ROWS: wide, NARROW_PANEL_ROWS: min(wide, narrow)}
+        panels = {one: shape.heads * head_panels(lines * shape.block, one) for one in longest}
+        asking, cut = (NARROW_PANEL_ROWS, PANEL_ROWS) if is_small(shape) else (rows, rows)
+        kept = min(shape.blocks, panels[asking] * across)  # columns of all panels that ask for slices
+        beyond = _UNCUT_CELLS // shape.block
+        most = -(-across // longest[asking]) - 1 if across > longest[asking] + beyond else 0
+        more = min(kept // longest[asking], panels[cut] * most) * (cut // rows)
+        return cls(longest[rows], longest[rows] + beyond, panels[rows], more)
 
     @property
     def cut(self) -> int:

@@ -66,7 +66,8 @@ def export_plans(
         its descriptor has as n, with the kernels that ``select`` chooses under the same preference. Some n of
         a block-sparse product may have no kernel; programs then can't find these n. For ``sdd`` n is fixed;
         with counts of groups it is a multiple of the groups. ``x_rows`` and ``y_rows`` are those of the
-        descriptor for every n.
+        descriptor for every n. Batches of row-major X, Y and C begin the descriptor's n rows apart for every
+        n; column-major ones follow each other, as those of other operands do.
     folder
         New or empty.
     preference
@@ -103,14 +104,15 @@ def name_of(descriptor: Problem) -> str:
     """The name of a problem: its op, element, sizes, and its epilogue unless that is identity.
 
     Behind the element stand what a quantized weight stores and the columns of a scale. The sizes are M x K,
-    groups x M x K, or heads x rows x columns and the blocks' side of a layout.
+    groups x M x K, "b" and batches x M x K, or heads x rows x columns and the blocks' side of a layout.
     """
     if isinstance(descriptor, BlockSparseDescriptor):
         one = descriptor.layout
         sizes = f"{one.heads}x{one.rows}x{one.cols}-{one.block}"
     else:
-        groups = getattr(descriptor, "groups", 0)
-        sizes = f"{f'{groups}x' if groups else ''}{descriptor.m}x{descriptor.k}"
+        groups, batches = getattr(descriptor, "groups", 0), getattr(descriptor, "batches", None)
+        several = f"{groups}x" if groups else "" if batches is None else f"b{batches}x"
+        sizes = f"{several}{descriptor.m}x{descriptor.k}"
     by = getattr(descriptor, "quantization", None)
     stored = f"-{by.element}_{by.group}" if by else ""
     name = f"{descriptor.op_name}-{descriptor.element}{stored}-{sizes}"
@@ -180,7 +182,7 @@ class _Writer:
         found: dict[Recipe, dict[int, Row]] = {}
         for n in ns:
             if (plan := self._selected(name, descriptor, n, preference, device)) is not None:
-                recipe, numbers = record(plan)
+                recipe, numbers = record(plan, ns[-1])
                 found.setdefault(recipe, {})[n] = numbers
             self._on_steps(1)
         every_n = range(ns[0], ns[-1] + 1)

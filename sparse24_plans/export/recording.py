@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from .._vendor.cuda_driver_abi import MapDescription
 from ..device.jit.launcher import KernelCode, RecordedFill, RecordedLaunch, recording
 from ..device.jit.structs import KernelParams
-from ..device.tensors import TensorView
+from ..device.tensors import Device, TensorView
 from ..errors import UnsupportedError
 from ..plan.operands import Operand, Role, Views
 from ..plan.plan import Plan
@@ -140,8 +140,10 @@ class Recipe(NamedTuple):
     launches: tuple[Launch | Fill, ...]
 
 
-def record(plan: Plan) -> tuple[Recipe, tuple[int, ...]]:
+def record(plan: Plan, most_n: int = 0) -> tuple[Recipe, tuple[int, ...]]:
     """The recipe of a plan, and the numbers that its slots index. Needs neither NVRTC nor a GPU.
+
+    Batches of row-major matrices begin ``most_n`` rows apart, or as many as they have.
 
     Raises UnsupportedError for a library's or the host's kernel, and where a launch follows from its operands
     in a way that a recipe can't describe.
@@ -149,12 +151,8 @@ def record(plan: Plan) -> tuple[Recipe, tuple[int, ...]]:
     entry = plan.parts.choice.entry
     if entry.on_host or not entry.exportable:
         raise UnsupportedError(f"plan: expected a kernel that can be exported, got {entry.name}")
-    if any(operand.batches for operand in plan.parts.operands):
-        raise UnsupportedError(
-            f"plan: expected a product without batches for export, got {plan.descriptor!r}"
-        )
     with recording():
-        return _Recorder(plan).recipe()
+        return _Recorder(plan, most_n).recipe()
 
 
 class _Probe(NamedTuple):
@@ -183,14 +181,24 @@ class Buffer(NamedTuple):
     operand: Operand
     shape: tuple[int, ...]
     element: ElementKind
+    apart: int
+    """Lines from one batch of a matrix to the next; 0: it has no batches."""
+
+    def at(self, address: int, stride: int, home: Device) -> TensorView:
+        """The buffer at an address, with this stride of its lines."""
+        strides: tuple[int, ...] | None = None
+        if self.operand.lines is not None:
+            strides = (1, stride) if self.operand.lines is MatrixOrder.COLUMN else (stride, 1)
+            strides = (self.apart * stride, *strides) if self.apart else strides
+        return TensorView(address, self.shape, self.element, home, strides=strides)
 
 
 class _Recorder:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, most_n: int) -> None:
         self._plan = plan
         choice, operands, self._checks, self._home = plan.parts
         self._kernel = choice.entry.kernel_for(choice.descriptor)(choice)
-        self._buffers = buffers_of(operands, choice.entry.layout_of(choice.descriptor))
+        self._buffers = buffers_of(operands, choice.entry.layout_of(choice.descriptor), most_n)
         self._numbers: list[int] = []
         self._first = self._probe()
         self._again = self._probe()
@@ -243,9 +251,7 @@ class _Recorder:
         for at, buffer in enumerate(self._buffers):
             address = self._address(at, step) + (by if at == displaced else 0)
             stride = _stride(buffer, at, step) + (wider if at == displaced else 0)
-            both = (1, stride) if buffer.operand.lines is MatrixOrder.COLUMN else (stride, 1)
-            layout = both if buffer.operand.lines is not None else None
-            views[buffer.view] = TensorView(address, buffer.shape, buffer.element, self._home, strides=layout)
+            views[buffer.view] = buffer.at(address, stride, self._home)
             strides.append(stride)
         launches: list[Any] = []
         self._kernel.launcher(views, self._address(WORKSPACE, step))(launches)
@@ -419,27 +425,36 @@ def _format(struct: type[KernelParams]) -> Struct:
     return Struct("".join((*words, f"{ctypes.sizeof(struct) - end}x")))
 
 
-def buffers_of(operands: Iterable[Operand], layout: str) -> list[Buffer]:
-    """The buffers of operands, in order. ``layout`` is that of packed operands that declare none."""
-    return [one for operand in operands for one in _buffers_of(operand, layout)]
+def buffers_of(operands: Iterable[Operand], layout: str, most_n: int = 0) -> list[Buffer]:
+    """The buffers of operands, in order. ``layout`` is that of packed operands that declare none.
+
+    Batches of row-major matrices begin ``most_n`` rows apart, or as many as they have.
+    """
+    return [one for operand in operands for one in _buffers_of(operand, layout, most_n)]
 
 
-def _buffers_of(operand: Operand, layout: str) -> Iterator[Buffer]:
+def _buffers_of(operand: Operand, layout: str, most_n: int) -> Iterator[Buffer]:
     if operand.packing is not None:
         forms = operand.packing.forms(layout)
         for part, (shape, element) in zip(operand.packing.parts(layout), forms, strict=True):
-            yield Buffer(part.view, operand, shape, element)
-    else:
-        yield Buffer(operand.name, operand, operand.shape, operand.element)
+            yield Buffer(part.view, operand, shape, element, 0)
+        return
+    shape, apart = operand.shape, 0
+    if operand.batches and shape[0] == 1:
+        shape = shape[1:]
+    elif operand.batches and operand.lines is not None:
+        apart = max(shape[1], most_n) if operand.lines is MatrixOrder.ROW else shape[2]
+    yield Buffer(operand.name, operand, shape, operand.element, apart)
 
 
 def lines_of(buffer: Buffer) -> tuple[int, int]:
-    """Number of lines, and a line's elements."""
+    """Number of lines, those between batches included, and a line's elements."""
     shape = buffer.shape
     if buffer.operand.lines is None:
         return 1, prod(shape)
-    rows, columns = shape
-    return (rows, columns) if buffer.operand.lines is MatrixOrder.ROW else (columns, rows)
+    lines, width = shape[-2:] if buffer.operand.lines is MatrixOrder.ROW else shape[:-3:-1]
+    earlier = (shape[0] - 1) * buffer.apart if buffer.apart else 0
+    return max(0, earlier + lines), width
 
 
 def _stride(buffer: Buffer, at: int, step: int) -> int:

@@ -140,7 +140,7 @@ class GemmSparse24Descriptor(ProductDescriptor):
         ``scale_y``. It becomes the maximum of itself and theirs, so the caller zeroes it when a new history
         begins. It is at least 0, or NaN, and becomes NaN if a result is NaN.
     batches : int, optional
-        Number of products of these sizes in one launch; each has the bits that the kernel gives it alone. X,
+        Number of products of these sizes in one run; each has the bits that the kernel gives it alone. X,
         Y and C then have a first dimension of B batches, as bias [B, M] and scales have: [B, N] and [B, M] of
         rows, [B, 1] of tensors. Batches may lie anywhere; those of Y lie apart. A batch stride of 0 gives all
         batches the same X, C, bias or scales. The weight is the B weights [M, K] stacked to [B*M, K].

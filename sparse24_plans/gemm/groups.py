@@ -111,6 +111,19 @@ def views_of_batch(desc: GemmSparse24Descriptor, views: Views, batch: int) -> Vi
     return found
 
 
+def batches_of(desc: GemmSparse24Descriptor, views: Views, packed_bytes: int) -> Iterator[Views]:
+    """The operands of each batch for a kernel of one batch, whose packed weight has ``packed_bytes``."""
+    if not desc.is_batched:
+        yield views
+        return
+    packed, apart = views["packed"], 0 if desc.shared_weight else packed_bytes
+    tensors = {name: view for name, view in views.items() if name != "packed"}
+    for batch in range(desc.batch_count):
+        address = packed.address + batch * apart
+        weight = TensorView(address, (packed_bytes,), packed.element, packed.device, owner=packed.owner)
+        yield {**views_of_batch(desc, tensors, batch), "packed": weight}
+
+
 def view_of_batch(view: TensorView, batch: int) -> TensorView:
     """One batch of an operand."""
     address = view.address + batch * view.strides[0] * view.element.itemsize

@@ -80,6 +80,8 @@ class GemmEntry(KernelEntry):
 
     def layout_of(self, descriptor: GemmSparse24Descriptor) -> str:
         by = descriptor.quantization
+        if self.layout == CUSPARSELT_LAYOUT and descriptor.is_batched and not descriptor.shared_weight:
+            return f"{self.layout}_x{descriptor.batch_count}"  # a blob for each batch
         return self.layout if by is None or self.on_host else QUANTIZED_LAYOUTS[by.element]
 
     def least_capability(self, descriptor: GemmSparse24Descriptor) -> tuple[int, int]:
@@ -112,6 +114,9 @@ class GemmEntry(KernelEntry):
             if descriptor.is_batched and not self.batches
             else None
         )
+
+    def slower(self, descriptor: GemmSparse24Descriptor) -> str | None:
+        return limits.small_batches(descriptor) if self.split_terms else None
 
     def other_kind(self, descriptor: GemmSparse24Descriptor) -> str | None:
         return "serves groups only" if self.only_groups and not descriptor.groups else None
@@ -208,7 +213,6 @@ def _f32_split(name: str, backend: str, terms: int) -> GemmEntry:
         layout=TILE64X64_LAYOUT if terms == MAX_TERMS else TILE64X64_PARTS_LAYOUT,
         limits=partial(limits.f32_split, terms),
         column_order=False,
-        batches=False,
         for_a_bound=terms < MAX_TERMS,
         split_terms=terms,
         quantized=False,
@@ -239,6 +243,7 @@ _CUSPARSELT = GemmEntry(
     column_order=True,
     scales=True,
     adds_c=False,
+    batches=True,
     fp8_results=False,
     limits=limits.cusparselt,
     missing=limits.needs_cusparselt,

@@ -29,6 +29,11 @@ SPLIT_CTA_ELEMENTS = 2048
 """Elements of X that one CTA of the pre-pass kernel splits."""
 SPLIT_CHUNK_BYTES, _MIN_CHUNK = 512 << 20, 128
 """Most bytes of bf16 terms of X that the workspace holds at once, and tokens whose terms it always holds."""
+_MAX_LAUNCHED_BATCHES = 1024
+"""Most batches that are launched one after the other: they take the host several milliseconds."""
+_LARGE_WEIGHT = 1 << 20
+"""Cells of a float32 weight from which a launch for each batch is faster than one of the strict kernel, as
+measured on an H200."""
 DIRECT_TOKENS, _SECTOR = 64, 32
 """A column-major X of at most DIRECT_TOKENS tokens is not transposed. One of more tokens is not transposed if
 its columns begin at multiples of a memory sector, _SECTOR bytes."""
@@ -60,6 +65,26 @@ def _stacked_tiles(problem: GemmSparse24Descriptor) -> str | None:
     if problem.is_batched and not problem.shared_weight and problem.m % TILE_M:
         return f"needs m a multiple of {TILE_M} with a weight for each batch, got {problem.m}"
     return None
+
+
+def _many_batches(problem: GemmSparse24Descriptor) -> str | None:
+    """Refuse more batches than are launched one after the other."""
+    if problem.batch_count > _MAX_LAUNCHED_BATCHES:
+        return (
+            f"launches at most {_MAX_LAUNCHED_BATCHES} batches one after the other, got {problem.batch_count}"
+        )
+    return None
+
+
+def small_batches(problem: GemmSparse24Descriptor) -> str | None:
+    """The reason why the strict kernel multiplies batches of float32 faster, in its one launch, or None.
+
+    A launch for each batch takes some microseconds. Neither n nor the number of batches decides, because the
+    two kernels' weights have different layouts.
+    """
+    if not problem.is_batched or problem.m * problem.k >= _LARGE_WEIGHT:
+        return None
+    return f"launches each batch: is preferred for m x k from {_LARGE_WEIGHT}, not {problem.m} x {problem.k}"
 
 
 def mma_sp(problem: GemmSparse24Descriptor) -> str | None:
@@ -153,9 +178,17 @@ def _unaligned_columns(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def f32_split(terms: int, problem: GemmSparse24Descriptor) -> str | None:
-    """Refuse problems of which the pre-pass kernel can't write ``terms`` bf16 terms of a chunk of X."""
+    """Refuse problems of which the pre-pass kernel can't write ``terms`` bf16 terms of a chunk of X.
+
+    Batches are launched one after the other, so the other limits are those of one batch.
+    """
     blocks = -(-most_chunk(terms, problem) * problem.k // SPLIT_CTA_ELEMENTS)
-    return wgmma_sp(problem) or grid_limit_refusal(blocks)
+    return (
+        _many_batches(problem)
+        or _stacked_tiles(problem)
+        or wgmma_sp(problem.one_batch)
+        or grid_limit_refusal(blocks)
+    )
 
 
 def most_chunk(terms: int, problem: GemmSparse24Descriptor, room: int = SPLIT_CHUNK_BYTES) -> int:
@@ -217,8 +250,10 @@ _CUSPARSELT_GELU = ((S8, S8), (E4M3, BF16))
 
 def cusparselt(problem: GemmSparse24Descriptor) -> str | None:
     out, element = problem.out_element, problem.element
-    if problem.n == 0 or problem.m == 0 or problem.k == 0:
+    if problem.tokens == 0 or problem.m == 0 or problem.k == 0:
         return "serves no empty operands"
+    if (reason := _many_batches(problem)) is not None:
+        return reason
     size = element.itemsize
     for name, unit in (("n", 16 // size), ("m", 16 if size == 2 else 32), ("k", 16 if size == 2 else 32)):
         if getattr(problem, name) % unit:

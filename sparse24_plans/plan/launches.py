@@ -16,6 +16,8 @@ from .overlap import overlap, piece, spans_of
 MAX_LAUNCHES = 1024
 """Launches that a plan keeps: a model has many layers of one shape, and an allocator gives the same addresses
 again and again."""
+MAX_KERNELS = 8192
+"""Kernels that the kept launches enqueue together: the launch of many batches holds parameters for each."""
 
 
 class Located(NamedTuple):
@@ -66,7 +68,7 @@ class LaunchCache:
         return located
 
     def _keep(self, key: object, entry: object) -> None:
-        if len(self._launches) >= MAX_LAUNCHES:
+        if len(self._launches) >= min(MAX_LAUNCHES, MAX_KERNELS // max(1, self._kernel.launches)):
             self._launches.clear()
         self._launches[key] = entry
 

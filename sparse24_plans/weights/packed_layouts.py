@@ -188,7 +188,7 @@ def buffer_bytes(
         return tuple(rows * width * kind.itemsize for kind, (rows, width) in forms)
     if layout_id == DENSE_F32_LAYOUT:
         return (4 * m * k,)
-    if layout_id == CUSPARSELT_LAYOUT:  # the library may ask for more
+    if layout_id.startswith(CUSPARSELT_LAYOUT):  # the library may ask for more
         return (m * k // 2 * element.itemsize + m * k // 8,)
     if quantization is not None and layout_id == QUANTIZED_LAYOUTS[quantization.element]:
         down, across, nbytes = quantized_tiles(quantization).packed_shape(m, k)

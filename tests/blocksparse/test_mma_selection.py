@@ -6,15 +6,20 @@ import itertools
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparse24_plans import (
+    BlockSparseLayout,
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
     BlockSparseShape,
     UnsupportedError,
     explain,
 )
+from sparse24_plans.blocksparse.schedules.blocks_mma import BlocksMmaSchedule
 from sparse24_plans.blocksparse.schedules.predicted_times import few_tokens, few_tokens_us
 from sparse24_plans.plan.schedule_choice import constants
 
@@ -141,3 +146,45 @@ def test_x_is_copied_if_many_block_rows_read_it(n):
         op="dds", layout=layout, n=n, element="bf16", trans_a=True, longest_panel=1119
     )
     assert "padded first" in explain(desc, preference=FORCED, device=H200).details
+
+
+def with_a_long_row(block: int, heads: int = 1) -> BlockSparseLayout:
+    kept = np.random.default_rng(block).random((heads, 64, 16384 // block)) < 0.01
+    kept[:, 7] = True
+    return BlockSparseLayout(kept, block)
+
+
+@pytest.mark.parametrize("n", [1, 8, 40, 200])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_known_long_row_has_slices_whatever_n_is(block, n):
+    def details(layout: BlockSparseLayout | BlockSparseShape, device: Any = H200, **fields: Any) -> str:
+        desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=n, element="bf16", **fields)
+        return explain(desc, preference=FORCED, device=device).details
+
+    layout = with_a_long_row(block)
+    assert "clusters of 4 for long ones" in details(layout)
+    assert "clusters of 4 for long ones" in details(layout, batch=3)
+    assert "clusters" not in details(layout.shape)
+    assert "clusters" not in details(with_a_long_row(block, heads=2))
+    assert "clusters" not in details(layout, device=A100)
+
+
+@given(
+    counts=st.lists(st.integers(0, 600), min_size=1, max_size=40),
+    block=st.sampled_from(BLOCKS),
+    batch=st.integers(1, 3),
+)
+def test_rows_behind_those_that_may_have_slices_are_short(counts, block, batch):
+    """Rows come by length. A CTA has each whole row's tile, and a cluster each tile of the others."""
+    kept = np.arange(600) < np.array(counts)[:, None]
+    layout = BlockSparseLayout(kept[None], block)
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=layout, n=12, element="bf16", batch=batch)
+    for one in BlocksMmaSchedule.candidates(desc):
+        sliced = one._replace(row_slices=4)
+        units = sorted((count * block // one.depth for count in counts), reverse=True)
+        long_rows = sliced.long_rows(desc)
+        assert all(some <= 128 for some in units[long_rows:])
+        tiles = one.ctas(desc) // len(counts)
+        assert 0 <= sliced.grid(desc) - tiles * (len(counts) + 3 * long_rows) < 4
+        assert sliced.grid(desc) % 4 == 0
+        assert one._replace(row_slices=1).grid(desc) == one.ctas(desc)

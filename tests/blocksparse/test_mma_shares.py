@@ -68,6 +68,11 @@ def test_sums_do_not_depend_on_the_number_of_warps(block_units, count):
 def test_the_kernel_has_the_models_shares(block_units):
     counts, at = (0, 1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 65, 70), 40
     tables = [Table("shares_of(i0)", [shares_of(units) for units in range(100)])]
+    tables.append(Table("slices_of<4>(i0)", [min(max(-(-units // 128), 1), 4) for units in range(700)]))
+    tables.append(Table("slices_of<1>(i0)", [1] * 300))
+    for count, slices in itertools.product((5, 131), (1, 3, 4)):
+        starts = [count * at // slices for at in range(slices + 1)]
+        tables.append(Table(f"slice_start({count}, i0, {slices})", starts))
     for warps, round_units, count in itertools.product(WARPS, (1, 2, 8), counts):
         lines = [Warp(warps, block_units, round_units, count, warp) for warp in range(warps)]
         one = f"WarpShares<{warps}, {block_units}, {round_units}>::of(100, {count}, i0)"

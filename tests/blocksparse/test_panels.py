@@ -70,8 +70,7 @@ def kept_columns(layout: BlockSparseLayout, *, by_columns: bool, rows: int) -> l
 
 @given(long_rows(), st.booleans(), st.sampled_from([64, 128]))
 def test_slices_of_a_panel_are_its_columns_in_order(layout, by_columns, rows):
-    if layout.shape.block > 32:
-        rows = 128
+    rows = max(rows, layout.shape.block)
     found = slices_of(layout, by_columns=by_columns, rows=rows)
     for panel, columns in enumerate(kept_columns(layout, by_columns=by_columns, rows=rows)):
         mine = [one for one in found if one[0] == panel]
@@ -79,9 +78,11 @@ def test_slices_of_a_panel_are_its_columns_in_order(layout, by_columns, rows):
         assert [column for _, part, _, _ in mine for column in part] == columns
 
 
-@given(long_rows(), st.booleans())
-def test_slices_are_bounded_and_nearly_equal(layout, by_columns):
-    slicing, found = Slicing.of(layout.shape, by_columns=by_columns), slices_of(layout, by_columns=by_columns)
+@given(long_rows(), st.booleans(), st.sampled_from([64, 128]))
+def test_slices_are_bounded_and_nearly_equal(layout, by_columns, rows):
+    rows = max(rows, layout.shape.block) if layout.shape.block >= 64 else 128
+    slicing = Slicing.of(layout.shape, by_columns=by_columns, rows=rows)
+    found = slices_of(layout, by_columns=by_columns, rows=rows)
     panels = [panel for panel, _, _, _ in found]
     lengths = [len(columns) for _, columns, _, _ in found]
     for panel in set(panels):
@@ -89,25 +90,43 @@ def test_slices_are_bounded_and_nearly_equal(layout, by_columns):
         assert max(mine) - min(mine) <= 1
         assert max(mine) <= (slicing.longest if len(mine) > 1 else slicing.uncut)
     assert all(before + 1 >= after for before, after in pairwise(lengths))
-    number = getattr(BlockSparseTables(layout).lookup, f"{'column' if by_columns else 'row'}_panel_slices")
-    assert number.tolist() == [panels.count(panel) for panel in range(slicing.panels)]
+    lookup, side = BlockSparseTables(layout).lookup, "column" if by_columns else "row"
+    counts = [panels.count(panel) for panel in range(slicing.panels)]
+    if rows == 128:
+        assert getattr(lookup, f"{side}_panel_slices").tolist() == counts
+    of_width = f"{side}_{'' if rows == 128 else 'narrow_'}"
+    if layout.shape.block >= 64:
+        order, long_panels = (getattr(lookup, of_width + name) for name in ("panels", "long_panels"))
+        assert [counts[panel] > 1 for panel in order] == [at < long_panels for at in range(len(order))]
 
 
 @given(long_rows(), st.booleans(), st.sampled_from([64, 128]))
 def test_no_layout_has_more_slices_than_its_shape_allows(layout, by_columns, rows):
     """The tables and the workspace have room for so many."""
-    if layout.shape.block > 32:
-        rows = 128
+    rows = max(rows, layout.shape.block)
     slicing, found = (
-        Slicing.of(layout.shape, by_columns=by_columns),
+        Slicing.of(layout.shape, by_columns=by_columns, rows=rows),
         slices_of(layout, by_columns=by_columns, rows=rows),
     )
     panels = [panel for panel, _, _, _ in found]
-    assert len(panels) - len(set(panels)) <= slicing.more * (128 // rows)
+    assert len(panels) - len(set(panels)) <= slicing.more
     cut = [one for one in found if panels.count(one[0]) > 1]
     places = [place + index for _, _, index, place in cut]
     assert sorted(places) == list(range(len(cut)))
-    assert len(cut) <= slicing.cut * (128 // rows)
+    assert len(cut) <= slicing.cut
+
+
+def test_narrow_panels_of_blocks_of_64_have_slices_of_their_own():
+    """Two long rows of a panel are cut by their own lengths of 43 and 68 columns, and the panel by its 88."""
+    kept = np.zeros((1, 8, 128), bool)
+    kept[0, 2, ::3], kept[0, 3, 60:] = True, True
+    layout = BlockSparseLayout(kept, 64)
+    narrow, wide = (
+        [(panel, len(columns)) for panel, columns, _, _ in found if columns]
+        for found in (slices_of(layout, by_columns=False, rows=rows) for rows in (64, 128))
+    )
+    assert narrow == [(3, 22), (3, 23), (3, 23), (2, 21), (2, 22)]
+    assert wide == [(1, 29), (1, 29), (1, 30)]
 
 
 @given(long_rows(), st.booleans())
@@ -182,5 +201,6 @@ def test_rows_past_head_read_no_bias_behind_its_last_row():
 def test_no_panel_is_cut_where_all_are_nearly_full(block, density):
     side = 4096 // block
     shape = BlockSparseShape(heads=1, rows=4096, cols=4096, block=block, blocks=int(density * side**2))
-    assert Slicing.of(shape, by_columns=False).more == 0
-    assert Slicing.of(shape, by_columns=False).cut == 0
+    for rows in {max(64, block), 128}:
+        assert Slicing.of(shape, by_columns=False, rows=rows).more == 0
+        assert Slicing.of(shape, by_columns=False, rows=rows).cut == 0

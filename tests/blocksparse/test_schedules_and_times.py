@@ -24,6 +24,7 @@ from benchmarks.block_fits import (
 from benchmarks.descent import lines_of
 from sparse24_plans import BlockSparseMatmulDescriptor, BlockSparseShape
 from sparse24_plans.blocksparse.kernel_problem import KernelProblem
+from sparse24_plans.blocksparse.panels import Slicing
 from sparse24_plans.blocksparse.schedules.blocks_wgmma import (
     BlocksWgmmaSchedule,
     fitting,
@@ -210,6 +211,34 @@ def test_narrow_tiles_of_slices_are_two_for_each_wide_one(n):
     more = wide.most_work_tiles(desc) - wide.work_tiles(desc)
     assert more > 0
     assert NARROW.most_work_tiles(desc) - NARROW.work_tiles(desc) == 2 * more
+
+
+def with_a_long_row(block: int, n: int = 4096) -> BlockSparseMatmulDescriptor:
+    """A layout of which one block row keeps every column."""
+    shape = BlockSparseShape(heads=1, rows=1 << 13, cols=1 << 13, block=block, blocks=(1 << 13) // block * 8)
+    return BlockSparseMatmulDescriptor(
+        op="dsd", layout=shape, element="bf16", n=n, longest_panel=shape.block_cols
+    )
+
+
+@pytest.mark.parametrize("n", [64, 4096])
+def test_narrow_panels_of_blocks_of_64_may_be_cut_where_bits_may_depend_on_n(n):
+    desc = with_a_long_row(64, n)
+    slicing = Slicing.of(desc.layout, by_columns=False, rows=64)
+    assert 0 < slicing.longest < Slicing.of(desc.layout, by_columns=False).longest
+    tried = {one.name: one for one in others(desc, Cut.of(desc, H200.multiprocessors))}
+    one = tried["64,1,1,64"]
+    assert one.schedule.most_work_tiles(desc) - one.schedule.work_tiles(desc) == slicing.more * -(-n // 64)
+    assert one.sum_bytes == 4 * slicing.cut * 64 * n
+    assert one.counter_bytes >= 8 * (1 + slicing.cut * -(-n // 64))
+    assert ("64,1,3,64" in tried) == (n > 256)
+    invariant = as_run(desc, H200.multiprocessors, invariant=True)
+    assert (invariant.schedule.rows, invariant.slices in (APART, SEQUENTIAL)) == (128, True)
+
+
+def test_some_layout_with_blocks_of_64_runs_slices_of_narrow_panels():
+    found = {as_run(with_a_long_row(64, n), H200.multiprocessors).name for n in (128, 256, 512, 1024)}
+    assert "64,1,1,64" in found
 
 
 @pytest.mark.parametrize("name", ["256,2,0", "128,1,1", "64,1,3", *NARROWED])

@@ -9,19 +9,23 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from benchmarks.measure_block_schedules import running
 from sparse24_plans import (
     BlockSparseLayout,
     BlockSparseMatmulArgs,
     BlockSparseMatmulDescriptor,
     BlockSparseMatmulPlan,
     BlockSparseShape,
+    BlockSparseTables,
     Explanation,
     explain,
 )
 from sparse24_plans.blocksparse.guarantees import blocks_wgmma
-from sparse24_plans.blocksparse.panels import Slicing
+from sparse24_plans.blocksparse.kernel_problem import COUNTER_BYTES, KernelProblem, slice_bytes
+from sparse24_plans.blocksparse.panels import SLICE_FIELDS, Slicing
 from sparse24_plans.blocksparse.schedules import blocks_wgmma as schedules
 from sparse24_plans.blocksparse.schedules import blocks_wgmma_cuts as cuts
+from sparse24_plans.plan.kernel import align_up
 
 from ..sample_devices import H200
 from ..support import same_bits
@@ -258,6 +262,103 @@ def test_order_of_panels_changes_no_bit(op, block):
     assert "long panels" not in static.explain().details
     operands = random_operands(plan.descriptor, many_panels(op, block), np.random.default_rng(3))
     assert same_bits(check(plan, operands), check(static, operands))
+
+
+# Slices of narrow panels of blocks of 64 -----------------------------------------------------------
+
+
+def narrow_plan_of(slices: int = cuts.APART, **fields: Any) -> BlockSparseMatmulPlan:
+    """A plan with tiles of 64 x 64 that cuts narrow panels of blocks of 64, or takes the long ones first."""
+    desc = BlockSparseMatmulDescriptor(**{"n": 72, "batch": 2, "element": "bf16", **fields})
+    needed = {
+        cuts.APART: slice_bytes(KernelProblem(desc), 64),
+        cuts.LONG_FIRST: (align_up(COUNTER_BYTES), 0),
+        cuts.NO_SLICES: (0, 0),
+    }[slices]
+    with running(cuts.Cut(cuts.NARROW, slices, *needed)):
+        plan = select({"max_workspace_bytes": (1 << 35) + slices}, **fields)
+    assert "tiles of 64 rows x 64 tokens" in plan.explain().details
+    assert ("summed by several CTAs" in plan.explain().details) == (slices == cuts.APART)
+    assert ("long panels come first" in plan.explain().details) == (slices == cuts.LONG_FIRST)
+    return plan
+
+
+@gpu
+@every_op
+@pytest.mark.parametrize("transposed", TRANSPOSITIONS)
+@pytest.mark.parametrize("n", [8, 72, 333])
+def test_products_of_cut_narrow_panels_are_right(op, transposed, n):
+    layout = uneven(op, 64, transposed=transposed[0 if op == "dsd" else 1], heads=2)
+    plan = narrow_plan_of(op=op, layout=layout, n=n, trans_a=transposed[0], trans_b=transposed[1])
+    assert plan.workspace_size() > 0
+    check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(5)))
+
+
+@gpu
+@every_op
+def test_bits_of_narrow_slices_are_those_of_their_products_in_order(op):
+    """Each slice is a product of its own, of one row panel without a cut."""
+    layout, fields = uneven(op, 64), {"op": op, "out_element": "f32"}
+    plan, rng = narrow_plan_of(layout=layout, **fields), np.random.default_rng(7)
+    operands, name = random_operands(plan.descriptor, layout, rng), "a" if op == "dsd" else "b"
+    got, lookup = check(plan, operands), BlockSparseTables(layout).lookup
+    side = "row" if op == "dsd" else "column"
+    count = int(getattr(lookup, f"{side}_narrow_slice_count")[0])
+    slices = getattr(lookup, f"{side}_narrow_slices").reshape(-1, SLICE_FIELDS)[:count]
+    most, wanted = int((slices[:, 3] >> 16).max()), np.float32(0)
+    assert most > 4
+    across = layout.bitmap.transpose(0, 2, 1) if op == "dds" else layout.bitmap
+    for index in range(most):
+        kept = np.zeros_like(across)
+        for panel, first, length, of_panel, _ in slices.tolist():
+            if of_panel % (1 << 16) == index:
+                kept[0, panel, np.flatnonzero(across[0, panel])[first : first + length]] = True
+        part = BlockSparseLayout(kept.transpose(0, 2, 1) if op == "dds" else kept, 64)
+        values = np.ascontiguousarray(operands.arrays[name][:, part.bitmap[layout.bitmap]])
+        whole = narrow_plan_of(cuts.NO_SLICES, layout=part, **fields)
+        wanted = wanted + check(whole, Operands(part, {**operands.arrays, name: values}))
+    assert same_bits(got, wanted)
+
+
+@gpu
+@pytest.mark.parametrize("element", ["s8", "fp8_e4m3"])
+def test_8_bit_products_of_cut_narrow_panels_are_right(element):
+    """A step has two block columns, and a slice may end with one."""
+    layout = uneven("dsd", 64)
+    for out in ("f32", "bf16"):
+        fields = {"element": element, "out_element": out, "trans_b": True}
+        plan = narrow_plan_of(op="dsd", layout=layout, n=80, **fields)
+        check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(2)))
+
+
+@gpu
+@every_op
+@shared.every_epilogue
+def test_epilogues_follow_the_last_slice_of_a_narrow_panel(op, epilogue):
+    layout = uneven(op, 64)
+    plan = narrow_plan_of(op=op, layout=layout, n=200, epilogue=epilogue, alpha=0.25)
+    check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(3)))
+
+
+@gpu
+@every_claim
+@every_op
+@pytest.mark.parametrize(("n", "batch"), [(56, 12), (1000, 1), (2056, 1)])
+def test_claimed_tiles_of_narrow_panels_are_all_computed(slices, op, n, batch):
+    """Panels without a block, and whichever CTA computes a tile or adds the slices."""
+    layout = many_panels(op, 64)
+    plan = narrow_plan_of(slices, op=op, layout=layout, n=n, batch=batch)
+    check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(n)))
+    shared.further_runs_give_the_same_bits(plan, layout, 5)
+
+
+@gpu
+@pytest.mark.parametrize("slices", [cuts.APART, cuts.LONG_FIRST])
+def test_replays_of_narrow_panels_count_again_and_follow_the_mask(slices):
+    layout = uneven("dsd", 64, heads=2)
+    shared.captured_launches_follow_the_mask(
+        narrow_plan_of(slices, op="dsd", layout=layout, n=1040, batch=1), layout
+    )
 
 
 # Selection, without a GPU -------------------------------------------------------------------------

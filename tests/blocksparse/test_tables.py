@@ -252,6 +252,29 @@ def test_tables_made_on_a_gpu_are_the_hosts(block, heads, rows, cols, density):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("heads", "rows", "cols"), [(1, 40, 100), (3, 33, 257), (2, 300, 48)])
+def test_slices_made_on_a_gpu_are_the_hosts(block, heads, rows, cols, transposed):
+    """Some long rows are cut: pairs of them in one panel, and single ones."""
+    import cupy
+
+    kept = random_layout(seed=3, heads=heads, rows=rows, cols=cols, density=0.03).bitmap.copy()
+    for row, share in ((1, 0.9), (8, 0.6), (9, 1.0), (rows - 1, 0.7)):
+        kept[:, row] |= np.random.default_rng(row).random((heads, cols)) < share
+    first = BlockSparseLayout(kept.transpose(0, 2, 1) if transposed else kept, block)
+    plan, other = plan_for(first, 0), BlockSparseLayout(first.bitmap[:, ::-1, ::-1], block)
+    tables, side = plan.pack(other), "column" if transposed else "row"
+    for layout in (first, other):
+        plan.update(tables, cupy.asarray(np.ascontiguousarray(layout.bitmap).view(np.uint8)))
+        wanted = BlockSparseTables(layout).lookup._asdict()
+        assert wanted[f"{side}_long_panels"] > 1
+        assert block == 128 or wanted[f"{side}_narrow_long_panels"] == 4 * heads
+        for name, ours in tables.lookup._asdict().items():
+            assert np.array_equal(ours, wanted[name]), name
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 1, 8, 16])
 @pytest.mark.parametrize("block", [64, 128])
 def test_any_byte_but_0_at_any_address_keeps_a_block(block, offset):

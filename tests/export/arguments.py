@@ -12,25 +12,21 @@ from sparse24_plans.device.tensors import TensorView
 from sparse24_plans.export.recording import buffers_of
 from sparse24_plans.plan.operands import Args, Role, fields_of
 from sparse24_plans.plan.plan import Plan
-from sparse24_plans.vocab import CANONICAL_LAYOUT, MatrixOrder
+from sparse24_plans.vocab import CANONICAL_LAYOUT
 from sparse24_plans.weights.weight import PackedWeight, Sparse24Weight
 
 
-def views_of(plan: Plan, given: Sequence[tuple[int, int]]) -> dict[str, TensorView | None]:
-    """Views by the names that kernels give them. Optional operands without an address are absent: None."""
+def views_of(plan: Plan, given: Sequence[tuple[int, int]], most_n: int = 0) -> dict[str, TensorView | None]:
+    """Views by the names that kernels give them. Optional operands without an address are absent: None.
+
+    ``most_n``: the tokens that the product was exported for.
+    """
     views: dict[str, TensorView | None] = {}
     for buffer, (address, stride) in zip(
-        buffers_of(plan.parts.operands, plan.sku.layout), given, strict=True
+        buffers_of(plan.parts.operands, plan.sku.layout, most_n), given, strict=True
     ):
-        strides = None
-        if buffer.operand.lines is not None:
-            strides = (1, stride) if buffer.operand.lines is MatrixOrder.COLUMN else (stride, 1)
         absent = buffer.operand.optional and not address
-        views[buffer.view] = (
-            None
-            if absent
-            else TensorView(address, buffer.shape, buffer.element, plan.parts.home, strides=strides)
-        )
+        views[buffer.view] = None if absent else buffer.at(address, stride, plan.parts.home)
     return views
 
 

@@ -77,14 +77,24 @@ GROUPED: dict[str, dict[str, Any]] = {
         "top_k": 2,
     },
 }
-TYPES |= GROUPED
+BATCHED: dict[str, dict[str, Any]] = {
+    "batches": {"element": "bf16", "epilogue": "bias_gelu_tanh", "beta": 0.5, "batches": 5},
+    "batches to columns": {"element": "f16", "y_order": "column", "beta": -1.0, "batches": 3},
+    "batches of one weight": {"element": "f16", "epilogue": "swiglu", "batches": 4, "shared_weight": True},
+    "batches of f32": {"element": "f32", "epilogue": "bias_relu", "beta": 0.5, "batches": 3},
+    "batches of s8": {"element": "s8", "out_element": "bf16", "batches": 2, **_SCALES},
+    "batches of fp8": {"element": "fp8_e4m3", "out_element": "fp8_e4m3", "amax": True, "batches": 3},
+    "batches of s4 weights": {"element": "bf16", "weight_element": "s4", "weight_group": 64, "batches": 2},
+    "batches backward": {"element": "f16", "op": "dgrad", "batches": 3},
+}
+TYPES |= GROUPED | BATCHED
 REQUIRED: dict[str, dict[str, Any]] = {
     "any": {},
     "invariant": {"require": {"batch_invariant": True}},
     "strict": {"require": {"bit_stable_across_hardware": True}},
     "mma_sp": {"prefer_backend": "mma_sp"},
 }
-_ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated", "bf16 and C"
+_ROWS_OF_HALVES = "bf16", "f16 with a bias", "f16 gated", "bf16 and C", "batches"
 _STRICT = *_ROWS_OF_HALVES, "f32", "f32 in steps", "s8", "s8 sums", "bf16 backward", "groups of s8 sums"
 SERVED = [
     *((kind, required) for kind in TYPES for required in ("any", "invariant")),
@@ -96,7 +106,7 @@ SERVED = [
 def random_problem(kind: str, seed: random.Random, most: int) -> GemmSparse24Descriptor:
     """A product of a kind with random sizes, for as many tokens, or a few fewer with counts of groups."""
     options = TYPES[kind]
-    rows = 64 if "groups" in options else 16
+    rows = 64 if "groups" in options or "batches" in options else 16
     sizes = {"m": rows * seed.randrange(1, 1280 // rows), "k": 16 * seed.randrange(1, 120)}
     step = {"counts": options.get("groups"), "experts": options.get("top_k")}.get(
         options.get("group_tokens"), 1

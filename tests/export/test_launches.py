@@ -27,8 +27,8 @@ from sparse24_plans.export.folder import tokens_of
 from sparse24_plans.export.recording import buffers_of, lines_of
 from sparse24_plans.export.tables import Tables
 from sparse24_plans.gemm.descriptor import of_places
+from sparse24_plans.gemm.wgmma import WgmmaSpParams
 from sparse24_plans.plan.families import plan_of
-from sparse24_plans.vocab import MatrixOrder
 from tests.export import blocks, products
 from tests.export.c_library import RefusedError
 from tests.export.choices import cubin_text, differences, random_problem
@@ -47,10 +47,12 @@ PREPARED = {
 }
 
 
-def random_operands(plan: Any, seed: random.Random) -> tuple[dict[str, TensorView], list[tuple[int, int]]]:
+def random_operands(
+    plan: Any, seed: random.Random, most_n: int = 0
+) -> tuple[dict[str, TensorView], list[tuple[int, int]]]:
     """Views of all operands at random places, and the same for C. No two of them touch."""
     views, given = {}, []
-    buffers = buffers_of(plan.parts.operands, plan.sku.layout)
+    buffers = buffers_of(plan.parts.operands, plan.sku.layout, most_n)
     for at, buffer in enumerate(buffers):
         name = plan.parts.checks.arguments[buffer.view]
         alignment = plan.parts.checks.alignments[name]
@@ -59,15 +61,10 @@ def random_operands(plan: Any, seed: random.Random) -> tuple[dict[str, TensorVie
         step = max(1, line_alignment // buffer.element.itemsize)
         stride = width if lines == 1 else -(-width // step) * step + step * seed.choice((0, 1, 2, 5, 8, 64))
         address = (1 << 60) + (at << 45) + alignment * seed.choice((0, 1, 3, 8, 16, 1024))
-        strides = None
-        if buffer.operand.lines is not None:
-            strides = (1, stride) if buffer.operand.lines is MatrixOrder.COLUMN else (stride, 1)
         if buffer.operand.optional and at % 2 and seed.random() < 0.5:  # never all of them
             given.append((0, 0))
             continue
-        views[buffer.view] = TensorView(
-            address, buffer.shape, buffer.element, plan.parts.home, strides=strides
-        )
+        views[buffer.view] = buffer.at(address, stride, plan.parts.home)
         given.append((address, stride))
     return views, given
 
@@ -81,9 +78,16 @@ def without_ids(parameters: Any, content: bytes) -> bytes:
 
 
 def compare(
-    c: Any, opened: Any, name: str, descriptor: Any, preference: Any, n: int, seed: random.Random
+    c: Any,
+    opened: Any,
+    name: str,
+    descriptor: Any,
+    preference: Any,
+    n: int,
+    seed: random.Random,
+    most_n: int = 0,
 ) -> str:
-    """Compare one problem's launches; return the kernel's name."""
+    """Compare the launches of a problem that was exported for ``most_n`` tokens; return the kernel's name."""
     plan = plan_of(descriptor).select(descriptor, preference={**preference, "exportable": True}, device=H200)
     found = c.find(opened, name, n)
     promises = c.library.s24_guarantee(ctypes.byref(found))
@@ -92,7 +96,7 @@ def compare(
     assert promises.kernel.decode() == plan.kernel
     assert promises.guarantee.decode() == plan.guarantee.model_dump_json()
     assert (nbytes, alignment.value) == (plan.workspace_size(), plan.workspace_alignment)
-    views, given = random_operands(plan, seed)
+    views, given = random_operands(plan, seed, most_n)
     assert c.names(found) == list(plan.parts.checks.arguments.values())
     workspace = (1 << 61) + 256 * seed.randrange(1000)
     stream = seed.randrange(1 << 40)
@@ -130,7 +134,30 @@ def test_products_launch_what_python_launches(c, tmp_path, named_cubins, kind, r
     export_plans({"product": descriptor}, tmp_path, preference=preference, device="h200")
     opened, ns = c.open(tmp_path), tokens_of(descriptor)
     for n in {*ns[:2], ns[-1], *(seed.choice(ns) for _ in range(6))}:
-        compare(c, opened, "product", of_places(descriptor, n), preference, n, seed)
+        compare(c, opened, "product", of_places(descriptor, n), preference, n, seed, descriptor.n)
+    c.library.s24_close(opened)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2])
+def test_programs_find_batches_where_python_does(c, tmp_path, named_cubins, batches):
+    """They begin 12 rows apart for every n. The rows between belong to the operand, too."""
+    desc = GemmSparse24Descriptor(n=12, m=64, k=64, element="bf16", batches=batches, beta=0.5)
+    assert export_plans([desc], tmp_path, device="h200").problems == (
+        f"gemm_sparse24_forward-bf16-b{batches}x64x64",
+    )
+    opened = c.open(tmp_path)
+    for n in (1, 5, 12):
+        one = desc.model_copy(update={"n": n})
+        compare(c, opened, f"gemm_sparse24_forward-bf16-b{batches}x64x64", one, {}, n, random.Random(n), 12)
+    if batches == 2:
+        found = c.find(opened, f"gemm_sparse24_forward-bf16-b{batches}x64x64", 5)
+        weight, x, y, last = (1 << 60, 0), (2 << 40, 72), (3 << 40, 64), 2 * 64 * (12 + 5)
+        (call,) = c.run(found, [weight, x, y, (4 << 40, 80)], 1 << 61, 1 << 30)
+        there = WgmmaSpParams.from_buffer_copy(call.parameters).batches
+        assert (there.x, there.y, there.c) == (12 * 72, 12 * 64, 12 * 80)
+        c.check(found, [weight, x, y, (y[0] + last, 64)], 1 << 61, 1 << 30)
+        with pytest.raises(RefusedError, match="y: expected memory apart from c"):
+            c.check(found, [weight, x, y, (y[0] + last - 128, 64)], 1 << 61, 1 << 30)
     c.library.s24_close(opened)
 
 

@@ -84,14 +84,16 @@ class Memory:
         lines, width = lines_of(buffer)
         size = buffer.element.itemsize
         if buffer.operand.lines is MatrixOrder.COLUMN:
-            content = content.T
-        inside = np.ascontiguousarray(content).reshape(lines, width).view(np.uint8)
+            content = content.swapaxes(-1, -2)
+        inside = np.ascontiguousarray(content).reshape(-1, width).view(np.uint8)
+        of_a_batch = content.shape[-2] if buffer.apart else lines
         offset += GUARD_BYTES
         nbytes = (max(0, lines - 1) * stride + width) * size
         self._image = np.full(offset + nbytes + GUARD_BYTES, GUARD, np.uint8)
-        for line in range(lines):
-            at = offset + line * stride * size
-            self._image[at : at + width * size] = inside[line]
+        for number, line in enumerate(inside):
+            batch, own = divmod(number, of_a_batch)
+            at = offset + (batch * buffer.apart + own) * stride * size
+            self._image[at : at + width * size] = line
         self._there = cupy.empty(self._image.size, np.uint8)
         self.given = self._there.data.ptr + offset, stride
 
@@ -128,7 +130,7 @@ def group_tokens(desc: GemmSparse24Descriptor, rng: np.random.Generator) -> np.n
 class Problem:
     """A plan's operands with random contents at random places."""
 
-    def __init__(self, plan: Plan, seed: random.Random) -> None:
+    def __init__(self, plan: Plan, seed: random.Random, most_n: int) -> None:
         self.plan, self._seed = plan, seed
         self._rng = np.random.default_rng(seed.randrange(1 << 40))
         desc: Any = plan.descriptor
@@ -138,7 +140,7 @@ class Problem:
             self._weight = Sparse24Weight.prune_compress(dense)
         self.memory: dict[str, Memory] = {}
         self.given: list[tuple[int, int]] = []
-        for buffer in buffers_of(plan.parts.operands, plan.sku.layout):
+        for buffer in buffers_of(plan.parts.operands, plan.sku.layout, most_n):
             if buffer.operand.optional and len(self.given) % 2 and seed.random() < 0.5:  # never all
                 self.given.append((0, 0))
                 continue
@@ -210,8 +212,9 @@ def differs(c: C, opened: Any, wish: Wish, n: int, seed: random.Random) -> str |
         descriptor = of_places(descriptor, n) if gemm else descriptor.model_copy(update={"n": n})
     preference = {**wish.preference, "exportable": True}
     plan = plan_of(descriptor).select(descriptor, preference=preference, device=0)
-    problem, found = Problem(plan, seed), c.find(opened, "problem", n)
-    args, nbytes = args_of(plan, views_of(plan, problem.given)), plan.workspace_size()
+    most_n = getattr(wish.descriptor, "n", 0)
+    problem, found = Problem(plan, seed, most_n), c.find(opened, "problem", n)
+    args, nbytes = args_of(plan, views_of(plan, problem.given, most_n)), plan.workspace_size()
 
     def in_c(space: Any, stream: int) -> None:
         c.launch(found, problem.given, space.data.ptr, nbytes, stream)

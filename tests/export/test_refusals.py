@@ -44,6 +44,10 @@ PROBLEMS = {
     "groups by counts": GemmSparse24Descriptor(
         n=40, m=64, k=256, element="f16", groups=4, group_tokens="counts", epilogue="bias"
     ),
+    "batches": GemmSparse24Descriptor(n=9, m=64, k=128, element="bf16", batches=3, epilogue="bias"),
+    "batches of C": GemmSparse24Descriptor(
+        n=9, m=64, k=128, element="f16", batches=2, beta=1.0, y_order="column", shared_weight=True
+    ),
     "backward": GemmSparse24Descriptor(n=9, m=64, k=128, element="bf16", op="dgrad"),
     "prune": PruneSparse24Descriptor(m=64, k=128, element="bf16"),
     "dsd": BlockSparseMatmulDescriptor(op="dsd", layout=SHAPE, n=40, element="bf16", epilogue="bias"),

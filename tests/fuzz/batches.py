@@ -71,7 +71,7 @@ def check_batched(
     verdict = plan.can_implement(case.args)
     if not verdict:
         assert isinstance(verdict.error, (UnsupportedError, MisalignedOperandError)), repr(verdict.error)
-        case = batched_case(plan, problem.data_seed, **layout)
+        case = batched_case(plan, problem.data_seed, gap=16, **layout)
     found = case.run().copy()
     wanted = problem.preference.model_copy(update={"prefer_kernel": plan.kernel})
     one = GemmSparse24Plan.select(desc.one_batch, device=place_name(plan), preference=wanted)

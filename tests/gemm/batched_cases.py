@@ -148,8 +148,12 @@ def batched_case(
     units: tuple[int, int, int] = (16, 16, 16),
     offsets: tuple[int, int, int] = (0, 0, 0),
     in_place: bool = False,
+    gap: int = 3,
 ) -> BatchedCase:
-    """``orders``, ``units`` of gaps and ``offsets`` in elements are of x, y and c. ``in_place``: c is y."""
+    """``orders``, ``units`` of gaps and ``offsets`` in elements are of x, y and c. ``in_place``: c is y.
+
+    ``gap``: elements between the vectors of one batch and the next.
+    """
     desc, device = plan.descriptor, place_name(plan)
     assert desc.batches is not None
     rng = np.random.default_rng(seed)
@@ -182,7 +186,7 @@ def batched_case(
         if getattr(data[0], name) is not None:
             values = _stacked(data, name, batches)
             element = desc.bias_element if name == "bias" else ElementKind.F32
-            strides = (0 if name in shared else values.shape[1] + 3, 1)
+            strides = (0 if name in shared else values.shape[1] + gap, 1)
             inputs[name] = Strided(values.shape, element, device, strides).fill(values)
     for name in ("scale_y", "amax"):  # all batches have one
         values = getattr(data[0], name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -27,6 +28,8 @@ from ..support import (
     random_values,
     synchronize,
 )
+from ..support import case_of as plain_case
+from .batched_cases import batched_case
 from .cusparselt_cases import (
     FORCED,
     PAIRS,
@@ -130,6 +133,60 @@ def test_any_problem(pair, units, epilogue, y_order, pad, seed):
     desc = descriptor(*pair, n=n, m=m, k=k, epilogue=epilogue, y_order=y_order)
     case = case_of(desc, seed=seed, pad=pad)
     case.check(case.run())
+
+
+@pairs
+@pytest.mark.parametrize("epilogue", ["identity", "bias_relu"])
+@pytest.mark.parametrize("shared_weight", [False, True])
+def test_batches(element, out, epilogue, shared_weight):
+    """Each with its blob, wherever its operands lie, and with shared ones."""
+    desc = descriptor(element, out, epilogue=epilogue, batches=3, shared_weight=shared_weight)
+    plan = GemmSparse24Plan.select(desc, device=0, preference=FORCED)
+    names = ("x", "bias") if epilogue != "identity" else ("x",)
+    for orders, shared in (
+        (("dense", "dense", "dense"), ()),
+        (("gaps", "interleaved", "dense"), ()),
+        (("interleaved", "reversed gaps", "dense"), names),
+    ):
+        case = batched_case(plan, 1, orders=orders, shared=shared, gap=16)
+        found = case.run()
+        for batch, data in enumerate(case.data):
+            one = GemmSparse24Plan.select(desc.one_batch, device=0, preference=FORCED)
+            plain_case(one, data).check(found[batch])
+
+
+def test_batches_of_channels_scales():
+    desc = descriptor("s8", "bf16", alpha=1.0, scale_w="row", k=64, batches=3)
+    plan = GemmSparse24Plan.select(desc, device=0, preference=FORCED)
+    case = batched_case(plan, 2, gap=16)
+    found = case.run()
+    one = GemmSparse24Plan.select(desc.one_batch, device=0, preference=FORCED)
+    for batch, data in enumerate(case.data):
+        plain_case(one, data).check(found[batch])
+
+
+def test_batches_with_columns_in_a_cuda_graph():
+    desc = descriptor("bf16", epilogue="bias", x_order="column", y_order="column", batches=5)
+    plan = GemmSparse24Plan.select(desc, device=0, preference=FORCED)
+    case = batched_case(plan, 3, orders=("gaps", "interleaved", "dense"), gap=16)
+    bound = plan.bind(case.args, workspace=case.workspace and case.workspace.view)
+    bound.launch()
+    found = case.fetch()
+    one = GemmSparse24Plan.select(desc.one_batch, device=0, preference=FORCED)
+    for batch, data in enumerate(case.data):
+        plain_case(one, data).check(found[batch])
+
+
+def test_packed_weights_of_other_batches_are_refused():
+    """A blob of one weight of the same m and k has other bytes."""
+    desc = descriptor("bf16", batches=3)
+    plan = GemmSparse24Plan.select(desc, device=0, preference=FORCED)
+    case = batched_case(plan, gap=16)
+    dense = np.concatenate([one.dense for one in case.data])
+    whole = GemmSparse24Plan.select(descriptor("bf16", m=3 * desc.m), device=0, preference=FORCED)
+    packed = whole.pack(Sparse24Weight.prune_compress(dense).to(0))
+    error = plan.can_implement(replace(case.args, weight=packed)).error
+    assert "expected layout 'cusparselt_blob_x3', got 'cusparselt_blob'" in str(error)
 
 
 # Guarantees ---------------------------------------------------------------------------------------

@@ -9,19 +9,30 @@ import ctypes
 import gc
 import itertools
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from sparse24_plans import (
     BackendUnavailableError,
+    BufferTooSmallError,
     DeviceProperties,
     GemmSparse24Descriptor,
+    PackedWeight,
     PlanPreference,
+    Sparse24Weight,
+    TensorView,
     explain,
 )
 from sparse24_plans._vendor import cusparselt_abi as abi
 from sparse24_plans._vendor.library_error import LibraryError
+from sparse24_plans.device.tensors import Device
 from sparse24_plans.gemm import kernel_table
+from sparse24_plans.gemm.backends import cusparselt
+from sparse24_plans.plan.kernel import Choice
 from sparse24_plans.plan.kernel_table import choose, consider
 
 from ..sample_devices import H200
@@ -223,6 +234,8 @@ def test_what_ours_do_not_serve_is_its_own():
         ({"element": "s8", "scale_x": "row"}, "takes no scale but"),
         ({"element": "s8", "x_order": "column"}, "serves x_order row for s8"),
         ({"op": "dgrad"}, "does not serve op dgrad"),
+        ({"batches": 0}, "serves no empty operands"),
+        ({"batches": 1025}, "launches at most 1024 batches one after the other, got 1025"),
     ],
 )
 def test_what_the_library_does_not_take_is_said(change, words):
@@ -347,6 +360,80 @@ def test_the_bias_is_set_only_where_it_changes():
     for launch in (one, one, other, other, one):
         launch(0)
     assert stand_in.biases == [256, 4096, 8192, 4096]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The library and CuPy that plans on a machine without either use."""
+    found = StandIn()
+    library = abi.Library(found, "stand-in")
+    monkeypatch.setattr(abi, "load", lambda: library)
+    monkeypatch.setattr(abi, "_handles", threading.local())
+    cuda = SimpleNamespace(Device=lambda ordinal: nullcontext())
+    monkeypatch.setattr(cusparselt, "import_cupy", lambda: SimpleNamespace(cuda=cuda, zeros=np.zeros))
+    return found
+
+
+BATCHES = {"n": 16, "m": 32, "k": 64, "element": "bf16", "epilogue": "bias", "batches": 3}
+BLOB = 1024
+"""Bytes from one batch's blob to the next: 1002 by the stand-in."""
+
+
+def kernel_of(**fields: object) -> cusparselt.Kernel:
+    desc = GemmSparse24Descriptor(**{**BATCHES, **fields})
+    entry = kernel_table.find("cusparselt")
+    return cusparselt.Kernel(Choice(desc, hopper("0.8.0"), entry, FORCED, {}))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_batches_are_launched_one_after_the_other(stand_in, shared):
+    kernel = kernel_of(shared_weight=shared)
+    assert kernel.launches == 6
+    assert kernel.details.startswith("3 batches one after the other: cuSPARSELt")
+    assert kernel.alignment_of("bias") == kernel.alignment_of("result") == (16, 16)
+    home = Device("cuda", 0)
+    strides = {"source": (80, 240, 1), "result": (1024, 64, 1), "bias": (0 if shared else 48, 1)}
+    shapes = {"source": (3, 16, 64), "result": (3, 16, 32), "bias": (3, 32)}
+    views = {
+        name: TensorView((at + 1) << 40, shapes[name], "bf16", home, strides=strides[name])
+        for at, name in enumerate(shapes)
+    }
+    packed = TensorView(1 << 50, (3 * BLOB,), "u8", home)
+    kernel.launcher({**views, "packed": packed}, 1 << 20)(5)
+    launched = [arguments for name, arguments in stand_in.calls if name == "Matmul"]
+    x, y, bias = (view.address for view in views.values())
+    assert [one[3:5] for one in launched] == [
+        ((1 << 50) + (0 if shared else BLOB * batch), x + 2 * 80 * batch) for batch in range(3)
+    ]
+    assert [one[6:9] for one in launched] == [(*[y + 2048 * batch] * 2, 1 << 20) for batch in range(3)]
+    assert stand_in.biases[-3:] == [bias + 96 * batch for batch in range(3)] or shared
+    assert stand_in.biases[-1] == bias + (0 if shared else 192)
+
+
+def test_each_batch_has_its_blob_in_a_layout_of_its_own(stand_in, monkeypatch):
+    """Blobs of other numbers of batches, or of one weight, have the same m and k."""
+    monkeypatch.setattr(cusparselt, "_values_come_first", lambda ordinal, element: True)
+    monkeypatch.setattr(
+        cusparselt, "_compress", lambda ordinal, one: np.resize(one.values_view.bits().view(np.uint8), 2310)
+    )
+    dense = np.random.default_rng(0).standard_normal((96, 64)).astype(ml_dtypes.bfloat16)
+    weight = Sparse24Weight.prune_compress(dense)
+    kernel = kernel_of()
+    kernel._blob_bytes = 2560
+    packed = kernel.pack(weight)
+    blobs = packed.buffers[0].array()
+    assert (packed.layout_id, blobs.shape) == ("cusparselt_blob_x3", (3, 2560))
+    values = weight.values_view.bits().view(np.uint8).reshape(3, -1)
+    for blob, own in zip(blobs, values, strict=True):
+        np.testing.assert_array_equal(blob[:2310], np.resize(own, 2310))
+    entry = kernel_table.find("cusparselt")
+    layouts = [
+        entry.layout_of(GemmSparse24Descriptor(**{**BATCHES, **change}))
+        for change in ({}, {"batches": 2}, {"shared_weight": True}, {"batches": 1}, {"batches": None})
+    ]
+    assert layouts == ["cusparselt_blob_x3", "cusparselt_blob_x2", *["cusparselt_blob"] * 3]
+    with pytest.raises(BufferTooSmallError):
+        PackedWeight(packed.layout_id, 96, 64, "bf16", packed.device, (TensorView.of(blobs[0]),))
 
 
 def test_a_handle_a_thread_and_device(monkeypatch):

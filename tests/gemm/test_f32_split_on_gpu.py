@@ -12,7 +12,8 @@ from sparse24_plans.gemm.schedules.wgmma_sp import WgmmaSpSchedule
 from sparse24_plans.plan import plan as plans
 from sparse24_plans.plan.schedule_choice import constants
 
-from ..support import case_of, device_of_row, make_case, plan_of_row, random_data
+from ..support import case_of, device_of_row, make_case, plan_of_row, random_data, same_bits
+from .batched_cases import batched_case
 from .f32_split_cases import every_row, least_workspace
 from .kernel_entries import gpu, row_of
 
@@ -96,6 +97,35 @@ def test_bits_do_not_depend_on_chunks(row, n, m, k):
         found.add(case.fetch().tobytes())
     assert len(chunks) > 1
     assert len(found) == 1
+
+
+@gpu
+@every_row
+@pytest.mark.parametrize("shared_weight", [False, True])
+@pytest.mark.parametrize(("n", "m", "k"), [(7, 320, 512), (300, 320, 4616)])
+def test_batches_in_chunks_have_the_bits_of_their_products(row, n, m, k, shared_weight):
+    """All batches use one workspace in turn. Inf and NaN stay in their batch, and C is Y."""
+    fields = {"element": "f32", "epilogue": "bias_silu", "beta": 0.5, "shared_weight": shared_weight}
+    desc = GemmSparse24Descriptor(n=n, m=m, k=k, batches=3, **fields)
+    least = least_workspace(row_of(row), desc)
+    for most in (None, least, 2 * least + 2**20):
+        wish = PlanPreference(max_workspace_bytes=most)
+        plan = plan_of_row(row).select(desc, device=device_of_row(row), preference=wish)
+        case = batched_case(plan, orders=("gaps", "reversed gaps", "dense"), in_place=True)
+        x = case.inputs[0].numpy()
+        x[1, n // 2, 7], x[1, n - 1, 9] = np.inf, 3.4e38
+        case.inputs[0].fill(x)
+        case.data[1].x[...] = x[1]
+        found = case.run()
+        for batch in range(3):
+            single = case.single(batch)
+            assert same_bits(found[batch], single.run())
+            if batch != 1:
+                single.check(found[batch])
+        bound = plan.bind(case.args, workspace=case.workspace and case.workspace.view)
+        case.result.fill(np.stack([one.c for one in case.data]))
+        bound.launch()  # one CUDA graph
+        assert same_bits(found, case.fetch())
 
 
 @gpu

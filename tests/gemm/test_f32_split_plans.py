@@ -13,6 +13,7 @@ from sparse24_plans import (
     GemmSparse24Plan,
     PlanPreference,
     UnsupportedError,
+    explain,
 )
 from sparse24_plans.device.jit.launcher import recording
 from sparse24_plans.device.tensors import Device, TensorView
@@ -151,6 +152,133 @@ def test_chunks_read_and_write_each_row_once(beta):
         assert then.c == (views["c"].address + 4 * 332 * begin if beta else None)
         begin += then.n
     assert begin == 1000
+
+
+# Batches --------------------------------------------------------------------------------------------
+
+
+def launches_of(desc, row, most, views):
+    """The launches of a kernel with ``most`` bytes of workspace: code, CTAs and bytes of the parameters."""
+    wish, found = PlanPreference(max_workspace_bytes=most), []
+    with recording():
+        row.kernel(Choice(desc, HOPPER, row, wish, {})).launcher(views, 1 << 52)(found)
+    for one in found:
+        if isinstance(one.parameters, wgmma.WgmmaSpParams):
+            one.parameters.launch_id = 0  # every launch has its own
+    return [(one.code, one.blocks, one.overlapping, bytes(one.parameters)) for one in found]
+
+
+def f32_view(address, shape, strides):
+    return TensorView(address, shape, ElementKind.F32, Device("cuda", 0), strides=strides)
+
+
+SIZES_OF_BATCHES = [(1000, 320, 4616, True), (40, 320, 4616, False), (7, 320, 512, False)]
+"""n, m, k and whether the workspace is the least: in chunks, with a pre-pass kernel, with none."""
+
+
+@every_row
+@pytest.mark.parametrize("shared", [(), ("weight",), ("x", "bias"), ("c", "weight", "x")], ids=str)
+@pytest.mark.parametrize(("n", "m", "k", "least"), SIZES_OF_BATCHES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_each_batch_is_launched_as_its_own_product(row, n, m, k, least, shared, interleaved):
+    """With the operands that lie at the batch's strides, or are shared, and in the same workspace."""
+    row, batches = row_of(row), 3
+    fields = {"n": n, "m": m, "k": k, "element": "f32", "epilogue": "bias_silu", "beta": 0.5, "alpha": 0.75}
+    desc = GemmSparse24Descriptor(**fields, batches=batches, shared_weight="weight" in shared)
+    most = least_workspace(row, desc) if least else None
+    apart = {"x": k, "y": m, "c": m} if interleaved else {"x": n * k + 64, "y": n * m, "c": n * m + 5}
+    apart |= {"bias": m + 3, **{name: 0 for name in shared if name != "weight"}}
+    line = (batches if interleaved else 1) * k, (batches if interleaved else 1) * m
+    names = {"source": ("x", (n, k), (line[0], 1)), "bias": ("bias", (m,), (1,))}
+    names |= {name: (key, (n, m), (line[1], 1)) for name, key in (("result", "y"), ("c", "c"))}
+    addresses = {name: (at + 1) << 40 for at, name in enumerate(names)}
+    tile_rows, tile_columns, nbytes = layout_called(row.layout).packed_shape(m, k)
+    weight = tile_rows * tile_columns * nbytes
+
+    def packed(at):
+        return {"packed": TensorView(at, (weight,), ElementKind.U8, Device("cuda", 0))}
+
+    whole = {
+        name: f32_view(addresses[name], (batches, *shape), (apart[key], *strides))
+        for name, (key, shape, strides) in names.items()
+    }
+    found = launches_of(desc, row, most, whole | packed(1 << 50))
+    expected = []
+    for batch in range(batches):
+        own = {
+            name: f32_view(addresses[name] + 4 * batch * apart[key], shape, strides)
+            for name, (key, shape, strides) in names.items()
+        }
+        own |= packed((1 << 50) + (0 if "weight" in shared else batch * weight))
+        expected += launches_of(desc.one_batch, row, most, own)
+    assert found == expected
+    assert (
+        len(found)
+        == row.kernel.sized(Choice(desc, HOPPER, row, PlanPreference(max_workspace_bytes=most), {})).launches
+    )
+
+
+@every_row
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("n", "m", "k"), [(7, 64, 512), (200, 320, 4616), (3000, 9024, 8192), (0, 64, 64)])
+def test_batches_have_the_plan_and_the_workspace_of_one(row, n, m, k, shared):
+    one = GemmSparse24Descriptor(n=n, m=m, k=k, element="f32")
+    many = one.model_copy(update={"batches": 5, "shared_weight": shared})
+
+    def selected(desc, most):
+        wanted = {"prefer_kernel": row, "max_workspace_bytes": most}
+        return GemmSparse24Plan.select(desc, preference=wanted, device=HOPPER)
+
+    least = least_workspace(row_of(row), many)
+    assert least == least_workspace(row_of(row), one)
+    sizes = [plan.workspace_size() for plan in (selected(one, None), selected(many, None))]
+    for most in (None, least, sizes[0], 2 * least + 10**6):
+        single, plan = selected(one, most), selected(many, most)
+        assert (plan.workspace_size(), plan.guarantee) == (single.workspace_size(), single.guarantee)
+        kernel, alone = (row_of(row).kernel.sized(made.parts.choice) for made in (plan, single))
+        if n:
+            assert kernel.launches == 5 * alone.launches
+            start = f"5 batches one after the other in {kernel.launches} launches: "
+            assert plan.explain().details == start + single.explain().details
+    assert sizes[0] == sizes[1]
+    assert selected(many, sizes[1]).explain().details == selected(many, None).explain().details
+    plans = [
+        GemmSparse24Plan.for_tokens(desc, max(n, 1), preference={"prefer_kernel": row}, device=HOPPER)
+        for desc in (one, many)
+    ]
+    assert plans[0].workspace_size() == plans[1].workspace_size()
+
+
+@pytest.mark.parametrize("n", [0, 1, 64, 2000])
+@pytest.mark.parametrize("batches", [0, 2, 1024])
+def test_batches_of_large_weights_have_their_products_kernel(n, batches):
+    """Batches of small ones are faster in one launch of the strict kernel. A named backend serves all."""
+    for wish, chosen in (
+        ({}, "f32_split6"),
+        ({"require": {"batch_invariant": True}}, "f32_split6_invariant"),
+        ({"require": {"max_error_bound": 2.0**-10}}, "f32_split3"),
+    ):
+        for m in (1024, 960):
+            one = GemmSparse24Descriptor(n=n, m=m, k=1024, element="f32")
+            many = one.model_copy(update={"batches": batches, "shared_weight": n == 64})
+            assert explain(one, preference=wish, device=HOPPER).chosen == chosen
+            found = explain(many, preference=wish, device=HOPPER).chosen
+            assert found == (chosen if m == 1024 else "inflate_strict")
+            forced = {**wish, "prefer_backend": chosen.removesuffix("_invariant")}
+            assert explain(many, preference=forced, device=HOPPER).chosen == chosen
+
+
+@every_row
+def test_batches_that_are_too_many_or_share_tiles_are_refused(row):
+    desc = GemmSparse24Descriptor(n=16, m=72, k=64, element="f32", batches=3)
+    refused = row_of(row).limits
+    assert refused(desc) == "needs m a multiple of 64 with a weight for each batch, got 72"
+    assert refused(desc.model_copy(update={"shared_weight": True})) is None
+    many = desc.model_copy(update={"batches": 1025, "m": 64})
+    assert refused(many) == "launches at most 1024 batches one after the other, got 1025"
+    assert refused(many.model_copy(update={"batches": 1024})) is None
+    large = GemmSparse24Descriptor(n=2**22, m=2**13, k=8, element="f32", batches=4)
+    assert refused(large) is None  # the grid is that of one batch
 
 
 @settings(max_examples=30)

@@ -146,11 +146,14 @@ def tiles_of(
 
 
 def cuts_of(desc: BlockSparseMatmulDescriptor) -> list[Cut]:
-    """The cuts of few tokens that are tried: whole and cut panels of every tile, and each in two slices."""
+    """The cuts that are tried of few tokens, and of more with a long panel; of even ones those in two."""
     if desc.op == "sdd":
         return []
     few = desc.model_copy(update={"n": blocks_wgmma.TOKENS[0], "batch": 1})
-    return [cut for cut in others(few, Cut(NARROW)) if cut.cluster_slices <= 2]
+    longest = min(desc.layout.blocks, desc.reduction // desc.layout.block)
+    more = few.model_copy(update={"n": 4096, "longest_panel": longest})
+    found = {cut.name: cut for one in (few, more) for cut in others(one, Cut(NARROW))}
+    return [cut for cut in found.values() if cut.cluster_slices <= 2]
 
 
 @functools.cache

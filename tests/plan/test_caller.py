@@ -174,3 +174,9 @@ def test_the_launches_of_seen_addresses_are_kept_and_bounded(monkeypatch):
         caller.launch(tuple(places[name] for name in caller.operands), space.ctypes.data, 0)
         assert (out == 3).all()
     assert len(plan._launches) <= 4
+    monkeypatch.setattr(module, "MAX_KERNELS", 6)
+    monkeypatch.setattr(plan._kernel, "launches", 3)
+    for out in outs:
+        places = {"x": x.ctypes.data, "out": out.ctypes.data}
+        caller.launch(tuple(places[name] for name in caller.operands), space.ctypes.data, 0)
+        assert len(plan._launches) <= 2

@@ -1,11 +1,21 @@
 // How the warps of blocksparse/blocks_mma.cu share the units of a block row. A unit is the kDepth k of a block that a
-// warp multiplies at a time. The units of a row are dealt out to its shares round-robin. Their number follows
+// warp multiplies at a time. A long row may be cut into slices of nearly equal length, whose sums are added in order; a
+// slice is then shared as a row is. The units of a row are dealt out to its shares round-robin. Their number follows
 // from the row's own length. A share is summed in increasing k. The sums of the upper half of the shares are added to
 // those of the lower half, and these from the first to the last. So bits depend on the row alone: however many warps
 // there are, each takes shares one after the other.
 #pragma once
+#include "common/types.cuh"
 
 constexpr int kMostShares = 16, kSlots = kMostShares / 2;  // a slot holds the sums of two shares
+
+// Number of slices of a block row with so many units.
+constexpr int kSliceUnits = 128;
+template <int kMost> __device__ constexpr int slices_of(int units) {
+  return units <= kSliceUnits ? 1 : units < kMost * kSliceUnits ? (units + kSliceUnits - 1) / kSliceUnits : kMost;
+}
+// The entry with which a slice begins, counted from the row's first.
+__device__ constexpr int slice_start(int count, int slice, int slices) { return (int)((i64)count * slice / slices); }
 
 // Number of shares of a block row with so many units.
 __device__ constexpr int shares_of(int units) { return units <= 16 ? 4 : units <= 64 ? 8 : kMostShares; }

@@ -42,10 +42,14 @@ struct BlocksMmaParams {
   u32 head_block_rows;
   // Number of heads, H.
   u32 heads;
+  // Number of batch elements, Z.
+  u32 batch;
+  // Number of block rows, the first in their order, that may have several slices.
+  u32 long_rows;
   // Factor of the product.
   float alpha;
 };
-static_assert(sizeof(BlocksMmaParams) == 136);
+static_assert(sizeof(BlocksMmaParams) == 144);
 static_assert(S24_OFFSET(BlocksMmaParams, values) == 0);
 static_assert(S24_OFFSET(BlocksMmaParams, x) == 8);
 static_assert(S24_OFFSET(BlocksMmaParams, bias) == 16);
@@ -65,4 +69,6 @@ static_assert(S24_OFFSET(BlocksMmaParams, n_tiles) == 116);
 static_assert(S24_OFFSET(BlocksMmaParams, block_rows) == 120);
 static_assert(S24_OFFSET(BlocksMmaParams, head_block_rows) == 124);
 static_assert(S24_OFFSET(BlocksMmaParams, heads) == 128);
-static_assert(S24_OFFSET(BlocksMmaParams, alpha) == 132);
+static_assert(S24_OFFSET(BlocksMmaParams, batch) == 132);
+static_assert(S24_OFFSET(BlocksMmaParams, long_rows) == 136);
+static_assert(S24_OFFSET(BlocksMmaParams, alpha) == 140);

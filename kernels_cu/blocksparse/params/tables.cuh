@@ -62,6 +62,18 @@ struct BlockTablesParams {
   int* row_long_panels;
   // Number of column panels with several slices.
   int* column_long_panels;
+  // Slices of narrow row panels, for blocks of 64 alone, as the next five.
+  int* row_narrow_slices;
+  // Slices of narrow column panels.
+  int* column_narrow_slices;
+  // Number of slices of narrow row panels.
+  int* row_narrow_slice_count;
+  // Number of slices of narrow column panels.
+  int* column_narrow_slice_count;
+  // Number of narrow row panels with several slices.
+  int* row_narrow_long_panels;
+  // Number of narrow column panels with several slices.
+  int* column_narrow_long_panels;
   // Number of heads.
   u32 heads;
   // Number of block rows of a head.
@@ -94,8 +106,20 @@ struct BlockTablesParams {
   u32 row_slice_room;
   // Number of slices of column panels that the tables have room for.
   u32 column_slice_room;
+  // Most columns of a slice of a narrow row panel.
+  u32 narrow_slice_columns;
+  // Most rows of a slice of a narrow column panel.
+  u32 narrow_slice_rows;
+  // Most columns of a narrow row panel that has one slice.
+  u32 narrow_uncut_columns;
+  // Most rows of a narrow column panel that has one slice.
+  u32 narrow_uncut_rows;
+  // Number of slices of narrow row panels that the tables have room for.
+  u32 row_narrow_slice_room;
+  // Number of slices of narrow column panels with room in the tables.
+  u32 column_narrow_slice_room;
 };
-static_assert(sizeof(BlockTablesParams) == 296);
+static_assert(sizeof(BlockTablesParams) == 368);
 static_assert(S24_OFFSET(BlockTablesParams, bitmap) == 0);
 static_assert(S24_OFFSET(BlockTablesParams, row_pointers) == 8);
 static_assert(S24_OFFSET(BlockTablesParams, columns) == 16);
@@ -125,19 +149,31 @@ static_assert(S24_OFFSET(BlockTablesParams, row_panel_slices) == 200);
 static_assert(S24_OFFSET(BlockTablesParams, column_panel_slices) == 208);
 static_assert(S24_OFFSET(BlockTablesParams, row_long_panels) == 216);
 static_assert(S24_OFFSET(BlockTablesParams, column_long_panels) == 224);
-static_assert(S24_OFFSET(BlockTablesParams, heads) == 232);
-static_assert(S24_OFFSET(BlockTablesParams, block_rows) == 236);
-static_assert(S24_OFFSET(BlockTablesParams, block_cols) == 240);
-static_assert(S24_OFFSET(BlockTablesParams, blocks) == 244);
-static_assert(S24_OFFSET(BlockTablesParams, row_words) == 248);
-static_assert(S24_OFFSET(BlockTablesParams, column_words) == 252);
-static_assert(S24_OFFSET(BlockTablesParams, row_panels_of_head) == 256);
-static_assert(S24_OFFSET(BlockTablesParams, column_panels_of_head) == 260);
-static_assert(S24_OFFSET(BlockTablesParams, groups) == 264);
-static_assert(S24_OFFSET(BlockTablesParams, group_size) == 268);
-static_assert(S24_OFFSET(BlockTablesParams, slice_columns) == 272);
-static_assert(S24_OFFSET(BlockTablesParams, slice_rows) == 276);
-static_assert(S24_OFFSET(BlockTablesParams, uncut_columns) == 280);
-static_assert(S24_OFFSET(BlockTablesParams, uncut_rows) == 284);
-static_assert(S24_OFFSET(BlockTablesParams, row_slice_room) == 288);
-static_assert(S24_OFFSET(BlockTablesParams, column_slice_room) == 292);
+static_assert(S24_OFFSET(BlockTablesParams, row_narrow_slices) == 232);
+static_assert(S24_OFFSET(BlockTablesParams, column_narrow_slices) == 240);
+static_assert(S24_OFFSET(BlockTablesParams, row_narrow_slice_count) == 248);
+static_assert(S24_OFFSET(BlockTablesParams, column_narrow_slice_count) == 256);
+static_assert(S24_OFFSET(BlockTablesParams, row_narrow_long_panels) == 264);
+static_assert(S24_OFFSET(BlockTablesParams, column_narrow_long_panels) == 272);
+static_assert(S24_OFFSET(BlockTablesParams, heads) == 280);
+static_assert(S24_OFFSET(BlockTablesParams, block_rows) == 284);
+static_assert(S24_OFFSET(BlockTablesParams, block_cols) == 288);
+static_assert(S24_OFFSET(BlockTablesParams, blocks) == 292);
+static_assert(S24_OFFSET(BlockTablesParams, row_words) == 296);
+static_assert(S24_OFFSET(BlockTablesParams, column_words) == 300);
+static_assert(S24_OFFSET(BlockTablesParams, row_panels_of_head) == 304);
+static_assert(S24_OFFSET(BlockTablesParams, column_panels_of_head) == 308);
+static_assert(S24_OFFSET(BlockTablesParams, groups) == 312);
+static_assert(S24_OFFSET(BlockTablesParams, group_size) == 316);
+static_assert(S24_OFFSET(BlockTablesParams, slice_columns) == 320);
+static_assert(S24_OFFSET(BlockTablesParams, slice_rows) == 324);
+static_assert(S24_OFFSET(BlockTablesParams, uncut_columns) == 328);
+static_assert(S24_OFFSET(BlockTablesParams, uncut_rows) == 332);
+static_assert(S24_OFFSET(BlockTablesParams, row_slice_room) == 336);
+static_assert(S24_OFFSET(BlockTablesParams, column_slice_room) == 340);
+static_assert(S24_OFFSET(BlockTablesParams, narrow_slice_columns) == 344);
+static_assert(S24_OFFSET(BlockTablesParams, narrow_slice_rows) == 348);
+static_assert(S24_OFFSET(BlockTablesParams, narrow_uncut_columns) == 352);
+static_assert(S24_OFFSET(BlockTablesParams, narrow_uncut_rows) == 356);
+static_assert(S24_OFFSET(BlockTablesParams, row_narrow_slice_room) == 360);
+static_assert(S24_OFFSET(BlockTablesParams, column_narrow_slice_room) == 364);

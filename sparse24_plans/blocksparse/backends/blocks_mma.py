@@ -6,6 +6,7 @@ from ...device.jit.enum_codes import type_defines
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
 from ...plan.kernel import Choice
+from ...plan.kernel_table import HOPPER
 from ...plan.operands import Views, address_of
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import K_MAJOR, KernelProblem, launched
@@ -38,6 +39,8 @@ class BlocksMmaParams(KernelParams):
     block_rows = field("u32", "Number of block rows of all heads.")
     head_block_rows = field("u32", "Number of block rows of a head.")
     heads = field("u32", "Number of heads, H.")
+    batch = field("u32", "Number of batch elements, Z.")
+    long_rows = field("u32", "Number of block rows, the first in their order, that may have several slices.")
     alpha = field("float", "Factor of the product.")
 
 
@@ -49,14 +52,19 @@ class Kernel(PreparingKernel):
         desc, device = self.descriptor, choice.device
         problem, most = self._problem, choice.preference.max_workspace_bytes
         schedule = BlocksMmaSchedule.of(desc, device.multiprocessors, most)
+        if device.compute_capability != HOPPER:  # slices were measured there alone
+            schedule = schedule._replace(row_slices=1)
         prepared = schedule.prepared(desc)
         self._prepare(prepared, device)
-        self._ctas = schedule.ctas(desc)
-        # The longest block rows come first if not all CTAs run at once.
-        self._ordered = self._ctas > schedule.resident_ctas(device.multiprocessors)
+        self._ctas = schedule.grid(desc)
+        # The longest block rows come first if they may have slices, or if not all CTAs run at once.
+        waits = schedule.ctas(desc) > schedule.resident_ctas(device.multiprocessors)
+        self._ordered = waits or schedule.row_slices > 1
         self.details = (
             f"{self._ctas} CTAs of {schedule.rows} rows x {schedule.tokens} tokens, "
-            f"{schedule.warps} warps a block row{self._prepasses.details}"
+            f"{schedule.warps} warps a block row"
+            + (f", clusters of {schedule.row_slices} for long ones" if schedule.row_slices > 1 else "")
+            + self._prepasses.details
         )
         self._function = load(
             _SOURCE,
@@ -80,6 +88,8 @@ class Kernel(PreparingKernel):
             block_rows=block_rows(desc),
             head_block_rows=max(problem.head_block_rows, 1),
             heads=one.heads,
+            batch=desc.batch,
+            long_rows=schedule.long_rows(desc),
             alpha=desc.alpha,
         )
 
@@ -102,6 +112,7 @@ def defines(desc: BlockSparseMatmulDescriptor, schedule: BlocksMmaSchedule) -> d
         "BLOCK": desc.layout.block,
         "WARPS": schedule.warps,
         "RESIDENT_WARPS": schedule.resident_warps,
+        "ROW_SLICES": schedule.row_slices,
         "M16_TILES": schedule.m16_tiles,
         "N8_TILES": schedule.n8_tiles,
         "DEPTH": schedule.depth,

@@ -6,7 +6,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...plan.schedule_choice import CostModel, fastest
+from ...plan.kernel import align_up
+from ...plan.schedule_choice import REFERENCE_SMS, CostModel, fastest
 from ..descriptor import BlockSparseMatmulDescriptor
 from ..kernel_problem import KernelProblem, Prepared, prepared_bytes
 from .blocks_wgmma_cost import by_order_and_block, dense_bytes, expected_longest_panel
@@ -19,6 +20,11 @@ _MAX_M16_TILES = {1: 4, 2: 2, 4: 2, 8: 1}
 """Most m16 tiles of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
 _SHARES = ((16, 4), (64, 8), (math.inf, 16))
 """The most units of a block row, and its shares."""
+_MAX_ROW_SLICES, _SLICE_UNITS = 4, 128
+"""Most slices of a block row, and units of a slice, of which longer rows have more."""
+_LONG_ROW_UNITS, _LONG_ROW = 192, 3.0
+"""Units of a row that is worth a cluster, and their least ratio to the units that an SM has if all have equal
+parts. Both decide bits, so no fit moves them."""
 _LANE_WORDS = 32
 """Registers of a lane for values in flight, and for cells of X in flight. With 64 tokens values have half."""
 _WARPS = (4, 8, 16)
@@ -47,6 +53,8 @@ class BlocksMmaSchedule(NamedTuple):
     """k of a unit, which a warp multiplies at a time."""
     x_along_k: bool
     """Whether k is contiguous in X; otherwise its tokens are."""
+    row_slices: int
+    """Most slices of a block row, which the CTAs of a cluster compute. They follow from the layout alone."""
 
     @classmethod
     def candidates(cls, desc: BlockSparseMatmulDescriptor) -> list[BlocksMmaSchedule]:
@@ -56,8 +64,9 @@ class BlocksMmaSchedule(NamedTuple):
         if not along_k and desc.n % widest:
             # With blocks of 16, a transposed X would be read in pieces of 32 bytes, so its rows are padded.
             tiles = {widest: desc.layout.block > M16_ROWS, math.gcd(desc.n, widest): False}
+        slices = _row_slices(desc)
         return [
-            cls(warps, m16_tiles, n8_tiles, depth, x_along_k)
+            cls(warps, m16_tiles, n8_tiles, depth, x_along_k, slices)
             for n8_tiles, x_along_k in tiles.items()
             for m16_tiles in _M16_TILES
             if m16_tiles <= min(desc.layout.block // M16_ROWS, _MAX_M16_TILES[n8_tiles])
@@ -80,7 +89,8 @@ class BlocksMmaSchedule(NamedTuple):
     @property
     def name(self) -> str:
         """The name of this schedule among the problem's others, in files of measured times."""
-        return f"{self.warps},{self.m16_tiles},{self.n8_tiles}"
+        sliced = "" if self.row_slices == 1 else f"/{self.row_slices}"
+        return f"{self.warps},{self.m16_tiles},{self.n8_tiles}{sliced}"
 
     def prepared(self, desc: BlockSparseMatmulDescriptor) -> tuple[Prepared, ...]:
         """X, if a pre-pass must copy it.
@@ -103,9 +113,11 @@ class BlocksMmaSchedule(NamedTuple):
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
         longest = expected_longest_panel(desc, one.block)
-        waves = self.ctas(desc) / self.resident_ctas(multiprocessors)
+        ctas = (self.grid(desc) + self.ctas(desc)) / 2  # about half of those beyond a row's first have work
+        waves = ctas / self.resident_ctas(multiprocessors)
         waves = max((waves + math.ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
         units, copies = longest * one.block / self.depth, self.prepared(desc)
+        units /= min(self.row_slices, max(units / _SLICE_UNITS, 1.0))
         rounds = units / min(self.warps, shares_of(units))
         cells_of_a_thread = self.rows * self.tokens / (32 * self.warps)
         return (
@@ -170,8 +182,21 @@ class BlocksMmaSchedule(NamedTuple):
         return -(-desc.n // self.tokens)
 
     def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
-        """CTAs of the launch, each with a tile of the result."""
+        """Tiles of the result, each of one CTA, or of a cluster."""
         return desc.batch * block_rows(desc) * (desc.layout.block // self.rows) * self.n_tiles(desc)
+
+    def long_rows(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """The most block rows that can be so long that they have several slices."""
+        if self.row_slices == 1:
+            return 0
+        units = desc.layout.blocks * desc.layout.block // self.depth
+        return min(units // (_SLICE_UNITS + 1), block_rows(desc))
+
+    def grid(self, desc: BlockSparseMatmulDescriptor) -> int:
+        """CTAs that are launched: whole clusters, one for each tile of a row that may have slices."""
+        of_row = self.ctas(desc) // max(block_rows(desc), 1)
+        whole = (block_rows(desc) - self.long_rows(desc)) * of_row
+        return align_up(self.long_rows(desc) * of_row * self.row_slices + whole, self.row_slices)
 
     def shared_bytes(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Shared memory for the slots, padded as ``gemm/split_k.cuh`` pads them."""
@@ -191,6 +216,20 @@ def shares_of(units: float) -> int:
 def block_rows(desc: BlockSparseMatmulDescriptor) -> int:
     """Block rows of op(S) in all heads."""
     return desc.layout.heads * KernelProblem(desc).head_block_rows
+
+
+def _row_slices(desc: BlockSparseMatmulDescriptor) -> int:
+    """Most slices of a block row: several if the row known to be the longest would take longer than all work.
+
+    The tables order rows by length in each head, so only layouts of one head have their long rows first.
+    """
+    layout = desc.layout
+    units_of_block = layout.block / unit_depth(layout.block)
+    longest = expected_longest_panel(desc, layout.block) * units_of_block
+    m16_tiles = layout.block // M16_ROWS
+    of_an_sm = layout.blocks * units_of_block * m16_tiles / REFERENCE_SMS
+    is_long = longest >= _LONG_ROW_UNITS and longest > _LONG_ROW * of_an_sm
+    return _MAX_ROW_SLICES if is_long and layout.heads == 1 else 1
 
 
 def unit_depth(block: int) -> int:

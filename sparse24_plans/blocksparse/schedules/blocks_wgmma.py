@@ -118,8 +118,8 @@ class BlocksWgmmaSchedule(NamedTuple):
 
     def most_work_tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Work tiles if as many panels as possible are cut."""
-        slicing = KernelProblem(desc).slicing
-        more = slicing.more * (PANEL_ROWS // self.rows) if slicing else 0
+        slicing = KernelProblem(desc).slicing(self.rows)
+        more = slicing.more if slicing else 0
         return self.work_tiles(desc) + desc.batch * more * self.cluster_tiles(desc)
 
     def held_bytes(self, desc: BlockSparseMatmulDescriptor, multiprocessors: int) -> int:

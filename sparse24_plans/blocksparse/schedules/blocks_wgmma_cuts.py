@@ -97,13 +97,14 @@ class Cut(NamedTuple):
         """
         problem, alike = KernelProblem(desc), _of_unknown_panels(desc)
         whole = BlocksWgmmaSchedule.of(desc if has_long_panel(desc) else alike, multiprocessors)
-        if problem.slicing is None:
+        slicing = problem.slicing()
+        if slicing is None:
             return cls(whole)
         one = _with_long_panels(desc, multiprocessors)
-        found = cls(one, APART, *slice_bytes(problem))
+        found = cls(one, APART, *slice_bytes(problem, one.rows))
         if invariant and one.rows == PANEL_ROWS and _evens_out(desc, one, multiprocessors):
             found = cls(one, SEQUENTIAL, 0, one.held_bytes(desc, multiprocessors))
-        elif not (invariant or _pays_to_cut(desc, problem.slicing)):
+        elif not (invariant or _pays_to_cut(desc, slicing)):
             if one.work_tiles(desc) <= one.resident_clusters(multiprocessors):
                 return cls(whole)
             found = cls(one, LONG_FIRST, align_up(COUNTER_BYTES))
@@ -115,19 +116,20 @@ class Cut(NamedTuple):
         return cls(BlocksWgmmaSchedule.of(desc, multiprocessors, HELD_CELLS), SEQUENTIAL)
 
     def narrowed(self, desc: BlockSparseMatmulDescriptor) -> Cut:
-        """Return this cut with tiles of 64 x 64 instead of 128 x 64, if tables and density allow them.
+        """Return this cut with tiles of 64 x 64 instead of 128 x 64, if slices and density allow them.
 
         Two CTAs with such tiles share a multiprocessor, so more loads are in flight, and a narrow panel has
-        fewer columns. If most blocks are kept, the tiles stay as they are.
+        fewer columns. If most blocks are kept, the tiles stay as they are, and so they do with blocks of 64
+        if panels may be long: slices of narrow ones have other bits.
         """
         layout, wide = desc.layout, (PANEL_ROWS, NARROW.tokens)
         if desc.op is BlockSparseOp.SDD or layout.block == PANEL_ROWS or self.schedule[:2] != wide:
             return self
-        has_slices = self.slices != SEQUENTIAL and _has_slices(NARROW, layout.block)
-        lacks_tables = self.slices != NO_SLICES and not has_slices
+        keeps_slices = self.slices != SEQUENTIAL and layout.block < NARROW_PANEL_ROWS
+        lacks_slices = self.slices != NO_SLICES and not keeps_slices
         is_dense = layout.density > constants("blocks_tiles")["narrow_density"]
         is_counted = NARROW.most_work_tiles(desc) < _MAX_CLAIMS
-        return self if lacks_tables or is_dense or not is_counted else self._replace(schedule=NARROW)
+        return self if lacks_slices or is_dense or not is_counted else self._replace(schedule=NARROW)
 
     def evenly(self, desc: BlockSparseMatmulDescriptor) -> list[Cut]:
         """Cuts with the same tiles and every panel in several slices, if all slices are computed at once.
@@ -185,16 +187,15 @@ def others(desc: BlockSparseMatmulDescriptor, found: Cut) -> list[Cut]:
         is_alike = found.slices in (NO_SLICES, APART)
         return Cut(found.schedule).narrowed(desc).evenly(desc) if is_alike else []
     problem, tried = KernelProblem(desc), list[Cut]()
-    may_be_cut, apart_bytes = problem.slicing is not None, slice_bytes(problem)
+    may_be_cut = problem.slicing() is not None
     for one in _tiles_tried(desc):
-        has_slices = may_be_cut and _has_slices(one, desc.layout.block)
         if desc.n <= TOKENS[0] or one.work_tiles(desc) <= one.resident_clusters(REFERENCE_SMS):
             tried.append(Cut(one))
-        elif has_slices:
+        elif may_be_cut:
             tried.append(Cut(one, LONG_FIRST, align_up(COUNTER_BYTES)))
         tried += Cut(one).evenly(desc)
-        if has_slices:
-            tried.append(Cut(one, APART, *apart_bytes))
+        if may_be_cut:
+            tried.append(Cut(one, APART, *slice_bytes(problem, one.rows)))
     return tried
 
 
@@ -220,16 +221,12 @@ def _rows_tried(desc: BlockSparseMatmulDescriptor, tokens: int) -> tuple[int, ..
     return (NARROW_PANEL_ROWS, PANEL_ROWS) if has_both else (PANEL_ROWS,)
 
 
-def _has_slices(one: BlocksWgmmaSchedule, block: int) -> bool:
-    """Whether the tables have slices of panels of the tile's rows."""
-    return one.rows == PANEL_ROWS or block < NARROW_PANEL_ROWS
-
-
 def cut_work(desc: BlockSparseMatmulDescriptor, cut: Cut) -> tuple[float, ...]:
     """The amount of each kind of work in the cost model's terms."""
-    one, most, slicing = cut.schedule, math.inf, KernelProblem(desc).slicing
+    one, most = cut.schedule, math.inf
+    slicing = KernelProblem(desc).slicing(one.rows)
     if cut.slices in (APART, SEQUENTIAL) and slicing:
-        most = slicing.longest if one.rows == PANEL_ROWS else slicing.longest_narrow
+        most = slicing.longest
     ctas = REFERENCE_SMS * one.ctas_per_sm
     if cut.cluster_slices > 1:
         ctas = cut.cluster_slices * clusters_of(cut.cluster_slices, one.ctas_per_sm)
@@ -268,7 +265,7 @@ def exchange_us(desc: BlockSparseMatmulDescriptor, cut: Cut) -> float:
 
 def _exchanges_slices(desc: BlockSparseMatmulDescriptor, cut: Cut) -> bool:
     """Whether a panel is known to be so long that CTAs exchange the sums of its slices."""
-    slicing = KernelProblem(desc).slicing
+    slicing = KernelProblem(desc).slicing()
     return cut.slices == APART and slicing is not None and desc.longest_panel > slicing.uncut
 
 
@@ -297,7 +294,7 @@ def _of_unknown_panels(desc: BlockSparseMatmulDescriptor) -> BlockSparseMatmulDe
 
 def _is_uneven(desc: BlockSparseMatmulDescriptor) -> bool:
     """Whether a panel is known to be longer than those of random layouts, so that it may be cut."""
-    slicing = KernelProblem(desc).slicing
+    slicing = KernelProblem(desc).slicing()
     return slicing is not None and desc.longest_panel > slicing.longest
 
 

@@ -64,7 +64,9 @@ void s24_close(s24_library *library);
 /* The plan of the problem of this name for n tokens (0 for problems without tokens). Loads its kernels the first
  * time, so call it outside of a graph capture, in the context of s24_open. With groups of tokens n counts the rows of
  * X. The operand offsets or counts says which rows each group has; kernels read it, so that it may change between
- * launches of a graph. With counts n is a multiple of the number of groups. An error leaves *plan as it is. */
+ * launches of a graph. With counts n is a multiple of the number of groups. Batches of a row-major X, Y or C begin as
+ * many rows apart as the descriptor's n, for every n; column-major ones follow each other. An error leaves *plan as it
+ * is. */
 int s24_find(s24_library *library, const char *problem, int64_t n, s24_plan *plan, s24_error *error);
 /* Name and descriptor (JSON) of the problem at an index, NULL behind the last one. */
 const char *s24_problem(const s24_library *library, uint32_t index, const char **descriptor);

@@ -2,6 +2,7 @@
 
 Row-major Y[N,M] is the column-major D[M,N] of the library, so W is its operand A and X, transposed, its B. A
 ``column`` order of X or Y is the other order of the same matrix. Each pair of strides has its own plan.
+Batches are launched one after the other. Stacked weights are packed as a blob for each batch.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from ...device.jit.launcher import is_sizing
 from ...device.streams import Launch, driver_error
 from ...device.tensors import TensorView
 from ...errors import BackendUnavailableError, UnsupportedError
-from ...plan.kernel import Choice
+from ...plan.kernel import Choice, align_up, launch_in_order
 from ...plan.operands import Alignment, Views, leading_dimension
-from ...vocab import CUSPARSELT_LAYOUT, DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
+from ...vocab import DeviceProperties, ElementKind, EpilogueKind, MatrixOrder, ScaleKind
 from ...vocab.fields import INT32_MAX
 from ...weights import canonical
 from ...weights.weight import CanonicalWeight, PackedWeight, Sparse24Weight
 from ..descriptor import GemmSparse24Descriptor
+from ..groups import batches_of, lines_of
 from ..kernel import MAX_STRIDES, GemmKernel
 
 _TYPES = {
@@ -70,6 +72,12 @@ class Kernel(GemmKernel):
         super().__init__(choice)
         desc, device, self._configuration = self.descriptor, choice.device, choice.configuration
         self._ordinal, self._version = device.ordinal, device.cusparselt
+        self._blob_bytes, batches = 0, ""
+        if desc.is_batched:
+            aligned = Alignment(abi.ALIGNMENT, abi.ALIGNMENT)
+            self.alignments = {**self.alignments, "bias": aligned, "scale_w": aligned}
+            self.launches *= desc.batch_count
+            batches = f"{desc.batch_count} batches one after the other: "
         for name, number in self._configuration.items():
             # The library's attributes are C ints, and ctypes would cut off the rest of a larger number.
             if name not in _ATTRIBUTES or not 0 <= number <= INT32_MAX:
@@ -91,9 +99,17 @@ class Kernel(GemmKernel):
                 f"max_workspace_bytes is {allowed}"
             )
         origin = "tuned" if self._configuration else "the library's default"
-        self.details = f"cuSPARSELt {device.cusparselt}, {_describe(packed)} ({origin})"
+        self.details = f"{batches}cuSPARSELt {device.cusparselt}, {_describe(packed)} ({origin})"
+        if desc.is_batched:
+            with import_cupy().cuda.Device(self._ordinal):
+                self._blob_bytes = align_up(_compressor(self._ordinal, desc.m, desc.k, desc.element).size)
 
     def launcher(self, views: Views, workspace: int) -> Launch:
+        batches = batches_of(self.descriptor, views, self._blob_bytes)
+        return launch_in_order(*(self._launch(batch, workspace) for batch in batches))
+
+    def _launch(self, views: Views, workspace: int) -> Launch:
+        """The launch of one batch."""
         desc = self.descriptor
         strides = (
             leading_dimension(views["source"], desc.x_order),
@@ -117,7 +133,8 @@ class Kernel(GemmKernel):
     def pack(self, weight: CanonicalWeight) -> PackedWeight:
         """Compress ``weight`` to the library's blob, uint8, on CuPy's current stream.
 
-        The dense matrix and the library's scratch memory are allocated meanwhile.
+        Stacked weights of batches become a blob each. A dense matrix and the library's scratch memory are
+        allocated meanwhile.
         """
         assert isinstance(weight, Sparse24Weight)  # the kernel serves no quantized weights
         cupy = import_cupy()
@@ -127,10 +144,20 @@ class Kernel(GemmKernel):
                     f"weight: cuSPARSELt {self._version} stores {weight.element} in a way that this package "
                     "doesn't know"
                 )
-            blob = _compress(self._ordinal, weight)
-        return PackedWeight(
-            CUSPARSELT_LAYOUT, weight.m, weight.k, weight.element, weight.device, (TensorView.of(blob),)
-        )
+            blob = self._blobs(weight) if weight.m > self.descriptor.m else _compress(self._ordinal, weight)
+        layout = self.entry.layout_of(self.descriptor)
+        return PackedWeight(layout, weight.m, weight.k, weight.element, weight.device, (TensorView.of(blob),))
+
+    def _blobs(self, weight: Sparse24Weight) -> Any:
+        """The blobs of the batches' weights, ``_blob_bytes`` apart."""
+        m = self.descriptor.m
+        found = import_cupy().zeros((weight.m // m, self._blob_bytes), np.uint8)
+        for batch in range(len(found)):
+            rows = slice(batch * m, (batch + 1) * m)
+            values, metadata = (lines_of(view, rows) for view in weight.views)
+            blob = _compress(self._ordinal, Sparse24Weight(values, metadata, validate=False))
+            found[batch, : blob.size] = blob
+        return found
 
     def _make_matmul(self, source_stride: int, result_stride: int) -> abi.Matmul:
         """The library's plan for these strides, made at select for contiguous operands, else at first use."""
@@ -243,14 +270,22 @@ def _ones_like(values: Any, element: ElementKind) -> Any:
     return import_cupy().full(values.shape, one, values.dtype)
 
 
+def _compressor(ordinal: int, m: int, k: int, element: ElementKind) -> abi.Compressor:
+    """The library's compressor of weights [m, k]. Needs the device current."""
+    matrix = abi.Operand(m, k, k, _TYPES[element], abi.ORDER_ROW, sparse=True)
+    try:
+        return abi.Compressor(abi.handle(ordinal), matrix, first_operand=True)
+    except LibraryError as error:
+        raise driver_error(error) from error
+
+
 def _compress_dense(ordinal: int, dense: Any, weight: Sparse24Weight) -> Any:
     cupy = import_cupy()
-    matrix = abi.Operand(weight.m, weight.k, weight.k, _TYPES[weight.element], abi.ORDER_ROW, sparse=True)
+    compressor = _compressor(ordinal, weight.m, weight.k, weight.element)
+    blob = cupy.zeros(compressor.size, np.uint8)
+    scratch = cupy.empty(max(compressor.scratch, 1), np.uint8)
+    stream = cupy.cuda.get_current_stream().ptr
     try:
-        compressor = abi.Compressor(abi.handle(ordinal), matrix, first_operand=True)
-        blob = cupy.zeros(compressor.size, np.uint8)
-        scratch = cupy.empty(max(compressor.scratch, 1), np.uint8)
-        stream = cupy.cuda.get_current_stream().ptr
         compressor.compress(dense.data.ptr, blob.data.ptr, scratch.data.ptr, stream)
     except LibraryError as error:
         raise driver_error(error) from error

@@ -1,11 +1,14 @@
 """Launches ``gemm/f32_split.cu`` and ``gemm/wgmma_sp.cu``: float32 in bf16 terms on sparse tensor cores.
 
 The workspace holds the bf16 terms of X, then the flags and partial sums of stream-K, then blocked sums. The
-terms of many tokens would take much memory, so tokens are multiplied in chunks, one after the other, and all
-chunks use the same workspace.
+terms of many tokens would take much memory, so tokens are multiplied in chunks, one after the other. So are
+batches. All chunks use the same workspace.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
 
 from ...device.jit.launcher import load
 from ...device.jit.structs import KernelParams, field, kernel_params
@@ -15,7 +18,7 @@ from ...plan.arithmetic import Arithmetic
 from ...plan.kernel import Choice, launch_in_order, nothing
 from ...plan.operands import Views
 from ..arithmetic.tensor_core import named
-from ..groups import PER_TOKEN, lines_of
+from ..groups import PER_TOKEN, batches_of, lines_of
 from ..limits import BF16, SPLIT_CTA_ELEMENTS, most_chunk, producers_split
 from ..schedules.f32_split_heuristics import RANGE_TILES, Chunking, Regions, needed_workspace
 from ..schedules.wgmma_sp import WgmmaSpSchedule
@@ -49,32 +52,44 @@ class Kernel(WgmmaKernel):
             return
         schedule, tokens = _chunking_of(choice)
         count, rest = -(-desc.n // tokens), desc.n % tokens
+        choice = _of_one_batch(choice)
         first = _Chunk(choice, schedule, tokens)
         self._chunks = [first] * count
         if rest:
             self._chunks[-1] = _Chunk(choice, schedule, rest)
-        self.launches = sum(one.launches for one in self._chunks)
+        self.launches = desc.batch_count * sum(one.launches for one in self._chunks)
         self.workspace_size = max(one.workspace_size for one in self._chunks)
         self.details = f"{count} chunks of {tokens} tokens: {first.details}" if count > 1 else first.details
+        if desc.is_batched:
+            self.details = (
+                f"{desc.batch_count} batches one after the other in {self.launches} launches: {self.details}"
+            )
 
     def launcher(self, views: Views, workspace: int) -> Launch:
         if self.descriptor.is_empty:
             return nothing
-        begin, found = 0, []
+        packed_bytes = prod(self.tiles.packed_shape(self.descriptor.m, self.descriptor.k))
+        batches = batches_of(self.descriptor, views, packed_bytes)
+        return launch_in_order(*(one for batch in batches for one in self._launches(batch, workspace)))
+
+    def _launches(self, views: Views, workspace: int) -> Iterator[Launch]:
+        """The launches of each chunk of one batch."""
+        begin = 0
         for chunk in self._chunks:
             tokens = slice(begin, begin := begin + chunk.descriptor.n)
             own = {
                 name: lines_of(view, tokens) if name in PER_TOKEN else view for name, view in views.items()
             }
-            found.append(chunk.launcher(own, workspace))
-        return launch_in_order(*found)
+            yield chunk.launcher(own, workspace)
 
     @classmethod
     def needed_workspace(cls, choice: Choice) -> int:
-        return needed_workspace(choice.descriptor, choice.entry, choice.device, choice.preference.whole_m)
+        one = choice.descriptor.one_batch
+        return needed_workspace(one, choice.entry, choice.device, choice.preference.whole_m)
 
     @classmethod
     def most_workspace(cls, choice: Choice) -> int:
+        choice = _of_one_batch(choice)
         desc, terms = choice.descriptor, choice.entry.split_terms
         chunk = desc.model_copy(update={"n": most_chunk(terms, desc)})
         tried = possible_schedules(choice, {1})
@@ -92,7 +107,7 @@ class _Chunk(WgmmaKernel):
     """The launches of one chunk of tokens: the pre-pass kernel and the product."""
 
     def __init__(self, choice: Choice, schedule: WgmmaSpSchedule, tokens: int) -> None:
-        """``choice`` and ``schedule`` are those of all tokens."""
+        """``choice`` and ``schedule`` are those of all tokens of a batch."""
         desc = choice.descriptor.model_copy(update={"n": tokens})
         super().__init__(choice._replace(descriptor=desc))
         device, terms = choice.device, self.entry.split_terms
@@ -124,6 +139,10 @@ class _Chunk(WgmmaKernel):
         return parameters
 
 
+def _of_one_batch(choice: Choice) -> Choice:
+    return choice._replace(descriptor=choice.descriptor.one_batch)
+
+
 def _chunking_of(choice: Choice) -> Chunking:
-    desc, device, entry, preference, _ = choice
+    desc, device, entry, preference, _ = _of_one_batch(choice)
     return Chunking.of(desc, entry, device, preference.whole_m, preference.max_workspace_bytes)
