@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -50,7 +51,8 @@ from .descent import (
 )
 
 CELL_FIELDS = ("op", "m", "k", "n", "block", "density", "pattern", "trans_a", "trans_b")
-PACKED, BLOCKS_MEASURED, LARGE_BLOCKS = "packed-times", "block-times", "large-block-times"
+PACKED, UNEVEN = "packed-times", "uneven-times"
+BLOCKS_MEASURED, LARGE_BLOCKS = "block-times", "large-block-times"
 DENSE_TIMES, INFLATED = "dense-times", "inflated-times"
 SHORT_SUMS = "sdd_mma"
 TIMES_COUNT = 3.0
@@ -335,6 +337,8 @@ def way_families(model: str) -> list[str]:
         return [BLOCKS_MEASURED, INFLATED]
     if PACKED_MODELS[model] is DENSE:
         return [DENSE_TIMES]
+    if PACKED_MODELS[model] is FEW:
+        return [PACKED, UNEVEN]
     return [LARGE_BLOCKS, PACKED] if model in LARGE_MODELS else [PACKED]
 
 
@@ -347,7 +351,8 @@ def packed_problems(model: str, gpu: str) -> list[Any]:
     if way is DENSE:
         return dense_problems(gpu)
     if way is FEW:
-        timed, lines = timed_schedules, [(desc, row.get("mma_us", {})) for row, desc in packed_lines(gpu)]
+        both = itertools.chain(packed_lines(gpu), packed_lines(gpu, UNEVEN))
+        timed, lines = timed_schedules, [(desc, row.get("mma_us", {})) for row, desc in both]
     elif model in LARGE_MODELS:
         timed, lines = timed_tiles, list(large_blocks(gpu))
     else:

@@ -16,12 +16,12 @@ from sparse24_plans.blocksparse.schedules.blocks_wgmma_cuts import (
     exchange_us,
 )
 
-from .block_fits import PACKED, packed_lines
+from .block_fits import PACKED, UNEVEN, packed_lines
 from .descent import Array, Constants, files_of, limits_entry, plain
 
-EVEN_FAMILIES = (PACKED, "uneven-times")
-"""Measured problems whose panels were also cut evenly. Models take the mean panel to be that of a random
-layout, so the times of uneven ones decide nothing else."""
+EVEN_FAMILIES = (PACKED, UNEVEN)
+"""Measured problems whose panels were also cut evenly. Models of whole panels take the mean one to be that of
+a random layout, so they aren't fitted to uneven ones."""
 
 
 def even_times(gpu: str) -> list[tuple[BlockSparseMatmulDescriptor, dict[Cut, float]]]:

@@ -241,14 +241,15 @@ def packed_times(problem: blocks.Problem) -> Row:
 
 
 def uneven_cells(rng: random.Random) -> Iterator[random_blocks.Cell]:
-    """Rows whose numbers of blocks follow 1 / rank, half of them with few tokens."""
+    """Rows whose numbers of blocks follow 1 / rank, two thirds of them with few tokens."""
     while True:
-        m, k = (128 * int(2 ** rng.uniform(2.5, 7.5)) for _ in range(2))
+        m, k = (128 * int(2 ** rng.uniform(2.5, 8)) for _ in range(2))
+        unit, low, high = rng.choice(((1, 0, 6), (8, 0, 5), (8, 5, 8)))
         cell = random_blocks.Cell(
             op=rng.choice((BlockSparseOp.DSD, BlockSparseOp.DDS)),
             m=m,
             k=k,
-            n=8 * int(2 ** (rng.uniform(0, 5) if rng.random() < 0.5 else rng.uniform(5, 8))),
+            n=unit * int(2 ** rng.uniform(low, high)),
             block=rng.choice((16, 32, 64, 128)),
             density=2 ** rng.uniform(-5.5, -1.2),
             pattern="uneven",

@@ -194,8 +194,10 @@ def compiled(monkeypatch, tmp_path):
 
 
 def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch, few_steps):
+    made = made_times(3)
     lines = {
-        block_fits.PACKED: made_times(3),
+        block_fits.PACKED: made[::2],
+        block_fits.UNEVEN: made[1::2],
         block_fits.LARGE_BLOCKS: made_times_of_tiles(4),
         block_fits.DENSE_TIMES: made_dense_times(5),
     }
@@ -207,8 +209,9 @@ def test_models_of_packed_operands_are_fitted_to_measured_times(monkeypatch, few
         files = {
             "dense": "h200-dense-times.jsonl",
             "blocks": "h200-large-block-times.jsonl, h200-packed-times.jsonl",
+            "mma": "h200-packed-times.jsonl, h200-uneven-times.jsonl",
         }
-        assert found["measured"]["file"] == files.get(name.split("_")[1], "h200-packed-times.jsonl")
+        assert found["measured"]["file"] == files[name.split("_")[1]]
         assert found["measured"]["error"]["mean"] < 0.03
 
 

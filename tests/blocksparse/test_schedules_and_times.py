@@ -125,7 +125,7 @@ def uneven_lines(few: bool) -> list[tuple[BlockSparseMatmulDescriptor, dict[Cut,
     return [
         (desc, {Cut.named(name): us for name, us in row["us"].items()})
         for row, desc in packed_lines("nvidia_h200", "uneven-times")
-        if (desc.n <= 256) == few and row["pattern"] == "uneven"
+        if (desc.n <= 256) == few and row["pattern"] == "uneven" and "us" in row
     ]
 
 
