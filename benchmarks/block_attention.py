@@ -1,7 +1,8 @@
 """Attention over kept blocks beside dense attention: a part of ``python -m benchmarks.measure blocksparse``.
 
 Microseconds of what select chooses for a random layout of each head, and of PyTorch's dense attention with
-the same operands by the fastest of its kernels, each alone. ``tflops`` counts the products of the kept
+the same operands by the fastest of its kernels, each alone. Forward passes also have the time of the fastest
+of FlashInfer's kernels for the same blocks, if it is installed. ``tflops`` counts the products of the kept
 blocks: two in ``forward``, five in ``backward``, however often a kernel computes one of them again. Operands
 exceed the L2 cache, so one copy of them is enough.
 """
@@ -25,6 +26,7 @@ from sparse24_plans.blocksparse.layout import BlockSparseLayout
 from sparse24_plans.blocksparse.plan import BlockSparseAttentionPlan
 from sparse24_plans.vocab import BlockSparsePass
 
+from . import flashinfer_peer
 from .block_operands import ELEMENT, check, random, timed_once, workspace_of
 
 TOKENS, HEADS = 16384, 16
@@ -87,6 +89,7 @@ def measured(cell: Cell, sources: set[str]) -> dict[str, Any]:
         "tflops": rounded(flops * cell.head_size / time.us / 1e6),
         **time.fields(),
         **dense.fields("dense_us"),
+        **({} if backward else problem.beside_flashinfer()),
     }
 
 
@@ -139,6 +142,23 @@ class _Problem:
         times = (_alone(partial(self.dense, name, backward=backward)) for name in _PEERS)
         return min(times, key=lambda one: one.us)
 
+    def beside_flashinfer(self) -> dict[str, Any]:
+        """Time of the fastest of FlashInfer's kernels that serve the problem, if any does, and its name."""
+        times: dict[str, Steady] = {}
+        for backend in flashinfer_peer.BACKENDS:
+            found = flashinfer_peer.forward(backend, self.read, self.layout.bitmap, self.cell.block)
+            if found is not None:
+                run, result = found
+                run()
+                self.made["o"][0].copy_(result)
+                self.check(backward=False)
+                times[backend] = _alone(partial(_as_is, run))
+        if not times:
+            return {}
+        name, time = min(times.items(), key=lambda one: one[1].us)
+        about = {"flashinfer": f"{name} of {flashinfer_peer.flashinfer.__version__}"}
+        return {**about, "flashinfer_us": rounded(time.us), **time.fields("flashinfer_us")}
+
     def dense(self, name: str, *, backward: bool) -> Callable[[], object]:
         """PyTorch's attention over all blocks: one pass by itself."""
         attention = torch.nn.attention
@@ -153,6 +173,10 @@ class _Problem:
             return forward
         o, do = forward(), self.read["do"]
         return lambda: torch.autograd.grad(o, given, do, retain_graph=True)
+
+
+def _as_is(run: Callable[[], object]) -> Callable[[], object]:
+    return run
 
 
 def _alone(make: Callable[[], Callable[[], object]]) -> Steady:

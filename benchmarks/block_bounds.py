@@ -166,6 +166,7 @@ BLOCKSPARSE = [
         Bound(f"attention {direction} over dense", ratios("attention", "dense_us", direction=direction), 1.0)
         for direction in ("forward", "backward")
     ),
+    Bound("attention forward over FlashInfer, each", ratios("attention", "flashinfer_us"), 1.0),
     Bound("tables of 128 from a bitmap, us", figure("tables", "us", block=128), most=50.0),
     Bound("tables of 64 from a bitmap, us", figure("tables", "us", block=64)),
 ]
