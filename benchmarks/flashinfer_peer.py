@@ -23,7 +23,7 @@ except ImportError:
 
 BACKENDS = ("fa2", "fa3", "cake")
 HEAD_SIZE = 128
-"""Columns of a head of the published times."""
+"""The only head size that is timed, which is that of the published times."""
 _CAKE_BLOCK = 64
 _WORKSPACE_BYTES = 384 << 20
 
@@ -31,9 +31,10 @@ _WORKSPACE_BYTES = 384 << 20
 def forward(
     backend: str, read: Mapping[str, Any], bitmap: np.ndarray[Any, np.dtype[np.bool_]], block: int
 ) -> tuple[Callable[[], object], Any] | None:
-    """A pass over ``q``, ``k`` and ``v`` [1, heads, tokens, head_size], and its result; None if refused.
+    """A pass over ``q``, ``k`` and ``v`` [1, heads, tokens, head_size], and its result.
 
-    Layouts with a row of no blocks are, because FlashInfer doesn't define their results.
+    None if ``cake`` refuses a row of many blocks, for another head size, and for a layout with an empty block
+    row, whose result FlashInfer doesn't define.
     """
     q, k, v = (read[name][0] for name in "qkv")
     heads, _, head_size = q.shape
@@ -48,7 +49,9 @@ def forward(
     kept = torch.from_numpy(np.ascontiguousarray(bitmap)).to(q.device)
     try:
         wrapper.plan(kept, sizes, sizes, heads, heads, head_size, q_data_type=q.dtype)
-    except ValueError:  # too many blocks in a row
-        return None
+    except ValueError as error:
+        if backend != "cake" or "blocks" not in str(error):
+            raise
+        return None  # a row has too many blocks
     out = torch.full_like(q, float("nan"))
     return lambda: wrapper.run(q, k, v, out=out.view(-1, 1, head_size)), out

@@ -29,6 +29,8 @@ WORKSPACE = -1
 """The operand that stands for the workspace."""
 _VECTOR = 16
 """Bytes that an alignment flag of a kernel is about."""
+_MAX_LAUNCHES = 256
+"""Most launches of a plan: each is recorded for every n, with every operand moved."""
 _FIRST, _APART, _STEP = 1 << 60, 1 << 50, 1 << 45
 _NUMBERS = {4: "I", 8: "Q"}
 """Struct formats of the numbers that a recipe can describe, by their bytes."""
@@ -145,8 +147,8 @@ def record(plan: Plan, most_n: int = 0) -> tuple[Recipe, tuple[int, ...]]:
 
     Batches of row-major matrices begin ``most_n`` rows apart, or as many as they have.
 
-    Raises UnsupportedError for a library's or the host's kernel, and where a launch follows from its operands
-    in a way that a recipe can't describe.
+    Raises UnsupportedError for a library's or the host's kernel, for one of very many launches, and where a
+    launch follows from its operands in a way that a recipe can't describe.
     """
     entry = plan.parts.choice.entry
     if entry.on_host or not entry.exportable:
@@ -198,6 +200,10 @@ class _Recorder:
         self._plan = plan
         choice, operands, self._checks, self._home = plan.parts
         self._kernel = choice.entry.kernel_for(choice.descriptor)(choice)
+        if self._kernel.launches > _MAX_LAUNCHES:
+            raise UnsupportedError(
+                f"plan: expected at most {_MAX_LAUNCHES} launches for export, got {self._kernel.launches}"
+            )
         self._buffers = buffers_of(operands, choice.entry.layout_of(choice.descriptor), most_n)
         self._numbers: list[int] = []
         self._first = self._probe()

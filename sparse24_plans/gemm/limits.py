@@ -82,7 +82,7 @@ def small_batches(problem: GemmSparse24Descriptor) -> str | None:
     A launch for each batch takes some microseconds. Neither n nor the number of batches decides, because the
     two kernels' weights have different layouts.
     """
-    if not problem.is_batched or problem.m * problem.k >= _LARGE_WEIGHT:
+    if not problem.is_batched or problem.m * problem.k >= _LARGE_WEIGHT or strict(problem) is not None:
         return None
     return f"launches each batch: is preferred for m x k from {_LARGE_WEIGHT}, not {problem.m} x {problem.k}"
 

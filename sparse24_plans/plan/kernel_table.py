@@ -73,7 +73,7 @@ class KernelEntry:
         return self.layout
 
     def slower(self, descriptor: Any) -> str | None:
-        """The reason why another kernel is faster, or None. If it is asked for by name, the kernel serves."""
+        """The reason why another tier's kernel is faster, or None. By name or tier this one still serves."""
         return None
 
     def reads(self, descriptor: Any) -> tuple[str, ...]:
@@ -354,7 +354,7 @@ def _unwanted(choice: Choice, tested: Sequence[str]) -> str | None:
     named = preference.prefer_backend or preference.prefer_kernel or require.arithmetic
     if entry.for_a_bound and named is None and require.max_error_bound is None:
         return "has a wider error bound: serves where max_error_bound allows it"
-    if named is None and (slower := entry.slower(descriptor)):
+    if named is None and preference.tier is None and (slower := entry.slower(descriptor)):
         return slower
     promised = entry.promises(choice, tested, named=require.arithmetic is not None)
     return require.unmet(promised, descriptor.reduction)

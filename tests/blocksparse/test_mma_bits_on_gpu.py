@@ -91,7 +91,7 @@ def test_bits_do_not_depend_on_m16_tiles_or_transposition(op, block, n, monkeypa
         desc = BlockSparseMatmulDescriptor(layout=operands.layout, **fields, **transposed)
         tried = [one for one in BlocksMmaSchedule.candidates(desc) if one.warps == 8]
         schedule = tried[0 if most else -1]
-        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
+        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda *_, schedule=schedule, **__: schedule)
         spare = {**FORCED, "max_workspace_bytes": (1 << 30) + most}  # of its own: plans are cached
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=spare)
         m16_tiles.append(schedule.m16_tiles)
@@ -126,7 +126,7 @@ def test_bits_do_not_depend_on_the_number_of_warps(op, block, transposed, n, row
     chosen_one, found = BlocksMmaSchedule.of(desc, 132), []
     for number, warps in enumerate((4, 8, 16)):
         schedule = chosen_one._replace(warps=warps, row_slices=row_slices)
-        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda *_, schedule=schedule: schedule)
+        monkeypatch.setattr(BlocksMmaSchedule, "of", lambda *_, schedule=schedule, **__: schedule)
         spare = {**FORCED, "max_workspace_bytes": (1 << 31) + 8 * row_slices + number}  # plans are cached
         plan = BlockSparseMatmulPlan.select(desc, device=0, preference=spare)
         assert f"{warps} warps a block row" in plan.explain().details

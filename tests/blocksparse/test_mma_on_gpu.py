@@ -17,10 +17,11 @@ from sparse24_plans import (
 from ..strategies import results_of
 from ..support import same_bits
 from . import products_on_gpu as shared
-from .mma_on_gpu import BLOCKS, OPS, plan_of
+from .mma_on_gpu import BLOCKS, OPS, plan_of, with_a_long_row
 from .problems import case_of, kept_of, random_operands
 from .products_on_gpu import gpu, random_check
 from .sample_layouts import random_layout
+from .test_products import check
 
 TOKENS = (1, 2, 3, 8, 9, 12, 16, 17, 20, 32, 33, 36, 40, 63, 64, 65)
 """n: round the tokens of each tile; with rows that lanes can load in place, or that must be transposed."""
@@ -78,6 +79,22 @@ def test_long_and_uneven_block_rows(op, transposed, block):
         layout = BlockSparseLayout(kept, block)
         layout = layout.transposed() if (op == "dds") != transposed[op == "dds"] else layout
         random_check(plan_of, layout, op=op, n=5, trans_a=transposed[0], trans_b=transposed[1], batch=1)
+
+
+@gpu
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("block", [16, 64])
+def test_tables_may_have_more_long_rows_than_the_plans_layout(block, batch):
+    """As many rows as can have slices, then none that is long, by a plan of a layout with one."""
+    first = with_a_long_row(block)
+    plan = plan_of(layout=first, op="dsd", n=12, batch=batch)
+    assert "clusters of 4 for long ones" in plan.explain().details
+    blocks, (rows, across) = first.shape.blocks, first.bitmap.shape[1:]
+    for length in (130 * min(block, 32) // block, -(-blocks // rows)):
+        counts = np.clip(blocks - length * np.arange(rows), 0, length)
+        other = BlockSparseLayout((np.arange(across) < counts[:, None])[None], block)
+        assert other.shape == first.shape
+        check(plan, random_operands(plan.descriptor, other, np.random.default_rng(length)))
 
 
 @gpu

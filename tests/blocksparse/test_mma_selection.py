@@ -25,7 +25,7 @@ from sparse24_plans.plan.schedule_choice import constants
 
 from ..sample_devices import A100, H200
 from . import products_on_gpu as shared
-from .mma_on_gpu import BLOCKS, FORCED, OPS
+from .mma_on_gpu import BLOCKS, FORCED, OPS, with_a_long_row
 
 SHAPE = BlockSparseShape(heads=1, rows=4096, cols=4096, block=64, blocks=800)
 chosen = partial(shared.chosen, layout=SHAPE)
@@ -148,12 +148,6 @@ def test_x_is_copied_if_many_block_rows_read_it(n):
     assert "padded first" in explain(desc, preference=FORCED, device=H200).details
 
 
-def with_a_long_row(block: int, heads: int = 1) -> BlockSparseLayout:
-    kept = np.random.default_rng(block).random((heads, 64, 16384 // block)) < 0.01
-    kept[:, 7] = True
-    return BlockSparseLayout(kept, block)
-
-
 @pytest.mark.parametrize("n", [1, 8, 40, 200])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_known_long_row_has_slices_whatever_n_is(block, n):
@@ -167,6 +161,17 @@ def test_a_known_long_row_has_slices_whatever_n_is(block, n):
     assert "clusters" not in details(layout.shape)
     assert "clusters" not in details(with_a_long_row(block, heads=2))
     assert "clusters" not in details(layout, device=A100)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_devices_without_slices_have_the_fastest_schedule_without(block):
+    desc = BlockSparseMatmulDescriptor(op="dsd", layout=with_a_long_row(block), n=8, element="bf16")
+    whole = {one.row_slices for one in BlocksMmaSchedule.candidates(desc, may_slice=False)}
+    assert (whole, BlocksMmaSchedule.of(desc, 132).row_slices) == ({1}, 4)
+    of_a_whole_row = BlocksMmaSchedule.of(desc, 108, may_slice=False)
+    found = explain(desc, preference=FORCED, device=A100).details
+    assert f"{of_a_whole_row.warps} warps a block row" in found
+    assert f"of {of_a_whole_row.rows} rows x" in found
 
 
 @given(

@@ -235,6 +235,12 @@ def test_a_library_that_is_asked_for_is_refused(tmp_path):
     assert not list(tmp_path.glob("new/*"))
 
 
+def test_plans_of_very_many_launches_are_refused(tmp_path):
+    desc = GemmSparse24Descriptor(n=1, m=1024, k=1024, element="f32", batches=257, shared_weight=True)
+    with pytest.raises(UnsupportedError, match="expected at most 256 launches for export, got 257"):
+        export_plans([desc], tmp_path / "plans", device="h200")
+
+
 @pytest.fixture
 def even_alone(monkeypatch):
     """Block-sparse products of an even number of tokens alone have a kernel."""

@@ -406,8 +406,8 @@ def test_batches_are_launched_one_after_the_other(stand_in, shared):
         ((1 << 50) + (0 if shared else BLOB * batch), x + 2 * 80 * batch) for batch in range(3)
     ]
     assert [one[6:9] for one in launched] == [(*[y + 2048 * batch] * 2, 1 << 20) for batch in range(3)]
-    assert stand_in.biases[-3:] == [bias + 96 * batch for batch in range(3)] or shared
-    assert stand_in.biases[-1] == bias + (0 if shared else 192)
+    of_batches = [bias] if shared else [bias + 96 * batch for batch in range(3)]
+    assert stand_in.biases[-len(of_batches) - 1 :] == [256, *of_batches]  # the first one is of select
 
 
 def test_each_batch_has_its_blob_in_a_layout_of_its_own(stand_in, monkeypatch):

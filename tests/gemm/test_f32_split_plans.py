@@ -266,6 +266,13 @@ def test_batches_of_large_weights_have_their_products_kernel(n, batches):
             assert found == (chosen if m == 1024 else "inflate_strict")
             forced = {**wish, "prefer_backend": chosen.removesuffix("_invariant")}
             assert explain(many, preference=forced, device=HOPPER).chosen == chosen
+            of_tier = {**wish, "tier": "sparse_tensor_core"}
+            assert explain(many, preference=of_tier, device=HOPPER).chosen == chosen
+
+
+def test_batches_beyond_the_strict_kernels_grid_are_launched_one_by_one():
+    desc = GemmSparse24Descriptor(n=2**22, m=960, k=1024, element="f32", batches=1024, shared_weight=True)
+    assert explain(desc, device=HOPPER).chosen == "f32_split6"
 
 
 @every_row

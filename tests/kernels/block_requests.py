@@ -128,7 +128,7 @@ def mma_requests(ops: tuple[BlockSparseOp, ...], capability: tuple[int, int]) ->
         for desc in few_tokens(few) if ops != (BlockSparseOp.SDD,) else ():
             if serves(row, desc, preference, device):
                 for schedule in BlocksMmaSchedule.candidates(desc)[:: 4 if few else 1]:
-                    with mock.patch.object(BlocksMmaSchedule, "of", lambda *_, one=schedule: one):
+                    with mock.patch.object(BlocksMmaSchedule, "of", lambda *_, one=schedule, **__: one):
                         row.kernel(Choice(desc, device, row, preference, {}))
     return found
 

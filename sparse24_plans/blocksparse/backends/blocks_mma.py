@@ -51,9 +51,8 @@ class Kernel(PreparingKernel):
         super().__init__(choice)
         desc, device = self.descriptor, choice.device
         problem, most = self._problem, choice.preference.max_workspace_bytes
-        schedule = BlocksMmaSchedule.of(desc, device.multiprocessors, most)
-        if device.compute_capability != HOPPER:  # slices were measured there alone
-            schedule = schedule._replace(row_slices=1)
+        may_slice = device.compute_capability == HOPPER  # where slices were measured
+        schedule = BlocksMmaSchedule.of(desc, device.multiprocessors, most, may_slice=may_slice)
         prepared = schedule.prepared(desc)
         self._prepare(prepared, device)
         self._ctas = schedule.grid(desc)

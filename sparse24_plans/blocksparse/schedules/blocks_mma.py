@@ -57,14 +57,16 @@ class BlocksMmaSchedule(NamedTuple):
     """Most slices of a block row, which the CTAs of a cluster compute. They follow from the layout alone."""
 
     @classmethod
-    def candidates(cls, desc: BlockSparseMatmulDescriptor) -> list[BlocksMmaSchedule]:
+    def candidates(
+        cls, desc: BlockSparseMatmulDescriptor, *, may_slice: bool = True
+    ) -> list[BlocksMmaSchedule]:
         """Every schedule of a problem. If a CTA of many tokens needs a copy of X, others have fewer."""
         depth, widest, along_k = unit_depth(desc.layout.block), _widest(desc), _reads_along_k(desc)
         tiles = {widest: along_k}
         if not along_k and desc.n % widest:
             # With blocks of 16, a transposed X would be read in pieces of 32 bytes, so its rows are padded.
             tiles = {widest: desc.layout.block > M16_ROWS, math.gcd(desc.n, widest): False}
-        slices = _row_slices(desc)
+        slices = _row_slices(desc) if may_slice else 1
         return [
             cls(warps, m16_tiles, n8_tiles, depth, x_along_k, slices)
             for n8_tiles, x_along_k in tiles.items()
@@ -75,12 +77,20 @@ class BlocksMmaSchedule(NamedTuple):
 
     @classmethod
     def of(
-        cls, desc: BlockSparseMatmulDescriptor, multiprocessors: int, max_workspace: int | None = None
+        cls,
+        desc: BlockSparseMatmulDescriptor,
+        multiprocessors: int,
+        max_workspace: int | None = None,
+        *,
+        may_slice: bool = True,
     ) -> BlocksMmaSchedule:
-        """The fastest schedule by prediction whose copy of X takes at most ``max_workspace`` bytes."""
+        """The fastest schedule by prediction whose copy of X takes at most ``max_workspace`` bytes.
+
+        ``may_slice``: whether the device can compute slices of block rows.
+        """
         model = CostModel.of(by_order_and_block(MODEL, desc), TERMS)
         return fastest(
-            cls.candidates(desc),
+            cls.candidates(desc, may_slice=may_slice),
             lambda some: [model.microseconds(one.work(desc, multiprocessors)) for one in some],
             lambda one: prepared_bytes(one.prepared(desc)),
             max_workspace,
