@@ -21,7 +21,8 @@ family is plenty. Then ``python -m benchmarks.fit --gpu NAME``. Families, and th
 
 A line has the problem, ``dense_us`` of the dense product, and ``us``: microseconds by the schedule's fields.
 Lines of ``blocks`` also have ``inflate_us``, the product of the inflated matrix. Lines of few tokens also
-have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps, m16 tiles and tiles of tokens.
+have ``mma_us``, of the kernel for few tokens: for ``packed`` by its warps, m16 tiles, tiles of
+tokens and, behind a slash, slices of long rows.
 Lines of ``large-blocks``, ``packed`` and ``uneven`` have times by the name of a ``Cut``.
 """
 

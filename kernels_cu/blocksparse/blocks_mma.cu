@@ -6,16 +6,16 @@
 // its k, a lane has the values of two k in two words, and exchanges their halves.
 //
 // A CTA computes kM16Tiles * 16 rows of a block row and up to kN8Tiles * 8 tokens. Its warps take the shares of the
-// block row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row alone. If a layout has
-// block rows that are much longer than others, a cluster computes a tile of these: each CTA takes a slice of the row.
+// block row, and blocksparse/blocks_mma/shares.cuh says which, so that bits depend on the row and on kRowSlices alone.
+// With kRowSlices above 1, a cluster computes each tile of a long block row: each CTA takes a slice of the row.
 //
 //   role       threads      what it does
 //   Mainloop   warps        loads and multiplies its units, kUnits of op(S) and kXUnits of X ahead; after a share puts
 //                           its sums into shared memory. If a pre-pass copies X, it loads tables and op(S) meanwhile
 //   write      all threads  adds the sums of slots, then those of slices; epilogue, store
 //
-//   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has both halves. Round
-//              the sums of slices, two of the cluster
+//   barriers   two __syncthreads, round the sums of the upper half of the shares; one if a warp has both halves. With
+//              slices, two cluster syncs: one before and one after CTAs read each other's sums
 //   registers  4 * kM16Tiles * kN8Tiles accumulators, at most 32; op(S) of kUnits and X of kXUnits, up to 32 words each
 //
 //   table   | blocks of 32 units |                    to shared memory; the next 32 are prefetched to L2

@@ -189,7 +189,7 @@ struct Run {
     }
   }
 
-  // Stores the results of a m16_tile, whose two rows of this lane have 2 * kTiles neighbours each.
+  // Stores the results of an m16 tile, whose two rows of this lane have 2 * kTiles neighbours each.
   __device__ __forceinline__ void store(const float (&acc)[kTiles][4], int m16_tile, int piece) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

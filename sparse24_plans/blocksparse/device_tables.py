@@ -55,14 +55,14 @@ class BlockTablesParams(KernelParams):
     column_panel_slices = field("int*", "Number of slices of each column panel.")
     row_long_panels = field("int*", "Number of row panels with several slices.")
     column_long_panels = field("int*", "Number of column panels with several slices.")
-    row_narrow_slices = field(
-        "int*", "Slices of narrow row panels, for blocks of 64 alone, as the next five."
+    row_narrow_slices = field("int*", "Slices of narrow row panels. Only blocks of 64 have them.")
+    column_narrow_slices = field("int*", "Slices of narrow column panels (blocks of 64).")
+    row_narrow_slice_count = field("int*", "Number of slices of narrow row panels (blocks of 64).")
+    column_narrow_slice_count = field("int*", "Number of slices of narrow column panels (blocks of 64).")
+    row_narrow_long_panels = field("int*", "Number of narrow row panels with several slices (blocks of 64).")
+    column_narrow_long_panels = field(
+        "int*", "Number of narrow column panels with several slices (blocks of 64)."
     )
-    column_narrow_slices = field("int*", "Slices of narrow column panels.")
-    row_narrow_slice_count = field("int*", "Number of slices of narrow row panels.")
-    column_narrow_slice_count = field("int*", "Number of slices of narrow column panels.")
-    row_narrow_long_panels = field("int*", "Number of narrow row panels with several slices.")
-    column_narrow_long_panels = field("int*", "Number of narrow column panels with several slices.")
     heads = field("u32", "Number of heads.")
     block_rows = field("u32", "Number of block rows of a head.")
     block_cols = field("u32", "Number of block columns of a head.")
@@ -87,7 +87,7 @@ class BlockTablesParams(KernelParams):
         "u32", "Number of slices of narrow row panels that the tables have room for."
     )
     column_narrow_slice_room = field(
-        "u32", "Number of slices of narrow column panels with room in the tables."
+        "u32", "Number of slices of narrow column panels that the tables have room for."
     )
 
 

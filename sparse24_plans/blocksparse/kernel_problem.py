@@ -195,7 +195,8 @@ class KernelProblem:
     def slicing(self, rows: int = PANEL_ROWS) -> Slicing | None:
         """How long panels of ``rows`` rows are cut into slices; None for ``sdd``, or if none can be long.
 
-        None can be if panels of 128 rows ask for no cut, or with blocks of 16 and 32 those of 64 rows.
+        No panel can be long if all that the shape allows, or the known longest panel, are too short to be
+        cut. With blocks of 16 and 32, panels of 64 rows decide; with larger blocks, panels of 128 rows.
         """
         asking, found = (
             Slicing.of(self.desc.layout, by_columns=self.by_columns, rows=one)

@@ -8,9 +8,8 @@ struct PipelineGroup : PipelineBarriers<Config, PipelineGroup> {
   __device__ __forceinline__ PipelineGroup(u32 base, u32 index) : base(base), index(index) {}
   __device__ __forceinline__ u32 barriers() const { return base + Config::kBarrierAt + index * Config::kPipelineBytes; }
   __device__ __forceinline__ u32 empty(u32 stage) const { return full(Config::kPipelineStages + stage); }
-  __device__ __forceinline__ u32 work() const {
-    return barriers() + kBarrierBytes;
-  }  // address of the description of its work tile
+  // Address of the description of its work tile.
+  __device__ __forceinline__ u32 work() const { return barriers() + kBarrierBytes; }
   __device__ __forceinline__ u32 starts(u32 stage) const {  // address of the first keys of a stage's pieces
     return work() + 32 + stage * Config::kPiecesPerStep * 4;
   }

@@ -2,8 +2,8 @@
 // warp multiplies at a time. A long row may be cut into slices of nearly equal length, whose sums are added in order; a
 // slice is then shared as a row is. The units of a row are dealt out to its shares round-robin. Their number follows
 // from the row's own length. A share is summed in increasing k. The sums of the upper half of the shares are added to
-// those of the lower half, and these from the first to the last. So bits depend on the row alone: however many warps
-// there are, each takes shares one after the other.
+// those of the lower half, and these from the first to the last. So bits depend on the row and the most slices alone,
+// not on the number of warps: a warp takes its shares one after the other.
 #pragma once
 #include "common/types.cuh"
 

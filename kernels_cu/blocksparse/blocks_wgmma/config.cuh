@@ -25,8 +25,8 @@ struct Config : ProblemType<S24_ELEMENT, S24_OUT, S24_BIAS, S24_EPILOGUE> {
   static constexpr bool kTokensContiguous = S24_TOKENS_CONTIGUOUS;  // in C; otherwise rows of op(S) are contiguous
   static constexpr bool kUnalignedRows = S24_UNALIGNED_ROWS;        // rows of C begin where TMA cannot store them
   static constexpr Slices kSlices = Slices(S24_SLICES);
-  static constexpr int kClusterSlices =
-      S24_CLUSTER_SLICES;  // slices of every panel, which a cluster computes and adds; 1 if whole
+  // Slices of every panel, which a cluster computes and adds; 1 if panels are whole.
+  static constexpr int kClusterSlices = S24_CLUSTER_SLICES;
   static constexpr bool kCuts = kSlices == Slices::Apart || kSlices == Slices::Sequential || kClusterSlices > 1;
   static constexpr bool kClaims = kSlices == Slices::Apart || kSlices == Slices::LongFirst;  // if a panel is long
   static constexpr bool kXCopied = S24_X_COPIED;  // by a pre-pass, which began once everything before it was done

@@ -62,17 +62,17 @@ struct BlockTablesParams {
   int* row_long_panels;
   // Number of column panels with several slices.
   int* column_long_panels;
-  // Slices of narrow row panels, for blocks of 64 alone, as the next five.
+  // Slices of narrow row panels. Only blocks of 64 have them.
   int* row_narrow_slices;
-  // Slices of narrow column panels.
+  // Slices of narrow column panels (blocks of 64).
   int* column_narrow_slices;
-  // Number of slices of narrow row panels.
+  // Number of slices of narrow row panels (blocks of 64).
   int* row_narrow_slice_count;
-  // Number of slices of narrow column panels.
+  // Number of slices of narrow column panels (blocks of 64).
   int* column_narrow_slice_count;
-  // Number of narrow row panels with several slices.
+  // Number of narrow row panels with several slices (blocks of 64).
   int* row_narrow_long_panels;
-  // Number of narrow column panels with several slices.
+  // Number of narrow column panels with several slices (blocks of 64).
   int* column_narrow_long_panels;
   // Number of heads.
   u32 heads;
@@ -116,7 +116,7 @@ struct BlockTablesParams {
   u32 narrow_uncut_rows;
   // Number of slices of narrow row panels that the tables have room for.
   u32 row_narrow_slice_room;
-  // Number of slices of narrow column panels with room in the tables.
+  // Number of slices of narrow column panels that the tables have room for.
   u32 column_narrow_slice_room;
 };
 static_assert(sizeof(BlockTablesParams) == 368);

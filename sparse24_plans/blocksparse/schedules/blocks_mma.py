@@ -1,4 +1,8 @@
-"""How ``blocksparse/blocks_mma.cu`` cuts a problem. No bit depends on it."""
+"""How ``blocksparse/blocks_mma.cu`` cuts a problem.
+
+Of a schedule only ``row_slices`` and ``depth`` decide bits. Both follow from the layout and from how long its
+longest panel is known to be; only compute capability 9.0 has several slices.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,12 @@ _MAX_M16_TILES = {1: 4, 2: 2, 4: 2, 8: 1}
 """Most m16 tiles of a CTA by its tiles of eight tokens: registers hold the sums and what is in flight."""
 _SHARES = ((16, 4), (64, 8), (math.inf, 16))
 """The most units of a block row, and its shares."""
+# The next four numbers say where sums are cut, so they define bits, and no fit moves them.
 _MAX_ROW_SLICES, _SLICE_UNITS = 4, 128
-"""Most slices of a block row, and units of a slice, of which longer rows have more."""
+"""Most slices of a block row, and most units of a slice, unless its row has the most slices."""
 _LONG_ROW_UNITS, _LONG_ROW = 192, 3.0
-"""Units of a row that is worth a cluster, and their least ratio to the units that an SM has if all have equal
-parts. Both decide bits, so no fit moves them."""
+"""Least units of a long row, and the ratio to the units of an SM's equal part of all work that it must
+exceed."""
 _LANE_WORDS = 32
 """Registers of a lane for values in flight, and for cells of X in flight. With 64 tokens values have half."""
 _WARPS = (4, 8, 16)
@@ -54,7 +59,8 @@ class BlocksMmaSchedule(NamedTuple):
     x_along_k: bool
     """Whether k is contiguous in X; otherwise its tokens are."""
     row_slices: int
-    """Most slices of a block row, which the CTAs of a cluster compute. They follow from the layout alone."""
+    """Most slices of a block row, which the CTAs of a cluster compute. The number follows from the
+    layout, and decides bits."""
 
     @classmethod
     def candidates(
@@ -229,7 +235,11 @@ def block_rows(desc: BlockSparseMatmulDescriptor) -> int:
 
 
 def _row_slices(desc: BlockSparseMatmulDescriptor) -> int:
-    """Most slices of a block row: several if the row known to be the longest would take longer than all work.
+    """Most slices of a block row: several if the longest row has many units, and more than thrice an SM's.
+
+    The longest row's length is expected from the known longest panel; if none is known, it is the mean
+    row's. An SM's units are its equal part of all work, where every m16 tile has the units of its row. So a
+    few equal rows of a long K have slices, too.
 
     The tables order rows by length in each head, so only layouts of one head have their long rows first.
     """
