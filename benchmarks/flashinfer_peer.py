@@ -46,7 +46,7 @@ def forward(
     sizes = torch.full(bitmap.shape[:2], block, dtype=torch.int32, device=q.device)
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
     wrapper = flashinfer.sparse.VariableBlockSparseAttentionWrapper(workspace, backend=backend)
-    kept = torch.from_numpy(np.ascontiguousarray(bitmap)).to(q.device)
+    kept = torch.tensor(bitmap, device=q.device)
     try:
         wrapper.plan(kept, sizes, sizes, heads, heads, head_size, q_data_type=q.dtype)
     except ValueError as error:
