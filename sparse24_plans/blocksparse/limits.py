@@ -67,7 +67,7 @@ def blocks_mma_any(problem: BlockSparseMatmulDescriptor) -> str | None:
     counts = {"block rows": block_rows(problem), "tokens": problem.n}
     if (reason := _transposes(copies) or _beyond(counts)) is not None:
         return reason
-    return grid_limit_refusal(max(one.grid(problem) for one in tried))
+    return grid_limit_refusal(max(one.ctas(problem) for one in tried))
 
 
 def sdd_mma(problem: BlockSparseMatmulDescriptor) -> str | None:

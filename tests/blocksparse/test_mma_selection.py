@@ -189,7 +189,7 @@ def test_rows_behind_those_that_may_have_slices_are_short(counts, block, batch):
         units = sorted((count * block // one.depth for count in counts), reverse=True)
         long_rows = sliced.long_rows(desc)
         assert all(some <= 128 for some in units[long_rows:])
-        tiles = one.ctas(desc) // len(counts)
-        assert 0 <= sliced.grid(desc) - tiles * (len(counts) + 3 * long_rows) < 4
-        assert sliced.grid(desc) % 4 == 0
-        assert one._replace(row_slices=1).grid(desc) == one.ctas(desc)
+        tiles = one.tiles(desc) // len(counts)
+        assert 0 <= sliced.ctas(desc) - tiles * (len(counts) + 3 * long_rows) < 4
+        assert sliced.ctas(desc) % 4 == 0
+        assert one._replace(row_slices=1).ctas(desc) == one.tiles(desc)

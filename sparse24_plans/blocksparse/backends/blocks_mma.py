@@ -55,9 +55,9 @@ class Kernel(PreparingKernel):
         schedule = BlocksMmaSchedule.of(desc, device.multiprocessors, most, may_slice=may_slice)
         prepared = schedule.prepared(desc)
         self._prepare(prepared, device)
-        self._ctas = schedule.grid(desc)
+        self._ctas = schedule.ctas(desc)
         # The longest block rows come first if they may have slices, or if not all CTAs run at once.
-        waits = schedule.ctas(desc) > schedule.resident_ctas(device.multiprocessors)
+        waits = self._ctas > schedule.resident_ctas(device.multiprocessors)
         self._ordered = waits or schedule.row_slices > 1
         self.details = (
             f"{self._ctas} CTAs of {schedule.rows} rows x {schedule.tokens} tokens, "

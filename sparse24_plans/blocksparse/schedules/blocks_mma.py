@@ -129,8 +129,8 @@ class BlocksMmaSchedule(NamedTuple):
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
         longest = expected_longest_panel(desc, one.block)
-        ctas = (self.grid(desc) + self.ctas(desc)) / 2  # about half of those beyond a row's first have work
-        waves = ctas / self.resident_ctas(multiprocessors)
+        busy = (self.ctas(desc) + self.tiles(desc)) / 2  # about half of the CTAs of clusters exit at once
+        waves = busy / self.resident_ctas(multiprocessors)
         waves = max((waves + math.ceil(waves)) / 2, 1.0)  # a partial wave takes a part of a whole one
         units, copies = longest * one.block / self.depth, self.prepared(desc)
         units /= min(self.row_slices, max(units / _SLICE_UNITS, 1.0))
@@ -197,7 +197,7 @@ class BlocksMmaSchedule(NamedTuple):
         """Token tiles of a result."""
         return -(-desc.n // self.tokens)
 
-    def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
+    def tiles(self, desc: BlockSparseMatmulDescriptor) -> int:
         """Tiles of the result, each of one CTA, or of a cluster."""
         return desc.batch * block_rows(desc) * (desc.layout.block // self.rows) * self.n_tiles(desc)
 
@@ -208,9 +208,9 @@ class BlocksMmaSchedule(NamedTuple):
         units = desc.layout.blocks * desc.layout.block // self.depth
         return min(units // (_SLICE_UNITS + 1), block_rows(desc))
 
-    def grid(self, desc: BlockSparseMatmulDescriptor) -> int:
+    def ctas(self, desc: BlockSparseMatmulDescriptor) -> int:
         """CTAs that are launched: whole clusters, one for each tile of a row that may have slices."""
-        of_row = self.ctas(desc) // max(block_rows(desc), 1)
+        of_row = self.tiles(desc) // max(block_rows(desc), 1)
         whole = (block_rows(desc) - self.long_rows(desc)) * of_row
         return align_up(self.long_rows(desc) * of_row * self.row_slices + whole, self.row_slices)
 
