@@ -146,24 +146,28 @@ class _Problem:
 
     def beside_flashinfer(self) -> dict[str, Any]:
         """Time of the fastest of FlashInfer's kernels that serve the problem, if any does, and its name."""
-        times: dict[str, Steady] = {}
-        for backend in flashinfer_peer.BACKENDS:
-            found = flashinfer_peer.forward(backend, self.read, self.layout.bitmap, self.cell.block)
-            if found is not None:
-                run, result = found
-                try:
-                    run()
-                    self.made["o"][0].copy_(result)
-                    self.check(backward=False)
-                except (UnsupportedError, RuntimeError) as error:  # FlashInfer's fault, not our cell's
-                    print(f"{self.cell}, FlashInfer's {backend}: {error}", file=sys.stderr, flush=True)
-                else:
-                    times[backend] = _alone(partial(_as_is, run))
+        tried = {backend: self._flashinfer(backend) for backend in flashinfer_peer.BACKENDS}
+        times = {backend: time for backend, time in tried.items() if time is not None}
         if not times:
             return {}
         name, time = min(times.items(), key=lambda one: one[1].us)
         about = {"flashinfer": f"{name} of {flashinfer_peer.flashinfer.__version__}"}
         return {**about, "flashinfer_us": rounded(time.us), **time.fields("flashinfer_us")}
+
+    def _flashinfer(self, backend: str) -> Steady | None:
+        """Time of one of FlashInfer's kernels alone; None if it doesn't serve the problem, or is wrong."""
+        found = flashinfer_peer.forward(backend, self.read, self.layout.bitmap, self.cell.block)
+        if found is None:
+            return None
+        run, result = found
+        try:
+            run()
+            self.made["o"][0].copy_(result)
+            self.check(backward=False)
+        except (UnsupportedError, RuntimeError) as error:  # FlashInfer's fault, not our cell's
+            print(f"{self.cell}, FlashInfer's {backend}: {error}", file=sys.stderr, flush=True)
+            return None
+        return _alone(lambda: run)
 
     def dense(self, name: str, *, backward: bool) -> Callable[[], object]:
         """PyTorch's attention over all blocks: one pass by itself."""
@@ -179,10 +183,6 @@ class _Problem:
             return forward
         o, do = forward(), self.read["do"]
         return lambda: torch.autograd.grad(o, given, do, retain_graph=True)
-
-
-def _as_is(run: Callable[[], object]) -> Callable[[], object]:
-    return run
 
 
 def _alone(make: Callable[[], Callable[[], object]]) -> Steady:

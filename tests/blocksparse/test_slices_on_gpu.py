@@ -80,6 +80,22 @@ def sequential(**fields: Any) -> BlockSparseMatmulPlan:
     return plan
 
 
+def narrow_plan_of(slices: int = cuts.APART, **fields: Any) -> BlockSparseMatmulPlan:
+    """A plan with tiles of 64 x 64 that cuts narrow panels of blocks of 64, or takes the long ones first."""
+    desc = BlockSparseMatmulDescriptor(**{"n": 72, "batch": 2, "element": "bf16", **fields})
+    needed = {
+        cuts.APART: slice_bytes(KernelProblem(desc), 64),
+        cuts.LONG_FIRST: (align_up(COUNTER_BYTES), 0),
+        cuts.NO_SLICES: (0, 0),
+    }[slices]
+    with running(cuts.Cut(cuts.NARROW, slices, *needed)):
+        plan = select({"max_workspace_bytes": (1 << 35) + slices}, **fields)
+    assert "tiles of 64 rows x 64 tokens" in plan.explain().details
+    assert ("summed by several CTAs" in plan.explain().details) == (slices == cuts.APART)
+    assert ("long panels come first" in plan.explain().details) == (slices == cuts.LONG_FIRST)
+    return plan
+
+
 @gpu
 @every_op
 @every_block
@@ -190,9 +206,10 @@ def test_8_bit_products_of_cut_panels_are_right(block, element, make):
 @gpu
 @every_op
 @shared.every_epilogue
-def test_epilogues_follow_the_last_slice(op, epilogue):
+@pytest.mark.parametrize("make", [plan_of, narrow_plan_of])
+def test_epilogues_follow_the_last_slice(op, epilogue, make):
     layout = uneven(op, 64)
-    plan = plan_of(op=op, layout=layout, n=200, epilogue=epilogue, alpha=0.25)
+    plan = make(op=op, layout=layout, n=200, epilogue=epilogue, alpha=0.25)
     check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(3)))
 
 
@@ -267,22 +284,6 @@ def test_order_of_panels_changes_no_bit(op, block):
 # Slices of narrow panels of blocks of 64 -----------------------------------------------------------
 
 
-def narrow_plan_of(slices: int = cuts.APART, **fields: Any) -> BlockSparseMatmulPlan:
-    """A plan with tiles of 64 x 64 that cuts narrow panels of blocks of 64, or takes the long ones first."""
-    desc = BlockSparseMatmulDescriptor(**{"n": 72, "batch": 2, "element": "bf16", **fields})
-    needed = {
-        cuts.APART: slice_bytes(KernelProblem(desc), 64),
-        cuts.LONG_FIRST: (align_up(COUNTER_BYTES), 0),
-        cuts.NO_SLICES: (0, 0),
-    }[slices]
-    with running(cuts.Cut(cuts.NARROW, slices, *needed)):
-        plan = select({"max_workspace_bytes": (1 << 35) + slices}, **fields)
-    assert "tiles of 64 rows x 64 tokens" in plan.explain().details
-    assert ("summed by several CTAs" in plan.explain().details) == (slices == cuts.APART)
-    assert ("long panels come first" in plan.explain().details) == (slices == cuts.LONG_FIRST)
-    return plan
-
-
 @gpu
 @every_op
 @pytest.mark.parametrize("transposed", TRANSPOSITIONS)
@@ -329,15 +330,6 @@ def test_8_bit_products_of_cut_narrow_panels_are_right(element):
         fields = {"element": element, "out_element": out, "trans_b": True}
         plan = narrow_plan_of(op="dsd", layout=layout, n=80, **fields)
         check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(2)))
-
-
-@gpu
-@every_op
-@shared.every_epilogue
-def test_epilogues_follow_the_last_slice_of_a_narrow_panel(op, epilogue):
-    layout = uneven(op, 64)
-    plan = narrow_plan_of(op=op, layout=layout, n=200, epilogue=epilogue, alpha=0.25)
-    check(plan, random_operands(plan.descriptor, layout, np.random.default_rng(3)))
 
 
 @gpu
