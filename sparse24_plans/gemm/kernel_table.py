@@ -115,8 +115,8 @@ class GemmEntry(KernelEntry):
             else None
         )
 
-    def slower(self, descriptor: GemmSparse24Descriptor) -> str | None:
-        return limits.small_batches(descriptor) if self.split_terms else None
+    def ranks_last(self, descriptor: GemmSparse24Descriptor) -> bool:
+        return self.split_terms > 0 and limits.has_small_batches(descriptor)
 
     def other_kind(self, descriptor: GemmSparse24Descriptor) -> str | None:
         return "serves groups only" if self.only_groups and not descriptor.groups else None

@@ -76,15 +76,13 @@ def _many_batches(problem: GemmSparse24Descriptor) -> str | None:
     return None
 
 
-def small_batches(problem: GemmSparse24Descriptor) -> str | None:
-    """The reason why the strict kernel multiplies batches of float32 faster, in its one launch, or None.
+def has_small_batches(problem: GemmSparse24Descriptor) -> bool:
+    """Whether one launch for all batches is faster than one of a faster kernel for each.
 
     A launch for each batch takes some microseconds. Neither n nor the number of batches decides, because the
-    two kernels' weights have different layouts.
+    kernels' weights have different layouts.
     """
-    if not problem.is_batched or problem.m * problem.k >= _LARGE_WEIGHT or strict(problem) is not None:
-        return None
-    return f"launches each batch: is preferred for m x k from {_LARGE_WEIGHT}, not {problem.m} x {problem.k}"
+    return problem.is_batched and problem.m * problem.k < _LARGE_WEIGHT
 
 
 def mma_sp(problem: GemmSparse24Descriptor) -> str | None:

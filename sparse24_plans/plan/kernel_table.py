@@ -72,9 +72,9 @@ class KernelEntry:
         """The layout of the problem's weight that the kernel prefers."""
         return self.layout
 
-    def slower(self, descriptor: Any) -> str | None:
-        """The reason why another tier's kernel is faster, or None. By name or tier this one still serves."""
-        return None
+    def ranks_last(self, descriptor: Any) -> bool:
+        """Whether each other kernel that can serve the problem is preferred to this one."""
+        return False
 
     def reads(self, descriptor: Any) -> tuple[str, ...]:
         """All layouts of the problem's weight that the kernel reads, its preferred one first."""
@@ -191,7 +191,7 @@ def consider(
     *,
     until_served: bool = False,
 ) -> tuple[JudgedEntry[R], ...]:
-    """Every entry, in order, with the reason why it can't serve.
+    """Every entry, in order of preference, with the reason why it can't serve.
 
     For each kernel's name, ``configured`` has a tuning table's configuration, and ``tested`` the flags of the
     guarantee that self-tests of this configuration have confirmed. ``until_served`` leaves out the entries
@@ -203,7 +203,7 @@ def consider(
     stops = until_served and not bounded and not SELECT.isEnabledFor(DEBUG)
     whole = _choice_of_whole(entries, descriptor, preference, device) if invariant else None
     choices, found = [], list[JudgedEntry[R]]()
-    for one in entries:
+    for one in sorted(entries, key=lambda entry: entry.ranks_last(descriptor)):
         choices.append(Choice(descriptor, device, one, preference, cuts.get(one.name, {})))
         judged = _judge(choices[-1], flags.get(one.name, ()))
         if whole and (judged.reason is None or judged.crowded) and not _same_bits(whole, choices[-1]):
@@ -354,7 +354,5 @@ def _unwanted(choice: Choice, tested: Sequence[str]) -> str | None:
     named = preference.prefer_backend or preference.prefer_kernel or require.arithmetic
     if entry.for_a_bound and named is None and require.max_error_bound is None:
         return "has a wider error bound: serves where max_error_bound allows it"
-    if named is None and preference.tier is None and (slower := entry.slower(descriptor)):
-        return slower
     promised = entry.promises(choice, tested, named=require.arithmetic is not None)
     return require.unmet(promised, descriptor.reduction)
