@@ -73,7 +73,7 @@ PACKED_BOUNDS = {
 FEW_BOUNDS = {
     "memory_bytes": (4e-8, 6e-7), "l2_bytes": (4e-8, 6e-7), "x_loads": (1e-9, 1e-5),
     "wave": (0.8, 4), "rounds": (0.1, 4), "x_rounds": (0.01, 4),
-    "written_cells": (0.1, 1), "copies": (0.5, 6), "copied_bytes": (3e-7, 1e-5),
+    "written_cells": (0.1, 1), "exchanged": (0.25, 3), "copies": (0.5, 6), "copied_bytes": (3e-7, 1e-5),
     "launch": (0.1, 4), "exponent": (1, 1),
 }  # fmt: skip
 """The parts of a kernel for few tokens follow one another, so their times are added up."""

@@ -40,7 +40,7 @@ MODEL = "packed_mma"
 """The name of the cost models, one for each size of a block and order of X."""
 TERMS = (
     "memory_bytes", "l2_bytes", "x_loads", "wave", "rounds", "x_rounds",
-    "written_cells", "copies", "copied_bytes",
+    "written_cells", "exchanged", "copies", "copied_bytes",
 )  # fmt: skip
 """The names of the kinds of work that take time."""
 
@@ -124,7 +124,7 @@ class BlocksMmaSchedule(NamedTuple):
         Memory delivers values, X and C. L2 delivers X to every CTA, and values again to further tokens. A
         load of X takes as long if it has fewer tokens. In each wave CTAs begin and write cells of C. No CTA
         ends before the rounds of its block row do, of which the longest counts, and before those in which X
-        is loaded. X may be copied first.
+        is loaded. The CTAs of a cluster exchange sums. X may be copied first.
         """
         one = desc.layout
         values = desc.batch * one.blocks * one.block**2 * desc.element.itemsize
@@ -144,6 +144,7 @@ class BlocksMmaSchedule(NamedTuple):
             rounds / self.units,
             rounds / self.x_units,
             waves * cells_of_a_thread,
+            self.n8_tiles if self.row_slices > 1 else 0,
             len(copies),
             prepared_bytes(copies),
         )
