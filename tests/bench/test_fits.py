@@ -126,7 +126,7 @@ def test_no_model_is_without_constants():
 
 TRUE = {
     "us": (3.0, 2.0, (0.2, 2e-5, 3e-9, 5e-8, 3e-7, 1.0)),
-    "mma_us": (2.0, 1.0, (2.5e-7, 1.2e-7, 4e-7, 1.5, 0.5, 0.2, 0.3, 3.0, 1e-6)),
+    "mma_us": (2.0, 1.0, (2.5e-7, 1.2e-7, 4e-7, 1.5, 0.5, 0.2, 0.3, 0.9, 3.0, 1e-6)),
     "dense_us": (4.0, 4.0, (2.7e-7, 1e-7, 2.8e-9, 5e-10)),
 }
 """Constants of the models that the made times follow, by their names in these tests."""
