@@ -235,7 +235,8 @@ class Layout(nn.Module):
         given, error_msgs = state_dict.get(f"{prefix}bitmap"), about[-1]
         errors = len(error_msgs)
         found: BlockSparseLayout | None = None
-        if isinstance(given, Tensor) and not given.is_meta:
+        expected = "bitmap" not in self._non_persistent_buffers_set
+        if expected and isinstance(given, Tensor) and not given.is_meta:
             try:
                 found = BlockSparseLayout(given, self.shape.block)
                 if found.shape != self.shape:
@@ -249,6 +250,9 @@ class Layout(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *about)
         if found is not None and len(error_msgs) == errors:
             self._take(found)
+            if self.tables.is_meta:  # the bitmap was assigned; without tables the layout could not move
+                place = self.bitmap.device
+                self.tables = self._copies.pop(place, torch.empty_like(self.tables, device=place))
             self._fill()
 
     # Conversions ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -206,6 +207,22 @@ def test_a_state_that_pytorch_refuses_changes_nothing(bitmap):
     with pytest.raises(RuntimeError, match="bitmap"):
         layer.load_state_dict({"bitmap": bitmap})
     assert same(layer, Layout(OTHER, 16))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_layout_outside_of_state_dict_takes_no_mask_from_one(strict):
+    layer = Layout(OTHER, 16, persistent=False)
+    with pytest.raises(RuntimeError, match="Unexpected key") if strict else nullcontext():
+        layer.load_state_dict({"bitmap": layout_of().bitmap}, strict=strict)
+    assert same(layer, Layout(OTHER, 16))
+
+
+def test_assigned_state_brings_tables_off_the_meta_device():
+    layer, wanted = (Linear(32, 48, 16, BITMAPS["two heads"][0], device=one) for one in ("meta", "cpu"))
+    layer.load_state_dict(wanted.state_dict(), assign=True)
+    x = randn(5, 32)
+    assert torch.equal(layer.to("cpu")(x), wanted(x))
+    assert same(layer.layout, wanted.layout)
 
 
 def test_a_linear_layers_state_goes_round():
