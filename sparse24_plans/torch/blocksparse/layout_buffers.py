@@ -112,9 +112,10 @@ class Layout(nn.Module):
         self._is_captured = False
         self._take(_layout_of(layout, block))
         self.sizes = numbers_of(self._layout.shape)
-        bitmap, tables = _tensors(self._layout)
-        self.register_buffer("bitmap", bitmap.to(device), persistent=persistent)
-        self.register_buffer("tables", tables.to(device), persistent=False)
+        with torch.inference_mode(False):  # training may follow a first call in that mode
+            bitmap, tables = (one.to(device) for one in _tensors(self._layout))
+        self.register_buffer("bitmap", bitmap, persistent=persistent)
+        self.register_buffer("tables", tables, persistent=False)
         self._copies: dict[torch.device, Tensor] = {}
 
     @property
@@ -159,7 +160,7 @@ class Layout(nn.Module):
                     f"layout: expected tables on {place} before a CUDA graph is captured, got those on "
                     f"{self.tables.device}; call layout.tables_on({str(place)!r}) before"
                 )
-            with _COPYING:
+            with _COPYING, torch.inference_mode(False):
                 found = self._copies.get(place)
                 if found is None:
                     found = _tensors(self.layout)[1].to(place)

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from sparse24_plans import BlockSparseLayout, FormatError, InvalidProblemError, UnsupportedError
-from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, Softmax, matmul, softmax
+from sparse24_plans.torch.blocksparse import (
+    DeepSpeedSparseSelfAttention,
+    Layout,
+    Linear,
+    MatMul,
+    Softmax,
+    SparsityInfo,
+    matmul,
+    softmax,
+)
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, close, dense_of, layout_of, operands, product, randn
@@ -112,6 +121,21 @@ def test_tables_are_copied_once_to_each_device():
     assert torch.equal(other.tables_on("cpu"), copies[0])
     layout.to_empty(device="cpu")
     assert layout.tables_on("cpu") is layout.tables
+
+
+def test_what_inference_mode_makes_serves_training():
+    """Layouts of rules and copies of tables are made in the first call, which may be a validation."""
+    meta, x = Layout(OTHER, 16, device="meta"), wanting(randn(1, 3, 48, 8))
+    attend = DeepSpeedSparseSelfAttention(SparsityInfo("dense", 16))
+    with torch.inference_mode():
+        attend(x, x, x)
+        meta.tables_on("cpu")
+        made = layout_of()
+    attend(x, x, x).sum().backward()
+    for layout in (meta, made):
+        layout.update(OTHER)
+        a, b = (wanting(randn(1, 2, *sides)) for sides in ((32, 8), (8, 48)))
+        matmul(a, b, layout, "sdd").sum().backward()
 
 
 def test_a_mask_on_the_cpu_is_taken_by_update_alone():
