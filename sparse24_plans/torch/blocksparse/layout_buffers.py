@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,26 +148,28 @@ class Layout(nn.Module):
         """The look-up tables on a device: ``tables`` itself, or a copy that follows every ``update``.
 
         A copy is made at the first call and kept until the layout moves. Threads may share the layout. Raises
-        UnsupportedError while a CUDA graph is captured, whose replays would copy again: call it before.
+        UnsupportedError while a CUDA graph is captured, whose replays would copy again: call it before, as
+        before ``torch.compile(fullgraph=True)``.
         """
         place = device if type(device) is torch.device else device_of(device)
-        return self.tables if place == self.tables.device else self._copy_on(place)
+        found = self.tables if place == self.tables.device else self._copies.get(place)
+        if found is None:
+            found = untraced(lambda: self._copy_on(place))
+        return found
 
     def _copy_on(self, place: torch.device) -> Tensor:
-        found = self._copies.get(place)
-        if found is None:
-            if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise UnsupportedError(
-                    f"layout: expected tables on {place} before a CUDA graph is captured, got those on "
-                    f"{self.tables.device}; call layout.tables_on({str(place)!r}) before"
-                )
-            with _COPYING, torch.inference_mode(False):
-                found = self._copies.get(place)
-                if found is None:
-                    found = _tensors(self.layout)[1].to(place)
-                    if place.type == "cuda":  # other streams may read it
-                        torch.cuda.current_stream(place).synchronize()
-                    self._copies[place] = found
+        if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"layout: expected tables on {place} before a CUDA graph is captured, got those on "
+                f"{self.tables.device}; call layout.tables_on({str(place)!r}) before"
+            )
+        with _COPYING, torch.inference_mode(False):
+            found = self._copies.get(place)
+            if found is None:
+                found = _tensors(self.layout)[1].to(place)
+                if place.type == "cuda":  # other streams may read it
+                    torch.cuda.current_stream(place).synchronize()
+                self._copies[place] = found
         return found
 
     def update(self, layout: Any) -> None:
@@ -353,6 +356,12 @@ def layout_of(given: Any, block: int | None, device: Any = None) -> Layout:
         _layout_of(given, block)
         return given
     return Layout(given, block, device=device)
+
+
+def untraced(call: Callable[[], Any]) -> Any:
+    """The result of a call that works with NumPy on layouts, which torch.compile would fail to trace."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
+    return call() if dynamo is None else dynamo.disable(call)()
 
 
 def _tensors(layout: BlockSparseLayout) -> tuple[Tensor, Tensor]:

@@ -101,6 +101,18 @@ def test_a_layout_serves_operands_on_other_devices():
     assert elsewhere.tables.is_meta
 
 
+def test_tables_are_copied_where_the_first_call_is_compiled():
+    here, elsewhere = layout_of(), Layout(layout_of().layout, device="meta")
+    a, b = operands("dsd", here)
+
+    def found(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return matmul(a, b, elsewhere, "dsd")
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(found, backend="eager")(a, b), matmul(a, b, here, "dsd"))
+    assert torch.equal(torch.compile(found, backend="eager", fullgraph=True)(a, b), matmul(a, b, here, "dsd"))
+
+
 def test_tables_are_copied_once_to_each_device():
     layout = Layout(layout_of().layout, device="meta")
     assert layout.tables_on("meta") is layout.tables
