@@ -178,6 +178,9 @@ class Layout(nn.Module):
         The tables stay where they are, so a captured CUDA graph reads the new mask from then on. Raises
         InvalidProblemError for another shape, before anything is written.
         """
+        untraced(lambda: self._update(layout))
+
+    def _update(self, layout: Any) -> None:
         other = _layout_of(layout, self.shape.block)
         if other.shape != self.shape:
             raise InvalidProblemError(f"layout: expected {self.shape!r}, got {other.shape!r}")

@@ -113,6 +113,20 @@ def test_tables_are_copied_where_the_first_call_is_compiled():
     assert torch.equal(torch.compile(found, backend="eager", fullgraph=True)(a, b), matmul(a, b, here, "dsd"))
 
 
+def test_a_compiled_function_may_update_a_layout():
+    layout, other = layout_of(), Layout(OTHER, 16)
+    a, b = operands("dsd", layout)
+
+    def updated(bitmap: torch.Tensor) -> torch.Tensor:
+        layout.update(bitmap)
+        return matmul(a, b, layout, "dsd")
+
+    torch._dynamo.reset()
+    for wanted in (other, layout_of()):
+        found = torch.compile(updated, backend="eager")(wanted.bitmap)
+        assert torch.equal(found, matmul(a, b, wanted, "dsd"))
+
+
 def test_tables_are_copied_once_to_each_device():
     layout = Layout(layout_of().layout, device="meta")
     assert layout.tables_on("meta") is layout.tables
