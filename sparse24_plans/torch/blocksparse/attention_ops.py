@@ -65,12 +65,11 @@ class _Attention(NamedTuple):
     def words(self) -> Tensor | None:
         """Seed and offset as four int32. Raises InvalidProblemError."""
         given = self.seed_offset
-        if given is None:
+        if given is None and not self.dropout_p:
             return None
-        if given.dtype != torch.int64 or given.shape != (2,):
-            raise InvalidProblemError(
-                f"seed_offset: expected torch.int64 [2], got {given.dtype} {list(given.shape)}"
-            )
+        if given is None or given.dtype != torch.int64 or given.shape != (2,):
+            got = None if given is None else f"{given.dtype} {list(given.shape)}"
+            raise InvalidProblemError(f"seed_offset: expected torch.int64 [2], got {got}")
         return given.contiguous().view(torch.int32)
 
 

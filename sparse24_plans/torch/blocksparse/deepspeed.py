@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import InvalidProblemError, check_type
+from ...vocab import integer
 from .extra_keys import Masks
 from .layout_buffers import Layout
 from .multihead import MultiheadAttention, check_dropout_and_modes, made_untraced, masked_attention
+from .rule_checks import counted
 from .sparsity import SparsityConfig, SparsityInfo
 
 _DEFAULT = SparsityInfo("fixed", 16, 64, unidirectional=True)
@@ -34,7 +36,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__()
-        begins_with_sizes = "embed_dim" in options or (given and isinstance(given[0], int))
+        begins_with_sizes = "embed_dim" in options or (given and integer(given[0]) is not None)
         take = self._take_sizes if begins_with_sizes else self._take_rule
         take(*given, **options)
         self._layouts: dict[Any, Layout] = {}
@@ -55,7 +57,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
     ) -> None:
         rule = SparsityInfo(mode, block, stride, unidirectional, numverts, vertsize)
         self._take_rule(rule, key_padding_mask_mode, attn_mask_mode, dropout)
-        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.embed_dim, self.num_heads = embed_dim, counted("num_heads", num_heads, least=1)
 
     def _take_rule(
         self,

@@ -50,7 +50,7 @@ class DenseCopy:
     """S^T [out, in] of one layer as long as its weight and its layout stay as they are."""
 
     def __init__(self) -> None:
-        self._made: tuple[Any, Tensor, BlockSparseLayout] | None = None
+        self._made: tuple[Any, Tensor, BlockSparseLayout, torch.UntypedStorage] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +91,8 @@ class DenseCopy:
             dense = _dense(weight, layout)
             if weight.is_cuda:  # calls on other streams may read it
                 torch.cuda.current_stream(weight.device).synchronize()
-            self._made = made = key, dense, layout.layout  # kept, so that its id stays its own
+            # The layout and the weight's memory are kept, so that no others get their id and address.
+            self._made = made = key, dense, layout.layout, weight.untyped_storage()
         return made[1]
 
     def __deepcopy__(self, memo: object) -> DenseCopy:

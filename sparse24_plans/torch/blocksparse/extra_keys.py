@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...blocksparse.layout import BlockSparseLayout
+from ...errors import InvalidProblemError
 
 _pad = nn.functional.pad
 
@@ -53,8 +54,20 @@ class Masks(NamedTuple):
         return self._replace(key_padding_mask=padding, attn_mask=mask)
 
     def with_extra_keys(self, tokens: int, extra: int, block: int, causal: bool, q: Tensor) -> Masks:
-        """Masks that hide the extra block's other keys, and what ``causal`` hides of the ``tokens``."""
-        rows = q.shape[2]
+        """Masks that hide the extra block's other keys, and what ``causal`` hides of the ``tokens``.
+
+        Raises InvalidProblemError for a mask of other sizes.
+        """
+        batch, heads, rows, _ = q.shape
+        wanted = {
+            "rpe": (heads, rows, tokens),
+            "key_padding_mask": (batch, tokens),
+            "attn_mask": (rows, tokens),
+        }
+        for name, sides in wanted.items():
+            given: Tensor | None = getattr(self, name)
+            if given is not None and given.shape[-3:] != sides:
+                raise InvalidProblemError(f"{name}: expected shape {list(sides)}, got {list(given.shape)}")
         mask, adds = self.attn_mask, self.attn_mask_mode == "add" and self.attn_mask is not None
         if mask is None:
             mask = torch.ones(rows, tokens, dtype=torch.bool, device=q.device)

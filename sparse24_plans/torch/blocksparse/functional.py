@@ -147,7 +147,8 @@ def _added(mask: Tensor | None, argument: str, mode: str, x: Tensor) -> Tensor |
     if mask is None:
         return None
     if mask.dtype == torch.bool and mode == "add":
-        raise InvalidProblemError(f"{argument}: expected numbers to add, got torch.bool; pass mode mul")
+        remedy = "" if argument == "rpe" else "; pass mode mul"
+        raise InvalidProblemError(f"{argument}: expected numbers to add, got torch.bool{remedy}")
     if mode == "mul" and mask.dtype != torch.bool:
         mask = mask != 0 if not mask.requires_grad else mask  # a narrower dtype may round it to 0
     return mask.to(x.dtype)

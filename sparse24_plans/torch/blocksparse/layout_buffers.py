@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,9 +113,10 @@ class Layout(nn.Module):
         self._is_captured = False
         self._take(_layout_of(layout, block))
         self.sizes = numbers_of(self._layout.shape)
-        bitmap, tables = _tensors(self._layout)
-        self.register_buffer("bitmap", bitmap.to(device), persistent=persistent)
-        self.register_buffer("tables", tables.to(device), persistent=False)
+        with torch.inference_mode(False):  # training may follow a first call in that mode
+            bitmap, tables = (one.to(device) for one in _tensors(self._layout))
+        self.register_buffer("bitmap", bitmap, persistent=persistent)
+        self.register_buffer("tables", tables, persistent=False)
         self._copies: dict[torch.device, Tensor] = {}
 
     @property
@@ -146,26 +148,28 @@ class Layout(nn.Module):
         """The look-up tables on a device: ``tables`` itself, or a copy that follows every ``update``.
 
         A copy is made at the first call and kept until the layout moves. Threads may share the layout. Raises
-        UnsupportedError while a CUDA graph is captured, whose replays would copy again: call it before.
+        UnsupportedError while a CUDA graph is captured, whose replays would copy again: call it before, as
+        before ``torch.compile(fullgraph=True)``.
         """
         place = device if type(device) is torch.device else device_of(device)
-        return self.tables if place == self.tables.device else self._copy_on(place)
+        found = self.tables if place == self.tables.device else self._copies.get(place)
+        if found is None:
+            found = untraced(lambda: self._copy_on(place))
+        return found
 
     def _copy_on(self, place: torch.device) -> Tensor:
-        found = self._copies.get(place)
-        if found is None:
-            if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise UnsupportedError(
-                    f"layout: expected tables on {place} before a CUDA graph is captured, got those on "
-                    f"{self.tables.device}; call layout.tables_on({str(place)!r}) before"
-                )
-            with _COPYING:
-                found = self._copies.get(place)
-                if found is None:
-                    found = _tensors(self.layout)[1].to(place)
-                    if place.type == "cuda":  # other streams may read it
-                        torch.cuda.current_stream(place).synchronize()
-                    self._copies[place] = found
+        if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"layout: expected tables on {place} before a CUDA graph is captured, got those on "
+                f"{self.tables.device}; call layout.tables_on({str(place)!r}) before"
+            )
+        with _COPYING, torch.inference_mode(False):
+            found = self._copies.get(place)
+            if found is None:
+                found = _tensors(self.layout)[1].to(place)
+                if place.type == "cuda":  # other streams may read it
+                    torch.cuda.current_stream(place).synchronize()
+                self._copies[place] = found
         return found
 
     def update(self, layout: Any) -> None:
@@ -174,6 +178,9 @@ class Layout(nn.Module):
         The tables stay where they are, so a captured CUDA graph reads the new mask from then on. Raises
         InvalidProblemError for another shape, before anything is written.
         """
+        untraced(lambda: self._update(layout))
+
+    def _update(self, layout: Any) -> None:
         other = _layout_of(layout, self.shape.block)
         if other.shape != self.shape:
             raise InvalidProblemError(f"layout: expected {self.shape!r}, got {other.shape!r}")
@@ -235,7 +242,8 @@ class Layout(nn.Module):
         given, error_msgs = state_dict.get(f"{prefix}bitmap"), about[-1]
         errors = len(error_msgs)
         found: BlockSparseLayout | None = None
-        if isinstance(given, Tensor) and not given.is_meta:
+        expected = "bitmap" not in self._non_persistent_buffers_set
+        if expected and isinstance(given, Tensor) and not given.is_meta:
             try:
                 found = BlockSparseLayout(given, self.shape.block)
                 if found.shape != self.shape:
@@ -249,6 +257,9 @@ class Layout(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *about)
         if found is not None and len(error_msgs) == errors:
             self._take(found)
+            if self.tables.is_meta:  # the bitmap was assigned; without tables the layout could not move
+                place = self.bitmap.device
+                self.tables = self._copies.pop(place, torch.empty_like(self.tables, device=place))
             self._fill()
 
     # Conversions ------------------------------------------------------------------------------------
@@ -348,6 +359,12 @@ def layout_of(given: Any, block: int | None, device: Any = None) -> Layout:
         _layout_of(given, block)
         return given
     return Layout(given, block, device=device)
+
+
+def untraced(call: Callable[[], Any]) -> Any:
+    """The result of a call that works with NumPy on layouts, which torch.compile would fail to trace."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
+    return call() if dynamo is None else dynamo.disable(call)()
 
 
 def _tensors(layout: BlockSparseLayout) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,12 @@ Images are [N, C, height, width]; an order such as ``CHWN`` says how they lie in
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import check_choice
+from ...errors import InvalidProblemError, check_choice, shown
 from .plan_dispatch import check_dims
 
 _DIMS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
@@ -28,6 +29,13 @@ def permuted(x: Tensor, order: str) -> Tensor:
     check_dims(x, "x", "N, C, height, width")
     dims = _DIMS[order]
     return x.permute(dims).contiguous().permute([dims.index(one) for one in range(4)])
+
+
+def one_element(name: str, given: Any) -> Tensor:
+    """A number for all images, or InvalidProblemError naming it: more would be broadcast over columns."""
+    if not isinstance(given, Tensor) or given.numel() != 1:
+        raise InvalidProblemError(f"{name}: expected a tensor of one element, got {shown(given)}")
+    return given.reshape(())
 
 
 class Permute(nn.Module):
@@ -61,7 +69,7 @@ class ReLU(nn.Module):
     """max(0, scale * x + bias + residual), with ``scale`` and ``bias`` of one element."""
 
     def forward(self, x: Tensor, scale: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        return torch.relu(x * scale + bias + residual)
+        return torch.relu(x * one_element("scale", scale) + one_element("bias", bias) + residual)
 
 
 class BatchNorm2d(nn.BatchNorm2d):

@@ -16,7 +16,7 @@ from . import conv_ops
 from .dense_copy import DenseCopy
 from .functional import conv2d, matmul, pair_of, softmax
 from .layout_buffers import Layout, layout_of
-from .memory_order import checked_order, permuted
+from .memory_order import checked_order, one_element, permuted
 
 MODES = ("sdd", "dsd", "dds")
 
@@ -400,9 +400,9 @@ class Conv2d(_Weighted):
         zero. Both have gradients.
         """
         if biasa is not None:
-            input = torch.relu(input + _one_element("biasa", biasa))
+            input = torch.relu(input + one_element("biasa", biasa))
         if biasb is not None:
-            input = input + _one_element("biasb", biasb)
+            input = input + one_element("biasb", biasb)
         walk = self.kernel_size, self.bias, self.stride, self.padding, self.dilation
         return permuted(conv2d(input, self.weight, self.layout, *walk), self.order)
 
@@ -445,13 +445,6 @@ class Conv2d(_Weighted):
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, dilation={self.dilation}, bias={self.bias is not None}"
         )
-
-
-def _one_element(name: str, given: Any) -> Tensor:
-    """A shift of images, or InvalidProblemError naming it: more elements would be broadcast over columns."""
-    if not isinstance(given, Tensor) or given.numel() != 1:
-        raise InvalidProblemError(f"{name}: expected a tensor of one element, got {shown(given)}")
-    return given.reshape(())
 
 
 def _padded(x: Tensor) -> Tensor:

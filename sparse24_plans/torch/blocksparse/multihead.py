@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from numbers import Real
@@ -18,7 +17,7 @@ from ...vocab import checked_flag
 from ..elements import device_of
 from .extra_keys import Masks, widened, with_extra_keys
 from .functional import attention, matmul, softmax
-from .layout_buffers import Layout, layout_of
+from .layout_buffers import Layout, layout_of, untraced
 from .rule_checks import check_mask_modes, counted
 from .sparsity import SparsityConfig, SparsityInfo
 
@@ -68,14 +67,8 @@ def made_untraced(make: Callable[[], Layout], tokens: int, first: str) -> Layout
     """
     if torch.compiler.is_compiling():
         raise UnsupportedError(f"query: {tokens} tokens have no layout yet; call {first} before compiling")
-    made: Layout = _untraced(make)
+    made: Layout = untraced(make)
     return made
-
-
-def _untraced(call: Callable[[], Any]) -> Any:
-    """The result of a call that works with NumPy on layouts, which torch.compile would fail to trace."""
-    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
-    return call() if dynamo is None else dynamo.disable(call)()
 
 
 def _is_bitmap(given: Any) -> bool:
@@ -292,7 +285,7 @@ class MultiheadAttention(nn.Module):
                 "sparsity: the mask of the given layout has changed since the last call; call layout_for "
                 "before a graph is compiled or captured"
             )
-        _untraced(lambda: wide.update(widened(now)))
+        untraced(lambda: wide.update(widened(now)))
         self._widened_from = now
         return wide
 

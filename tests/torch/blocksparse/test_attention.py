@@ -221,6 +221,12 @@ MISTAKES = {
         lambda q, k, v, layout: attention(q, k, v, layout, dropout_p=0.5, seed_offset=torch.ones(3)),
         r"seed_offset: expected torch.int64 \[2\], got torch.float32 \[3\]",
     ),
+    "dropout without seed_offset": (
+        lambda q, k, v, layout: torch.ops.sparse24.blocksparse_attention(
+            q, k, v, layout.tables, layout.sizes, dropout_p=0.5
+        ),
+        r"seed_offset: expected torch.int64 \[2\], got None",
+    ),
     "seed_offset without dropout": (
         lambda q, k, v, layout: attention(q, k, v, layout, seed_offset=torch.ones(2).long()),
         "seed_offset: expected None",

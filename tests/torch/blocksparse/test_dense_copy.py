@@ -25,6 +25,11 @@ def always_dense(monkeypatch):
     monkeypatch.setattr(dense_copy, "_prefers_dense", lambda shape, longest, n, *about: n > 2)
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
 def made_layer(**options) -> Linear:
     torch.manual_seed(0)
     return Linear(32, 48, 16, BITMAP, bias=True, activation="silu", dtype=torch.float16, **options).eval()
@@ -90,6 +95,17 @@ def test_a_copy_follows_the_weight_and_the_mask(change):
         assert not torch.equal(before, after)
         close(after, exact(layer, x))
     assert layer.dense_copy_bytes == COPY_BYTES
+
+
+@pytest.mark.usefixtures("always_dense")
+def test_a_copy_is_not_of_a_freed_weight_at_the_same_address():
+    """A parametrized weight is a new tensor in each call."""
+    layer, x = made_layer(), randn(5, 32, dtype=torch.float16)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    with torch.no_grad():
+        for _ in range(100):
+            layer.parametrizations.weight.original.neg_()
+            close(layer(x), exact(layer, x))
 
 
 @pytest.mark.usefixtures("always_dense")

@@ -7,13 +7,23 @@ import io
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 from sparse24_plans import BlockSparseLayout, FormatError, InvalidProblemError, UnsupportedError
-from sparse24_plans.torch.blocksparse import Layout, Linear, MatMul, Softmax, matmul, softmax
+from sparse24_plans.torch.blocksparse import (
+    DeepSpeedSparseSelfAttention,
+    Layout,
+    Linear,
+    MatMul,
+    Softmax,
+    SparsityInfo,
+    matmul,
+    softmax,
+)
 from tests.torch.cases import wanting
 
 from .cases import BITMAPS, close, dense_of, layout_of, operands, product, randn
@@ -91,6 +101,32 @@ def test_a_layout_serves_operands_on_other_devices():
     assert elsewhere.tables.is_meta
 
 
+def test_tables_are_copied_where_the_first_call_is_compiled():
+    here, elsewhere = layout_of(), Layout(layout_of().layout, device="meta")
+    a, b = operands("dsd", here)
+
+    def found(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return matmul(a, b, elsewhere, "dsd")
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(found, backend="eager")(a, b), matmul(a, b, here, "dsd"))
+    assert torch.equal(torch.compile(found, backend="eager", fullgraph=True)(a, b), matmul(a, b, here, "dsd"))
+
+
+def test_a_compiled_function_may_update_a_layout():
+    layout, other = layout_of(), Layout(OTHER, 16)
+    a, b = operands("dsd", layout)
+
+    def updated(bitmap: torch.Tensor) -> torch.Tensor:
+        layout.update(bitmap)
+        return matmul(a, b, layout, "dsd")
+
+    torch._dynamo.reset()
+    for wanted in (other, layout_of()):
+        found = torch.compile(updated, backend="eager")(wanted.bitmap)
+        assert torch.equal(found, matmul(a, b, wanted, "dsd"))
+
+
 def test_tables_are_copied_once_to_each_device():
     layout = Layout(layout_of().layout, device="meta")
     assert layout.tables_on("meta") is layout.tables
@@ -111,6 +147,21 @@ def test_tables_are_copied_once_to_each_device():
     assert torch.equal(other.tables_on("cpu"), copies[0])
     layout.to_empty(device="cpu")
     assert layout.tables_on("cpu") is layout.tables
+
+
+def test_what_inference_mode_makes_serves_training():
+    """Layouts of rules and copies of tables are made in the first call, which may be a validation."""
+    meta, x = Layout(OTHER, 16, device="meta"), wanting(randn(1, 3, 48, 8))
+    attend = DeepSpeedSparseSelfAttention(SparsityInfo("dense", 16))
+    with torch.inference_mode():
+        attend(x, x, x)
+        meta.tables_on("cpu")
+        made = layout_of()
+    attend(x, x, x).sum().backward()
+    for layout in (meta, made):
+        layout.update(OTHER)
+        a, b = (wanting(randn(1, 2, *sides)) for sides in ((32, 8), (8, 48)))
+        matmul(a, b, layout, "sdd").sum().backward()
 
 
 def test_a_mask_on_the_cpu_is_taken_by_update_alone():
@@ -206,6 +257,22 @@ def test_a_state_that_pytorch_refuses_changes_nothing(bitmap):
     with pytest.raises(RuntimeError, match="bitmap"):
         layer.load_state_dict({"bitmap": bitmap})
     assert same(layer, Layout(OTHER, 16))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_layout_outside_of_state_dict_takes_no_mask_from_one(strict):
+    layer = Layout(OTHER, 16, persistent=False)
+    with pytest.raises(RuntimeError, match="Unexpected key") if strict else nullcontext():
+        layer.load_state_dict({"bitmap": layout_of().bitmap}, strict=strict)
+    assert same(layer, Layout(OTHER, 16))
+
+
+def test_assigned_state_brings_tables_off_the_meta_device():
+    layer, wanted = (Linear(32, 48, 16, BITMAPS["two heads"][0], device=one) for one in ("meta", "cpu"))
+    layer.load_state_dict(wanted.state_dict(), assign=True)
+    x = randn(5, 32)
+    assert torch.equal(layer.to("cpu")(x), wanted(x))
+    assert same(layer.layout, wanted.layout)
 
 
 def test_a_linear_layers_state_goes_round():

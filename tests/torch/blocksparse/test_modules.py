@@ -267,6 +267,28 @@ def test_masks_do_not_hide_extra_keys(extra, mode, causal):
     close(y, theirs(x, x, x, attn_mask=hidden)[0])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("which", "wrong", "wanted"),
+    [
+        ("key_padding_mask", [3, 16], [3, 32]),
+        ("key_padding_mask", [1, 32], [3, 32]),
+        ("attn_mask", [1, 32], [32, 32]),
+        ("attn_mask", [6, 32, 32], [32, 32]),
+        ("rpe", [2, 32, 16], [2, 32, 32]),
+        ("rpe", [3, 1, 32, 32], [2, 32, 32]),
+    ],
+)
+def test_masks_beside_extra_keys_have_the_callers_sizes(which, wrong, wanted, causal):
+    ours, x = pair(SparsityInfo("dense", 16), add_zero_attn=True)[0], randn(32, 3, 16)
+    message = f"^{which}: expected shape {re.escape(f'{wanted}, got {wrong}')}$"
+    with pytest.raises(InvalidProblemError, match=message):
+        ours(x, x, x, is_causal=causal and which != "attn_mask", **{which: torch.ones(wrong)})
+    ours.causal = causal
+    with pytest.raises(InvalidProblemError, match=message):
+        ours(x, x, x, **{which: torch.ones(wrong)})
+
+
 @pytest.mark.parametrize("extra", [{}, *EXTRA], ids=str)
 @pytest.mark.parametrize("which", ["key_padding_mask", "attn_mask"])
 def test_integers_are_added_as_floats(extra, which):

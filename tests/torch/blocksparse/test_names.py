@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,6 +40,14 @@ def test_relu_scales_shifts_and_adds():
     x, residual = randn(2, 3, 4, 5), randn(2, 3, 4, 5, seed=1)
     found = bs.ReLU()(x, torch.tensor([0.5]), torch.tensor([-0.25]), residual)
     torch.testing.assert_close(found, (0.5 * x - 0.25 + residual).clamp(min=0))
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(5), 0.5], ids=["columns", "number"])
+@pytest.mark.parametrize("name", ["scale", "bias"])
+def test_relus_scale_and_bias_have_one_element(name, wrong):
+    x, given = randn(2, 3, 4, 5), {"scale": torch.ones(1), "bias": torch.ones(1), name: wrong}
+    with pytest.raises(InvalidProblemError, match=f"^{name}: expected a tensor of one element, got"):
+        bs.ReLU()(x, residual=x, **given)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -276,6 +285,8 @@ WRONG_FORMS = {
     "key_padding_mask_mode: expected add or mul, got 'and'": ((RULES["rule"], "and"), {}),
     "dropout: expected a probability from 0 to 1": ((64, 2), {"dropout": 2.0}),
     "sparsity_config: expected a SparsityInfo or SparsityConfig, got str": (("fixed",), {}),
+    "num_heads: expected an integer from 1 to .* got '2'": ((64, "2"), {}),
+    "num_heads: expected an integer from 1 to .* got 0": ((np.int64(64), 0), {}),
 }
 
 

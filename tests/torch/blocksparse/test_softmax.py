@@ -203,6 +203,10 @@ MISTAKES = {
     "dimensions": (lambda x, layout: softmax(x[0], layout), r"x: expected \[Z, blocks, block, block\]"),
     "dtype": (lambda x, layout: softmax(x.to(torch.int8), layout), "element: expected f32 or f16 or bf16"),
     "rpe": (lambda x, layout: softmax(x, layout, rpe=torch.ones(2, 48, 32)), "rpe: expected shape"),
+    "bools as rpe": (
+        lambda x, layout: softmax(x, layout, rpe=torch.ones(2, 32, 48) > 0),
+        "^rpe: expected numbers to add, got torch.bool$",
+    ),
     **{
         f"rpe of batches {name}": (
             lambda x, layout, rpe=rpe: softmax(x, layout, rpe=rpe),
