@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
 
+import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor, ProductDescriptor
@@ -174,15 +175,19 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
     @classmethod
     def _of_layout(cls, data: Any) -> Any:
         """Compute ``longest_panel`` from the layout, of which the descriptor keeps only the shape."""
-        layout = data.get("layout") if isinstance(data, dict) else None
+        layout, op = (data.get(name) if isinstance(data, dict) else None for name in ("layout", "op"))
         if (
             type(layout) is not BlockSparseLayout
-            or data.get("op") == BlockSparseOp.SDD
+            or not isinstance(op, str)
+            or op == BlockSparseOp.SDD
             or "longest_panel" in data
         ):
             return data
-        on_the_right = data.get("op") == BlockSparseOp.DDS
-        by_columns = bool(data.get("trans_b" if on_the_right else "trans_a", False)) != on_the_right
+        on_the_right = op == BlockSparseOp.DDS
+        transposed = data.get("trans_b" if on_the_right else "trans_a", False)
+        if not isinstance(transposed, (bool, np.bool_)):  # the field refuses it
+            return data
+        by_columns = bool(transposed) != on_the_right
         return {**data, "longest_panel": longest_panel(layout, by_columns=by_columns)}
 
     @model_validator(mode="after")

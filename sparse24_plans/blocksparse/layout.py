@@ -115,14 +115,15 @@ class BlockSparseLayout:
                 f"crow_indices: expected [heads, rows/block + 1], got shape {list(pointers.shape)}"
             )
         pointers = pointers.astype(np.int64)
-        counts = np.diff(pointers, axis=1)
-        wrong = (pointers[:, 0] != 0) | (counts < 0).any(axis=1)
+        falls = pointers[:, 1:] < pointers[:, :-1]  # differences of int64 may wrap around
+        wrong = (pointers[:, 0] != 0) | falls.any(axis=1)
         if wrong.any():
             head = int(wrong.argmax())
             raise InvalidProblemError(
                 "crow_indices: expected values that start at 0 and never decrease in each head, got "
                 f"{shown(pointers[head].tolist())} in head {head}"
             )
+        counts = np.diff(pointers, axis=1)
         heads, rows = counts.shape
         columns = _integers("col_indices", col_indices).reshape(-1).astype(np.int64)
         total = sum(map(int, pointers[:, -1]))

@@ -228,6 +228,8 @@ def _weights(blocks: Array, *, squared: bool) -> Array:
 
 def _heaviest(weights: Array, density: object) -> Array:
     """Choose the heaviest blocks."""
+    if isinstance(density, np.generic):
+        density = density.item()
     if type(density) not in (int, float) or not 0 <= density <= 1:  # type: ignore[operator]
         raise wrong("density", "a number from 0 to 1", density)
     kept = np.zeros(len(weights), bool)

@@ -85,7 +85,7 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
     descriptor: BlockSparseMatmulDescriptor
 
     @overload
-    def pack(self, layout: BlockSparseLayout) -> BlockSparseTables: ...
+    def pack(self, layout: BlockSparseLayout, *, stream: Any = None) -> BlockSparseTables: ...
     @overload
     def pack(self, layout: BlockSparseLayout, values: Any, *, stream: Any = None) -> PackedBlocks: ...
     def pack(
@@ -95,7 +95,8 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
 
         ``values`` [Z, blocks, block, block] are the sparse operand's, on the plan's device. A kernel of kept
         blocks reads these values themselves; another one gets a dense copy in new memory, written on
-        ``stream`` (``plan.explain()`` says which). Pack again if the values change.
+        ``stream`` (``plan.explain()`` says which). Pack again if the values change. Tables are written on
+        ``stream``, too.
 
         Raises InvalidProblemError or MisalignedOperandError naming the argument, BackendUnavailableError if
         memory is full.
@@ -107,7 +108,8 @@ class BlockSparseMatmulPlan(BlockSparsePlan):
                     "values: expected None, because the descriptor has packed=False, got "
                     f"{type(values).__name__}"
                 )
-            return super().pack(layout)
+            with on_stream(self._home, stream):
+                return super().pack(layout)
         operand = next(one for one in self._operands if one.role is Role.PACKED)
         alignment = self._kernel.alignment_of(operand.name)
         view = check_tensor(values, replace(operand, argument="values"), alignment, self._home)

@@ -17,7 +17,7 @@ from ..device.devices import PlaceLike, described, home_of
 from ..device.jit.cache import CompiledKernel
 from ..device.streams import current_stream_of, launch_on, stream_handle
 from ..device.tensors import Device, Workspace
-from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, WorkspaceTooSmallError
+from ..errors import InvalidProblemError, Sparse24Error, UnsupportedError, WorkspaceTooSmallError, shown
 from ..vocab import DeviceProperties, EpilogueKind, Tier
 from .bound import Bound
 from .descriptor import Descriptor, ProductDescriptor
@@ -161,9 +161,13 @@ class Plan:
     def _tuning_for(cls, given: Tuning | None, device: DeviceProperties) -> Tuning | None:
         """The tuning table of a selection to which ``given`` was passed. A family may have one for a device.
 
-        Raises InvalidProblemError for anything but a table.
+        Raises InvalidProblemError for anything but a table, and for a table that the family has no use for.
         """
-        return given
+        if given is not None:
+            raise InvalidProblemError(
+                f"tuning: expected None for {cls.__name__}, whose kernels are not tuned, got {shown(given)}"
+            )
+        return None
 
     @classmethod
     def explain_choice(

@@ -124,6 +124,24 @@ def test_strides_beyond_the_image(row, op):
 
 
 @every_op
+@pytest.mark.parametrize(
+    ("few", "many"),
+    [
+        ({"padding": 5, "dilation": 5}, {"padding": 2**28, "dilation": 2**28}),
+        ({"padding": 8, "dilation": 4, "stride": 8}, {"padding": 2**29, "dilation": 2**28, "stride": 2**29}),
+    ],
+)
+def test_padding_takes_no_memory(op, few, many):
+    """Images with all padded pixels would exceed every memory."""
+    layout = filter_layout({"kernel": 3}, density=1.0)
+    one, other = (
+        plan_of("host_strict", layout, op=op, kernel=3, height=1, width=1, **walk) for walk in (few, many)
+    )
+    operands = random_operands(one.descriptor, layout, np.random.default_rng(0))
+    assert same_bits(case_of(one, operands).run()[RESULT[op]], case_of(other, operands).run()[RESULT[op]])
+
+
+@every_op
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_every_size_of_blocks(op, block):
     layout = filter_layout(WALKS["3x3"], block)

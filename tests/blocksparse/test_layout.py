@@ -213,6 +213,7 @@ def test_bad_shapes_are_refused(fields, words):
             r"got \[0, 2, 1\] in head 0",
         ),
         ([[0, 0, 0], [1, 1, 1]], [0], 48, r"crow_indices: expected .* got \[1, 1, 1\] in head 1"),
+        ([0, 2**63 - 1, -2, 0], [], 48, r"crow_indices: expected .* got \[0, 9223372036854775807, -2, 0\]"),
         ([0, 1, 1], [-1], 48, r"got block \(0, -1\) of head 0"),
         ([0, 1, 1], [0], 40, "cols: expected a multiple of block 16 below 2\\^31, got 40"),
         ([], [], 48, "crow_indices: expected"),

@@ -219,6 +219,8 @@ def test_values_are_packed_where_the_descriptor_says_so():
     other = BlockSparseMatmulPlan.select(described(layout=layout, packed=False), device="host")
     with pytest.raises(InvalidProblemError, match=r"values: expected None, .*, got ndarray"):
         other.pack(layout, values)
+    with pytest.raises(InvalidProblemError, match="stream: expected None for a host plan"):
+        other.pack(layout, stream="a stream")
 
 
 def refusal(plan: BlockSparseMatmulPlan, operand: Any, layout: Any = None) -> str:

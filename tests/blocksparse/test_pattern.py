@@ -191,7 +191,7 @@ def test_the_number_of_kept_blocks_is_rounded_half_to_even(density, blocks):
 
 
 @every_along
-@pytest.mark.parametrize("density", [0.0, 0.3, 0.5, 1.0, 1])
+@pytest.mark.parametrize("density", [0.0, 0.3, 0.5, np.float64(0.3), 1.0, 1])
 def test_the_blocks_of_highest_energy_are_kept(along, density):
     rng = np.random.default_rng(2)
     matrix = (rng.standard_normal((2, 192, 256)) * rng.choice([0.1, 1, 2], (2, 192, 1))).astype(np.float16)

@@ -85,6 +85,15 @@ def test_raster_groups_of_prime_tile_counts_are_found_at_once(batch):
     assert (band, bands) == (1, batch)
 
 
+def test_empty_results_have_no_raster_groups():
+    """No limit of the kernel bounds the token tiles of an empty result: searching divisors takes seconds."""
+    shape = BlockSparseShape(heads=1, rows=0, cols=0, block=128, blocks=0)
+    desc = BlockSparseMatmulDescriptor(
+        op="dsd", layout=shape, n=2**31 - 1, batch=2**31 - 1, element="bf16", inner="sparse24"
+    )
+    assert BlocksWgmmaSpSchedule.of(desc, 132).raster_groups(desc, 0) == (0, 0)
+
+
 # Results ------------------------------------------------------------------------------------------
 
 

@@ -228,6 +228,8 @@ GOOD = {"op": "dsd", "layout": random_layout(), "n": 8, "element": "bf16"}
         ({"op": "sdd", "epilogue": "bias"}, "epilogue: expected identity for op sdd, got bias"),
         ({"alpha": 1e39}, "alpha: expected a value finite in float32"),
         ({"trans_a": 1}, "trans_a: "),
+        ({"trans_a": np.zeros(2)}, "trans_a: "),
+        ({"op": np.array(["dsd", "dds"])}, "op: "),
         ({"n": 2**31 - 1, "batch": 2**31 - 1}, "expected operands of fewer than"),
     ],
 )

@@ -16,6 +16,7 @@ from sparse24_plans import (
     FormatError,
     GemmSparse24Plan,
     InvalidProblemError,
+    MaskSparse24Descriptor,
     PlanPreference,
     StorageError,
     TuningTable,
@@ -197,6 +198,13 @@ def test_entries_of_kernels_without_configurations_are_a_warning():
 def test_what_is_no_table_for_select(on_h200, thing):
     with pytest.raises(InvalidProblemError, match="tuning: expected a TuningTable"):
         on_h200(tuning=thing)
+
+
+@pytest.mark.parametrize("thing", [table(entry("inflate_strict")), 3, 0])
+def test_families_without_tuning_refuse_tables(thing):
+    desc = MaskSparse24Descriptor(m=64, k=64, element="bf16")
+    with pytest.raises(InvalidProblemError, match=r"tuning: expected None for MaskSparse24Plan, .*, got "):
+        explain(desc, device=H200, tuning=thing)
 
 
 def chosen(made: TuningTable, **require: object) -> str | None:

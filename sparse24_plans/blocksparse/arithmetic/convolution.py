@@ -66,10 +66,7 @@ class Pixels:
 
     def __init__(self, images: Array, geometry: Geometry) -> None:
         """``images`` [N, height, width, channels], float32."""
-        self._geometry = geometry
-        (top, bottom), (left, right) = (_margins(axis) for axis in geometry)
-        self._padded = np.pad(images, ((0, 0), (top, bottom), (left, right), (0, 0)))
-        self._first = tuple(axis.lower + margin for axis, margin in zip(geometry, (top, left), strict=True))
+        self._images, self._geometry = images, geometry
 
     def gathered(self, row: FilterRow, block: int) -> Array:
         """Gather the pixels that a filter row reads: [1, pixels, blocks of the filter row * block]."""
@@ -77,23 +74,25 @@ class Pixels:
             self._at(row.phase, int(tap), slice(at * block, (at + 1) * block))
             for tap, at in zip(row.taps, row.across, strict=True)
         ]
-        pixels = self._padded.shape[0] * self._geometry.pixels
+        pixels = len(self._images) * self._geometry.pixels
         return np.concatenate([np.empty((pixels, 0), np.float32), *found], axis=1)[None]
 
     def _at(self, phase: int, tap: int, channels: slice) -> Array:
         offsets = self._geometry.offsets(phase, tap)
         assert offsets is not None
-        rows, columns = (
-            slice(first + offset, first + offset + axis.stride * (axis.results - 1) + 1, axis.stride)
-            for first, offset, axis in zip(self._first, offsets, self._geometry, strict=True)
-        )
-        found = self._padded[:, rows, columns, channels]
+        (h, rows), (w, columns) = map(_inside, self._geometry, offsets)
+        sides = len(self._images), self._geometry.h.results, self._geometry.w.results
+        found = np.zeros((*sides, channels.stop - channels.start), np.float32)
+        found[:, h, w] = self._images[:, rows, columns, channels]
         return found.reshape(-1, found.shape[-1])
 
 
-def _margins(axis: Axis) -> tuple[int, int]:
-    """Numbers of zeros before and behind the pixels."""
-    return max(0, -axis.lower), max(0, axis.upper + axis.most_offset)
+def _inside(axis: Axis, offset: int) -> tuple[slice, slice]:
+    """The results that read pixels of the image at an offset, and these pixels."""
+    at, stride = axis.lower + offset, axis.stride
+    first = max(0, -(at // stride))
+    end = max(first, min(axis.results, -((at - axis.size) // stride)))
+    return slice(first, end), slice(at + stride * first, at + stride * end, stride)
 
 
 def of_results(

@@ -70,7 +70,7 @@ class BlocksWgmmaSpSchedule(NamedTuple):
         but leave each of the ``clusters`` a work tile. They are equal if possible.
         """
         fit = constants("blocks_tiles")
-        tiles = desc.batch * self.cluster_tiles(desc)
+        tiles = desc.batch * self.cluster_tiles(desc) if panel_count(desc) else 0
         tile_bytes = desc.reduction * self.tokens * self.cluster_n * desc.element.itemsize * desc.layout.heads
         panels = max(panel_count(desc) // max(desc.batch, 1), 1)
         least = max(-(-clusters * fit["busy_percent"] // 100 // panels), 1)
