@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, SupportsFloat, SupportsIndex
 
-import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..plan.descriptor import BIAS_ELEMENT, OUT_ELEMENT, Descriptor, Factor, ProductDescriptor
@@ -24,7 +23,7 @@ from ..vocab import (
     Integer,
     OpCategory,
 )
-from ..vocab.fields import INT32_MAX
+from ..vocab.fields import INT32_MAX, unboxed
 from .dropout import MAX_DROPOUT
 from .layout import BlockSparseLayout
 from .lookup_tables import length, longest_panel
@@ -184,10 +183,10 @@ class BlockSparseMatmulDescriptor(BlockSparseDescriptor, ProductDescriptor):
         ):
             return data
         on_the_right = op == BlockSparseOp.DDS
-        transposed = data.get("trans_b" if on_the_right else "trans_a", False)
-        if not isinstance(transposed, (bool, np.bool_)):  # the field refuses it
+        transposed = unboxed(data.get("trans_b" if on_the_right else "trans_a", False))
+        if type(transposed) is not bool:  # the field refuses it
             return data
-        by_columns = bool(transposed) != on_the_right
+        by_columns = transposed != on_the_right
         return {**data, "longest_panel": longest_panel(layout, by_columns=by_columns)}
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ import numpy as np
 from ..device.tensors import TensorView, wrong
 from ..errors import FormatError, InvalidProblemError
 from ..vocab import ElementKind, integer
+from ..vocab.fields import unboxed
 from ..weights import canonical
 from ..weights.codes import VALID_CODES
 from .descriptor import FLOATS, PATTERNED, PATTERNED_BLOCKS
@@ -228,8 +229,7 @@ def _weights(blocks: Array, *, squared: bool) -> Array:
 
 def _heaviest(weights: Array, density: object) -> Array:
     """Choose the heaviest blocks."""
-    if isinstance(density, np.generic):
-        density = density.item()
+    density = unboxed(density)
     if type(density) not in (int, float) or not 0 <= density <= 1:  # type: ignore[operator]
         raise wrong("density", "a number from 0 to 1", density)
     kept = np.zeros(len(weights), bool)

@@ -77,7 +77,7 @@ def _many_batches(problem: GemmSparse24Descriptor) -> str | None:
 
 
 def has_small_batches(problem: GemmSparse24Descriptor) -> bool:
-    """Whether one launch for all batches is faster than one of a faster kernel for each.
+    """Whether there are batches of weights so small that one launch for all is faster than one for each.
 
     A launch for each batch takes some microseconds. Neither n nor the number of batches decides, because the
     kernels' weights have different layouts.

@@ -25,6 +25,11 @@ def integer(value: object) -> int | None:
         return None
 
 
+def unboxed(value: Any) -> Any:
+    """A NumPy scalar as a Python one, anything else as it is."""
+    return value.item() if issubclass(type(value), np.generic) else value
+
+
 def checked_integer(argument: str, value: object, least: int = 0, most: int | None = None) -> int:
     """``value`` as an int. Raises InvalidProblemError unless it is an integer from ``least`` to ``most``."""
     found = integer(value)
@@ -114,7 +119,7 @@ def _unboxed(value: Any, info: ValidationInfo) -> Any:
     if type(value) is str and str(info.mode) == "string":
         with suppress(ValueError, RecursionError):
             return json.loads(value)
-    return value.item() if issubclass(type(value), np.generic) else value
+    return unboxed(value)
 
 
 def _unboxed_number(value: Any, info: ValidationInfo) -> Any:
